@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cpuft.api import ComparedRuns, Run, compare, launch
     from cpuft.errors import CpuftError
-    from cpuft.train.checkpoint.script import interrupted, load_state, save_state
+    from cpuft.train.checkpoint.user_loop import interrupted, load_state, save_state
     from cpuft.train.fast.acceleration import accelerate
 
 __all__ = [
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
         return accelerate
     if name in ("interrupted", "load_state", "save_state"):
-        from cpuft.train.checkpoint import script
+        from cpuft.train.checkpoint import user_loop
 
-        return getattr(script, name)
+        return getattr(user_loop, name)
     raise AttributeError(f"module 'cpuft' has no attribute {name!r}")

@@ -25,18 +25,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from cpuft.cli.common import MODEL, compute_settings
 from cpuft.cli.predict import check_request, is_embedding_task, plan_prediction
-from cpuft.config import (
-    ALTERNATIVES,
-    LAUNCH_ONLY,
-    CompareConfig,
-    LaunchConfig,
-    PredictConfig,
-    ResumeConfig,
-    ScriptConfig,
-    TrainConfig,
-    option_names,
-    parse_value,
-)
+from cpuft.config.compare import CompareConfig
+from cpuft.config.fields import option_names, parse_value
+from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig, ResumeConfig, ScriptConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import ALTERNATIVES, TrainConfig
 from cpuft.errors import (
     RESUMABLE,
     CpuftError,
@@ -50,9 +43,9 @@ from cpuft.execute import open_memory_file, run_step
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.comparison import parse_numbers, plan_comparison, run_comparison
 from cpuft.launch.failures import explain_exit, read_failures
-from cpuft.launch.plan import choose_run_dir
-from cpuft.launch.progress import choose_progress, is_notebook
+from cpuft.launch.progress_bar import choose_progress, is_notebook
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, plan_request, run_launch
+from cpuft.launch.run_folder import choose_run_dir
 from cpuft.rank.call import CALL_FOLDER, CallHeader, compute_digest, pack_call, python_version, read_result
 from cpuft.record import Record, read_record
 from cpuft.serialization import find_control
@@ -314,7 +307,8 @@ def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
     """Return the values of options by name, checked as those of the command line.
 
     A value is of the option's type or a text of it, a list becomes a text with commas, and None leaves an option out.
-    If two of the configuration classes `configs` have a field of the same name, the first counts.
+    If two of the configuration classes `configs` have a field of the same name, the first counts. Raises CpuftError: an
+    option is unknown or not valid, or two exclude each other.
     """
     fields: dict[str, tuple[dataclasses.Field[Any], type]] = {}
     for config in configs:
@@ -418,7 +412,8 @@ def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     """Return the pickle of (function, args, kwargs) by cloudpickle.
 
     A function of a module that is not installed in site-packages is pickled by value, with the functions and classes of
-    that module that it uses, so that hosts need no copy of the module.
+    that module that it uses, so that hosts need no copy of the module. Raises CpuftError: a part cannot be pickled, or
+    cloudpickle is missing.
     """
     try:
         import cloudpickle
@@ -571,7 +566,8 @@ def _say(line: str) -> None:
 def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
     """Write examples to predict into a file of JSON lines, and return the names of the text columns.
 
-    The names are empty for rows that are dicts: their columns are those that the run was trained on.
+    The names are empty for rows that are dicts: their columns are those that the run was trained on. Raises CpuftError:
+    rows are not all texts, pairs of texts, lists of words or dicts, or JSON cannot hold a value.
     """
     columns: tuple[str, ...] = ()
     if all(isinstance(row, Mapping) for row in rows):

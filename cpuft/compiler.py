@@ -86,7 +86,9 @@ def hash_sources(*more: str) -> str:
 
 
 def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> None:
-    """Compile the kernels into the file `library`, with `options` such as -march=native in addition to FLAGS."""
+    """Compile the kernels into the file `library`, with `options` such as -march=native in addition to FLAGS. Raises
+    CpuftError: the compiler fails, or takes more than 300 s.
+    """
     _run(compiler, [*options, *FLAGS, str(SOURCES[0]), "-o", str(library)])
 
 
@@ -107,7 +109,8 @@ def compile_target(compiler: str, target: Target) -> bytes:
     """Compile the kernels for a class of CPUs and return the shared library, which runs on hosts without a compiler.
 
     The library names no OpenMP library, because a host without a compiler may have none but torch's own. Whoever loads
-    it must have loaded torch's OpenMP library before, with its symbols for all (`cpuft.kernels.Kernels`).
+    it must have loaded torch's OpenMP library before, with its symbols for all (`cpuft.kernels.Kernels`). Raises
+    CpuftError: as `compile_kernels`, or the compiler is not GCC.
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
@@ -153,7 +156,7 @@ def read_cpu_flags(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def choose_target(cpu_flags: Collection[str]) -> Target | None:
-    """Return the fastest class of CPUs to which a CPU with these flags belongs."""
+    """Return the fastest class of CPUs to which a CPU with these flags belongs; None if it belongs to none."""
     return next((target for target in TARGETS if target.needs <= set(cpu_flags)), None)
 
 

@@ -74,6 +74,9 @@ FACTOR_BUCKETS = 3
 more, which shares the messages of the bucket before it. In slow motion with earlier versions (four hosts of half a core
 with AMX, MiniLM in bf16), an update at 1 Gbit/s took 73 to 77 ms of CPU time in seven buckets, 59 to 63 ms in three,
 and 60 ms in two."""
+TIE_RATIO = 1.02
+"""Compression levels, and backends, whose times differ by less count as equally fast, because repeated medians on two
+idle hosts differ by as much."""
 MANY_RANKS = 32
 """Ranks from which on powersgd sends gradients in one bucket instead: the CPU time of an update grows with the number
 of buckets times the number of ranks."""

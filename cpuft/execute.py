@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO, TextIO
 
 from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted, TransientError
-from cpuft.plan import Plan, Step
+from cpuft.steps import Plan, Step
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SSH_FAILED = 255
@@ -305,7 +305,7 @@ def _start(
 def start_process(
     command: Sequence[str], environ: Mapping[str, str], streams: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a new session and return it; the kernel sends it SIGTERM when the calling thread ends."""
+    """Start a process in a new session; it gets SIGTERM when this thread ends. Raises OSError: it cannot be started."""
     given, end = subprocess.DEVNULL if streams is None else streams, _end_with_parent
     return subprocess.Popen(
         command, env=environ, stdin=given, stdout=streams, stderr=streams, start_new_session=True, preexec_fn=end
@@ -315,7 +315,7 @@ def start_process(
 def start_with_log(
     command: Sequence[str], environ: Mapping[str, str], path: str, folder: str | None = None, stays: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a process whose output goes to the end of a file; unless it `stays`, it ends with the calling thread."""
+    """Start a process as `start_process` with its output at the end of a file; if it `stays`, without that SIGTERM."""
     null, end = subprocess.DEVNULL, None if stays else _end_with_parent
     with open(path, "ab") as log:
         return subprocess.Popen(

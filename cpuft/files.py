@@ -16,36 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.serialization import load, parse_json
 from cpuft.transfer import FILE, TransferError, walk
 
 _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
-SECRETS_PREFIX = "CPUFT_SENT"
-"""Environment variable with the path prefix of the files that pass secret variables to this host's processes."""
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "spm.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-)
-"""Files of a tokenizer: their content is part of the data's checksum, in this order, and `cpuft push` uploads them."""
-POOLING_FOLDER, NORMALIZE_FOLDER = "1_Pooling", "2_Normalize"
-EMBEDDING_FILES = (
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    f"{POOLING_FOLDER}/config.json",
-    f"{NORMALIZE_FOLDER}/config.json",
-)
-"""Files, in a model's folder, without which sentence-transformers makes other embeddings of the same weights."""
 _SPECIAL = {
     stat.S_IFDIR: "folder",
     stat.S_IFCHR: "device",
@@ -79,7 +52,8 @@ def describe_lfs_pointer(path: Path, begin: bytes) -> str:
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of an empty file beside `path`, which replaces `path` if the block raises nothing.
 
-    A link at `path` is replaced, not its target. Folders, devices, pipes and sockets are never replaced (CpuftError).
+    A link to a file is replaced, not its target; folders, devices, pipes, sockets and links to them are refused
+    (CpuftError). Missing folders above it are made, and its permissions are those of a new file.
     """
     refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +69,9 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_folder_atomically(folder: Path) -> Iterator[Path]:
-    """Yield the path of an empty folder beside `folder`, which becomes `folder` if the block raises nothing."""
+    """Yield the path of an empty folder beside `folder`, which becomes `folder` if the block raises nothing. Raises
+    CpuftError: as `refuse_filled`, or a file is above it.
+    """
     refuse_filled(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +103,7 @@ def refuse_special(path: Path) -> None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open the regular file at `path` and return its descriptor; unlike open, this never waits at a named pipe."""
+    """Return a descriptor of the regular file at `path`, or raise OSError; unlike open, never wait at a named pipe."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -136,7 +112,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text in UTF-8 to a file, and make its folder. Readers see the old file or the whole new one."""
+    """Write a text in UTF-8 as `write_atomically`, with its errors: readers see the old file or the whole new one."""
     with write_atomically(path) as beside:
         beside.write_text(text, encoding="utf-8", errors="surrogateescape")
 
@@ -150,7 +126,7 @@ def split_paths(text: str) -> list[str]:
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return the files at a path and below it, as `walk` finds them."""
+    """Return the files at a path and below it, as `walk` finds them, whose TransferError becomes a CpuftError."""
     try:
         return [Path(one.path) for one in walk(str(path), path.name) if one.kind == FILE]
     except TransferError as error:
@@ -187,31 +163,10 @@ def remove_command(root: str, *paths: str) -> tuple[str, ...]:
     return ("sh", "-c", f'{REMOVE}remove "$@"', "remove", root, *paths)
 
 
-def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
-    """Return the secret variables that the launcher has sent to one process of this host, and remove their file.
-
-    There are none if the file `$CPUFT_SENT-PROCESS` cannot be opened, as for a printed plan that is run by hand, or if
-    another user owns it.
-    """
-    path = f"{environ.get(SECRETS_PREFIX) or '/nowhere'}-{process}"
-    try:
-        with os.fdopen(open_regular(Path(path), os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_uid == os.geteuid():
-                os.unlink(path)
-                return load(dict[str, str], parse_json(file.read()), "it")
-    except OSError:
-        pass
-    except ValueError as error:
-        # The message does not quote the file, which holds secrets.
-        problem = f"is not a JSON object of texts ({type(error).__name__})"
-        raise CpuftError(
-            f"{path}, which passes secret variables to this process, {problem}: start the run again"
-        ) from None
-    return {}
-
-
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/cpuft, else ~/.cache/cpuft, or a folder in /var/tmp if the home cannot be written."""
+    """Return $XDG_CACHE_HOME/cpuft, else ~/.cache/cpuft, or a folder in /var/tmp if the home cannot be written. Raises
+    CpuftError: the first is a relative path. Nothing is made.
+    """
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
     if not os.path.isabs(home):
         raise CpuftError(f"the cache folder {home} is a relative path: {_ELSEWHERE}")
@@ -223,12 +178,14 @@ def cache_path(environ: Mapping[str, str]) -> Path:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return `cache_path` and make this folder, which no other user can read (mode 700), if necessary."""
+    """Make the folder `cache_path` if necessary, with mode 700; return it. Raises as `make_private_folder`."""
     return make_private_folder(cache_path(environ), _ELSEWHERE)
 
 
 def make_private_folder(folder: Path, advice: str) -> Path:
-    """Make a folder of mode 700, or give this mode to one that only this user can write to; `advice` ends errors."""
+    """Make a folder of mode 700, or give this mode to one that only this user can write to; return it. Raises
+    CpuftError, which ends with `advice`: it cannot be made, or others can write to it.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""CPU models, CPU flags and the precision that they are fast in, and constants of networks; pure functions."""
+"""CPU models, CPU flags and the precision that they are fast in; pure functions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,6 @@ CLASSES = {
     "avx2": "AVX2 only",
 }
 """Flag -> description of a class of CPUs, the fastest first."""
-ETHERNET = 1448 / 1538
-"""Payload of a TCP segment divided by the bytes that its 1,500-byte frame takes on the wire: headers of IP and TCP with
-time stamps, and Ethernet's header, preamble and gap (RFC 9293, IEEE 802.3)."""
-CPU_SECONDS_PER_BYTE = 2e-9
-"""Core seconds per byte that a rank sends in a ring: copies, TCP in the kernel, and the additions. `cpuft bench comm`
-measures the value of your hosts for `cpuft estimate --link`."""
-CPU_SECONDS_PER_MESSAGE = 1e-4
-"""Core seconds of a rank for each message to its neighbour in a ring, whatever its size. In slow motion, updates of 10
-small all-reduces between 8, 16 and 32 ranks took 31, 52 and 60 ms on an AMD EPYC (family 23, model 1)."""
 _OLD = ("amx_", "avx512")
 _HIDDEN: dict[str, tuple[str, ...]] = {
     "SSE41": ("amx_", "avx", "f16c", "fma"),
@@ -105,7 +96,7 @@ class Precision:
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """Return the precision of a run; `emulate` allows bf16 on a CPU without bf16 instructions."""
+    """Return the precision of a run; CpuftError for bf16 on a CPU without its instructions, unless `emulate` is set."""
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":
         return Precision("fp32", "as you asked")

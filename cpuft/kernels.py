@@ -169,7 +169,8 @@ def _locate_library(compiler: str, processor: str = "native") -> Path:
 def build(compiler: str, processor: str = "native") -> Path:
     """Return the path of the library of kernels in the cache folder; compile it if it is not there yet.
 
-    Ranks that build at the same time replace each other's file by the same content.
+    Ranks that build at the same time replace each other's file by the same content. Raises CpuftError, OSError or
+    SubprocessError: it cannot be compiled, or the folder cannot be used.
     """
     library = _locate_library(compiler, processor)
     if not library.exists():

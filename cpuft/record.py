@@ -125,7 +125,7 @@ class Link:
 
 
 FILE_NAME = "record.jsonl"
-PHASES = ("data", "forward", "backward", "communication", "update")
+STEP_PHASES = ("data", "forward", "backward", "communication", "update")
 """The phases of a step in their order; `StepLine` has a field PHASE_seconds for each."""
 
 
@@ -173,7 +173,7 @@ class Header:
     gradient_sizes: GradientSizes = field(default_factory=GradientSizes)
     examples: int = 0
     """Examples of one epoch; 0 in a record of an older version."""
-    cores_allowed: float = 0.0
+    cpu_quota: float = 0.0
     """Cores' worth of CPU time that a control group allows the head host; 0 for no limit."""
     gradients: str = ""
     """Compression level of the gradients if it was chosen by measuring; else empty, and the options tell."""
@@ -235,7 +235,7 @@ class ResumedLine:
     """UTC, ISO 8601."""
     lost_seconds: float = 0.0
     """After an automatic restart: seconds from the last update, or from when the loss was noticed, to this line."""
-    because: str = ""
+    restart_reason: str = ""
     """After an automatic restart: which rank or host was lost."""
 
 
@@ -318,7 +318,7 @@ class Footer:
     bytes_per_step: float = 0.0
     """Mean bytes that rank 0 gave to collectives in one update."""
     phases: list[dict[str, float]] = field(default_factory=list)
-    """For each rank the mean seconds of a steady step by the names in PHASES; empty in a record of an older version."""
+    """For each rank the mean seconds of a steady step by the names in STEP_PHASES; empty in older records."""
     evaluation_seconds: float = 0.0
     """Seconds of all evaluations; 0 in a record of an older version."""
     saved_step: int = 0
@@ -434,7 +434,7 @@ class Writer:
 
 
 def parse_lines(text: str, path: str) -> list[Line]:
-    """Return the lines of a record in their order, with the current names of keys and options of earlier versions.
+    """Return the lines of a record in their order.
 
     A last line without a newline is left out if it cannot be parsed, because a killed process has not finished it.
 
@@ -479,7 +479,7 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def parse_measurements(text: str, path: str) -> list[Measurement]:
-    """Return the measurements in the text of a comm.jsonl, which `cpuft bench comm` wrote."""
+    """Return the measurements in the text of a comm.jsonl of `cpuft bench comm`. Raises CpuftError: it is none."""
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
         raise CpuftError(

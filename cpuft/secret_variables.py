@@ -1,12 +1,20 @@
-"""Environment variables that hold passwords and tokens: which ones ranks get, and messages without their values."""
+"""Environment variables that hold passwords and tokens: which ones ranks get and how, messages without their values."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
+
+from cpuft.errors import CpuftError
+from cpuft.files import open_regular
+from cpuft.serialization import load, parse_json
 
 OWN_PREFIX = "CPUFT_"
 """Prefix of the variables that cpuft itself sets."""
+SECRETS_PREFIX = "CPUFT_SENT"
+"""Environment variable with the path prefix of the files that pass secret variables to this host's processes."""
 _FOR_RANKS = {
     *("ALL_PROXY", "HF_ENDPOINT", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY"),
     *("HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"),
@@ -44,3 +52,26 @@ def mask_secrets(text: str, environ: Mapping[str, str], *others: str) -> str:
     for value in sorted({*secrets_for_ranks(environ).values(), *others} - {""}, key=len, reverse=True):
         text = text.replace(value, "***")
     return text
+
+
+def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
+    """Return the secret variables that the launcher has sent to one process of this host, and remove their file.
+
+    There are none if the file `$CPUFT_SENT-PROCESS` cannot be opened, as for a printed plan that is run by hand, or if
+    another user owns it. Raises CpuftError: the file is damaged.
+    """
+    path = f"{environ.get(SECRETS_PREFIX) or '/nowhere'}-{process}"
+    try:
+        with os.fdopen(open_regular(Path(path), os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid == os.geteuid():
+                os.unlink(path)
+                return load(dict[str, str], parse_json(file.read()), "it")
+    except OSError:
+        pass
+    except ValueError as error:
+        # The message does not quote the file, which holds secrets.
+        problem = f"is not a JSON object of texts ({type(error).__name__})"
+        raise CpuftError(
+            f"{path}, which passes secret variables to this process, {problem}: start the run again"
+        ) from None
+    return {}

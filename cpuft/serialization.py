@@ -1,4 +1,4 @@
-"""Load dataclasses from JSON and YAML texts, and check every type: users and other programs edit these files."""
+"""Load dataclasses from JSON and YAML texts, and check every text and type: users and other programs edit them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 T = TypeVar("T")
 _hints = cache(get_type_hints)
 _TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+LAST_PORT = 65535
 _MAX_NUMBER = 10**300  # larger integers do not fit into a float, so that arithmetic with floats raises
+
+
+def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
+    """Return whether a text is a whole number from `least` to `most`, written in fewer than 20 digits 0 to 9 only."""
+    return text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most
 
 
 def find_control(text: str, allowed: str = "") -> str:

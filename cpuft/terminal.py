@@ -130,7 +130,7 @@ def format_table(
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines: the first column to the left, the others to the right."""
+    """Return rows, at least one, as lines: the first column to the left, the others to the right."""
     first, *widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join([f"{row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))]).rstrip()

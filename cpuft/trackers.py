@@ -198,7 +198,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def parse_trackers(text: str) -> list[str]:
-    """Return the names in a list of trackers with commas between them, each once."""
+    """Return the names in a list of trackers with commas between them, each once. Raises CpuftError: one is unknown."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:
@@ -216,7 +216,9 @@ def check_trackers(text: str, environ: Mapping[str, str]) -> None:
 
 
 def values_of(line: Line) -> dict[str, float]:
-    """Return what trackers get of a line of a record, by name; empty for a line that holds no values of an update."""
+    """Return what trackers get of a line of a record, by name: train/... of an update, eval/... of an evaluation,
+    run/... of the footer; empty for other lines.
+    """
     if isinstance(line, StepLine):
         rate = line.samples / line.step_seconds if line.step_seconds else 0.0
         return {"train/loss": line.loss, "train/learning_rate": line.learning_rate, "train/samples_per_second": rate}
@@ -244,7 +246,7 @@ def describe_run(header: Header, folder: Path) -> TrackedRun:
 
 
 def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
-    """Send the lines of a record, from its header on, to trackers."""
+    """Send the lines of a record, from its header on, to trackers, whose errors are raised."""
     trackers: list[Tracker] = []
     step = 0
     for line in lines:
@@ -260,7 +262,7 @@ def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
 
 
 def send_record(run: str, names: Sequence[str]) -> None:
-    """Send the record of a run that has ended to trackers, for `cpuft report RUN --to NAMES`."""
+    """Send the record of an ended run to trackers. Raises CpuftError: there is none, or a tracker does not take it."""
     path = Path(run) / FILE_NAME
     try:
         lines = parse_lines(path.read_text(encoding="utf-8", errors="replace"), str(path))
@@ -274,7 +276,9 @@ def send_record(run: str, names: Sequence[str]) -> None:
 
 
 def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Line]:
-    """Yield the lines of a record as they are written, until its footer. Never ends without a footer."""
+    """Yield the lines of a record as they are written, until its footer. Never ends without a footer. The file must
+    exist; raises CpuftError for a broken line.
+    """
     with path.open("rb") as file:
         rest = b""
         while True:

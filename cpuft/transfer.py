@@ -23,13 +23,11 @@ There is no limit in total, but one of 60 s without any byte.
 import collections
 import contextlib
 import fcntl
-import hashlib
 import io
 import json
 import os
 import re
 import select
-import shutil
 import stat
 import struct
 import sys
@@ -81,7 +79,7 @@ class RefusedError(Exception):
     """What came is not what cpuft sends."""
 
 
-class Entry(NamedTuple):
+class FileEntry(NamedTuple):
     """A file, a folder, or something else that is named and not sent."""
 
     name: str
@@ -99,7 +97,7 @@ class Entry(NamedTuple):
 class _Block(NamedTuple):
     number: int
     """Number of the file among the entries."""
-    entry: Entry
+    entry: FileEntry
     place: int
     """Number of the block in the file."""
     size: int
@@ -107,12 +105,12 @@ class _Block(NamedTuple):
 
 def walk(
     path: str, name: str = "", follow: bool = True, above: "tuple[tuple[int, int], ...]" = ()
-) -> "Iterator[Entry]":
+) -> "Iterator[FileEntry]":
     """Yield what is at a path and below it, in alphabetical order; a folder without a `name` is not among it.
 
     With `follow`, links are followed, and compiled modules (__pycache__) and special files are left out. `above` has
     the device and inode of each folder on the way to the path. Raises TransferError: a link leads to nothing, or to a
-    folder that contains it.
+    folder that contains it. Raises OSError: something cannot be read.
     """
     try:
         state = os.stat(path) if follow else os.lstat(path)
@@ -127,7 +125,7 @@ def walk(
     if follow and kind not in (FILE, FOLDER):
         return
     if name:
-        yield Entry(name, kind, state.st_size if kind == FILE else 0, state.st_mode, state.st_mtime_ns, path)
+        yield FileEntry(name, kind, state.st_size if kind == FILE else 0, state.st_mode, state.st_mtime_ns, path)
     if kind == FOLDER:
         folder = (state.st_dev, state.st_ino)
         if folder in above:
@@ -141,31 +139,43 @@ def walk(
                 yield from walk(os.path.join(path, inner), below, follow, (*above, folder))
 
 
-def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[Entry]":
+def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[FileEntry]":
     """Yield some files and folders of a folder as `walk` does."""
     for name in names:
         yield from walk(os.path.join(folder, name), name)
 
 
-def hash_blocks(entries: "Sequence[Entry]") -> "Iterator[tuple[_Block, bytes]]":
+def hash_blocks(entries: "Sequence[FileEntry]") -> "Iterator[tuple[_Block, bytes]]":
     """Return each block of the files among the entries, with its SHA-256. Raises TransferError: a file has changed."""
 
     def read(batch: "list[_Block]") -> "list[tuple[_Block, bytes]]":
-        return [(block, hashlib.sha256(_read_block(block)).digest()) for block in batch]
+        return [(block, _hash(_read_block(block))) for block in batch]
 
     return _run_ahead(read, _list_batches(entries))
 
 
-def make_checksum(entries: "Sequence[Entry]", digests: "Sequence[bytes]") -> str:
+def make_checksum(entries: "Sequence[FileEntry]", digests: "Sequence[bytes]") -> str:
     """Return 24 hexadecimal digits for the names, executable bits and contents of files, and for names of folders.
 
     `digests` has the SHA-256 of all blocks in their order.
     """
     found = [[_to_wire(one.name), one.kind, one.size, one.mode & 0o111 * (one.kind == FILE)] for one in entries]
-    return hashlib.sha256(json.dumps(found).encode() + b"".join(digests)).hexdigest()[:24]
+    return _hash(json.dumps(found).encode() + b"".join(digests)).hex()[:24]
 
 
-def _list_batches(entries: "Sequence[Entry]") -> "Iterator[list[_Block]]":
+def _hash(data: bytes) -> bytes:
+    import hashlib  # takes as long as all that a host is asked before most launches
+
+    return hashlib.sha256(data).digest()
+
+
+def _remove(folder: str) -> None:
+    import shutil  # as above
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _list_batches(entries: "Sequence[FileEntry]") -> "Iterator[list[_Block]]":
     """Yield all blocks of all files in their order: one large block, or many small ones, at a time."""
     batch: list[_Block] = []
     nbytes = 0
@@ -216,14 +226,16 @@ class Stream:
         self._written, self._flushed_at = bytearray(), time.monotonic()
 
     def read(self, size: int) -> bytes:
-        """Return exactly `size` bytes."""
+        """Return exactly `size` bytes, or raise LostError."""
         data = self._source.read(size)
         if len(data) < size:
             raise LostError("the connection ended before the last file")
         return data
 
     def skip_noise(self) -> None:
-        """Read up to the beginning of the other side's program: a login shell may have printed something before."""
+        """Read up to the beginning of the other side's program: a login shell may have printed something before. Raises
+        LostError: it does not come within 64 KiB.
+        """
         line, noise = b"", b""
         while not line.endswith(_MAGIC):
             noise += line
@@ -337,14 +349,15 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
         raise problem
 
 
-def send(stream: Stream, entries: "Iterable[Entry]", is_answered: bool = True, has_checksums: bool = True) -> None:
+def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = True, has_checksums: bool = True) -> None:
     """Send files and folders as `walk` finds them.
 
     Parameters
     ----------
     is_answered: whether the receiver says what it has; otherwise it gets all, with checksums if `has_checksums`.
 
-    Raises TransferError: a file cannot be read or has changed meanwhile, or the connection was lost.
+    Raises TransferError: a file has changed meanwhile, or the connection was lost. Raises OSError: a file cannot be
+    read. Raises RefusedError: the receiver names a block that no file has.
     """
     entries = list(entries)
     for start in range(0, len(entries), 1000):
@@ -367,7 +380,7 @@ def send(stream: Stream, entries: "Iterable[Entry]", is_answered: bool = True, h
         pieces = []
         for block in batch:
             data, known = _read_block(block), have.get((block.number, block.place))
-            digest = hashlib.sha256(data).digest() if known or has_checksums else b""
+            digest = _hash(data) if known or has_checksums else b""
             pieces += [_SAME] if known and known == digest else [_SENT + digest if digest else _UNCHECKED, data]
         return pieces
 
@@ -397,10 +410,10 @@ def open_part(folder: str) -> "Iterator[str]":
         yield files
     except BaseException as error:
         if lock < 0 or isinstance(error, (OSError, RefusedError)) or not os.path.exists(files):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         raise
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     finally:
         if lock >= 0:
             os.close(lock)
@@ -432,7 +445,7 @@ def open_locked(path: str, seconds: float = 0.0) -> int:
 
 def receive(
     stream: Stream, part: str, checksum: str = "", is_answered: bool = True, syncs: bool = False
-) -> "tuple[list[Entry], list[Entry]]":
+) -> "tuple[list[FileEntry], list[FileEntry]]":
     """Receive files and folders into `part`, which may have some of an earlier try.
 
     Files get at most mode 755 and at least 600, folders at least 700; owners are not restored.
@@ -489,8 +502,8 @@ def receive(
     return entries, [one for one in found if one.kind not in (FILE, FOLDER)]
 
 
-def _read_list(stream: Stream) -> "list[Entry]":
-    found: list[Entry] = []
+def _read_list(stream: Stream) -> "list[FileEntry]":
+    found: list[FileEntry] = []
     while True:
         length = _LENGTH.unpack(stream.read(_LENGTH.size))[0]
         if not length:
@@ -499,7 +512,7 @@ def _read_list(stream: Stream) -> "list[Entry]":
             raise RefusedError("the host did not send a list of files")
         try:
             for name, kind, size, mode, changed in json.loads(stream.read(length).decode()):
-                found.append(Entry(_from_wire(name), str(kind), int(size), int(mode), int(changed)))
+                found.append(FileEntry(_from_wire(name), str(kind), int(size), int(mode), int(changed)))
                 if found[-1].size < 0:
                     raise ValueError
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
@@ -515,7 +528,7 @@ def _from_wire(name: str) -> str:
     return os.fsdecode(name.encode("utf-8", "surrogateescape"))
 
 
-def _check_names(entries: "Sequence[Entry]") -> "dict[str, str]":
+def _check_names(entries: "Sequence[FileEntry]") -> "dict[str, str]":
     """Return the kind of each path, of the folders above it too."""
     kinds: dict[str, str] = {}
     named: set[str] = set()
@@ -545,7 +558,7 @@ def _prune(part: str, kinds: "dict[str, str]") -> None:
                 (os.rmdir if kind == FOLDER else os.unlink)(path)
 
 
-def _find_blocks(entry: Entry) -> Entry:
+def _find_blocks(entry: FileEntry) -> FileEntry:
     """Return the whole blocks of a file that are here already, as a file that can be read."""
     with contextlib.suppress(FileNotFoundError):
         size = os.stat(entry.path).st_size
@@ -560,7 +573,7 @@ def _write_blocks(batch: "list[tuple[_Block, bytes, bytes]]") -> "list[bytes]":
     """Verify and write blocks, and return their SHA-256; without data, that of a block which is there."""
     digests = []
     for block, data, digest in batch:
-        found = hashlib.sha256(data).digest() if data else digest
+        found = _hash(data) if data else digest
         if digest not in (b"", found):
             raise TransferError(f"{block.entry.name} was damaged on its way")
         digests.append(found)
@@ -584,7 +597,7 @@ def sync(path: str) -> None:
         os.close(held)
 
 
-def store(part: str, folder: str, entries: "Sequence[Entry]", is_bundle: bool) -> None:
+def store(part: str, folder: str, entries: "Sequence[FileEntry]", is_bundle: bool) -> None:
     """Give what has come its place. A new folder is complete or does not exist.
 
     In a folder that exists, each file is replaced by itself, because a run may be reading them. Beside a bundle, its
@@ -645,7 +658,8 @@ def _answer() -> Stream:
 
 def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
     """Receive files into a folder, as `place` says: this user's private folder, a folder below it, and for a bundle its
-    checksum."""
+    checksum. Raises as `receive`, and TransferError: another user can open a folder that must be private.
+    """
     root, folder, checksum = (*place, "")[:3]
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):
         _make_private(private)
@@ -681,7 +695,7 @@ def _send_checkpoints(folder: str, *have: str) -> None:
         return
     for old in os.listdir(folder):
         if old.startswith("copy."):
-            shutil.rmtree(os.path.join(folder, old), ignore_errors=True)
+            _remove(os.path.join(folder, old))
     # The ranks may remove a checkpoint while it is sent. Links keep its files until then.
     with tempfile.TemporaryDirectory(prefix="copy.", dir=folder) as links:
         for name in sorted(set(wanted) - set(have)):
@@ -723,7 +737,7 @@ def _keep_bundles(folder: str, *used: str) -> None:
         state = os.lstat(path)
         is_old = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and state.st_mtime < now - _KEEP_SECONDS
         if is_old and os.fsencode(path) not in commands:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             with contextlib.suppress(OSError):
                 os.unlink(path + ".files")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cpuft.launch.state import RunState
+from cpuft.launch.run_state import RunState
 from cpuft.record import (
     EvaluationLine,
     Footer,

@@ -31,7 +31,9 @@ from cpuft.api import (
     read_predictions,
     write_rows,
 )
-from cpuft.config import CompareConfig, LaunchConfig, TrainConfig
+from cpuft.config.compare import CompareConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from tests.conftest import list_children
 from tests.records import make_record, make_steps
@@ -50,7 +52,7 @@ def test_the_import_is_cheap() -> None:
 
 
 def test_the_package_launch_can_be_called() -> None:
-    assert callable(importlib.import_module("cpuft.launch.plan").choose_run_dir)
+    assert callable(importlib.import_module("cpuft.launch.run_folder").choose_run_dir)
     with pytest.raises(CpuftError, match=r"there is no option 'tsk': did you mean task\?"):
         cpuft.launch(tsk="mrpc")
     assert cpuft.Run is Run

@@ -15,11 +15,9 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.files import (
     PRIVATE,
-    SECRETS_PREFIX,
     cache_folder,
     make_private_folder,
     remove_command,
-    take_secrets,
     write_atomically,
     write_folder_atomically,
     write_text,
@@ -208,24 +206,6 @@ def test_a_file_is_readable_as_the_umask_says(tmp_path: Path) -> None:
         os.umask(before)
     assert mode_of(tmp_path / "x") == 0o640
     assert os.listdir(tmp_path) == ["x"]
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"A": 1}', "[" * 100_000, "\xff"])
-def test_damaged_variables_are_refused_without_their_content(text: str, tmp_path: Path) -> None:
-    (tmp_path / "sent-0").write_text(text, encoding="latin-1")
-    said = (
-        r"sent-0, which passes secret variables to this process, is not a JSON object of texts \(\w+\): start the run"
-    )
-    with pytest.raises(CpuftError, match=said):
-        take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "0")
-    assert not (tmp_path / "sent-0").exists()
-
-
-def test_variables_are_not_waited_for_at_a_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "sent-0")
-    assert take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "0") == {}
-    (tmp_path / "sent-1").write_text('{"A": "b"}')
-    assert take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "1") == {"A": "b"}
 
 
 def test_a_folder_is_written_completely_or_not_at_all(tmp_path: Path) -> None:

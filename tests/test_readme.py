@@ -18,11 +18,13 @@ import pytest
 
 from cpuft.cli import cli
 from cpuft.cli.aliases import TOOLS, read_aliases
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.doctor.checks import CHECKS
 from cpuft.files import write_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
-from cpuft.launch.plan import choose_run_dir, plan_settings
-from cpuft.launch.state import PHASES
+from cpuft.launch.run_folder import choose_run_dir
+from cpuft.launch.run_state import PHASES
+from cpuft.launch.settings import plan_settings
 from cpuft.report.sweep import VERSION, SweepHeader, format_journal_line
 from scripts.benchmarks.figures import format_contestants, format_figures, format_shares, read_figures
 from scripts.reference import format_reference
@@ -34,7 +36,7 @@ from tests.report.test_comparison import write_record
 ROOT = Path(__file__).parents[1]
 LINES = 120
 """Most lines of README.md."""
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 TEXTS = {
     path: (ROOT / path).read_text(encoding="utf-8")
     for path in ("README.md", "ami/README.md", "hostfiles/README.md", *PAGES)
@@ -97,7 +99,11 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-SENTENCES = {*re.findall(r"(?<!`)`cpuft ([a-z][^`]*)`", EVERYTHING), *(one.removeprefix("cpuft ") for one in SERVERS)}
+SENTENCES = {
+    *re.findall(r"(?<!`)`cpuft ([a-z][^`]*)`", EVERYTHING),
+    *re.findall(r"^\$ cpuft (.*)$", EVERYTHING, re.M),
+    *(one.removeprefix("cpuft ") for one in SERVERS),
+}
 
 
 @pytest.mark.parametrize("command", sorted(SENTENCES))
@@ -117,21 +123,20 @@ def test_every_command_in_a_sentence_can_be_typed(command: str) -> None:
 def test_runs_have_the_names_that_runs_get(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     names = set(re.findall(r"runs/([a-z]+-(?:np\d+|compare))-\d{8}-\d{6}\b", TEXTS["README.md"]))
-    assert names == {"mrpc-np2", "mrpc-compare"}
+    assert names == {"mrpc-np2"}
     for run in RUNS:
         name, _, _ = run.removeprefix("runs/").rpartition("-2")
         made = Path(choose_run_dir("", name)).relative_to(tmp_path).as_posix()
         assert re.sub(r"\d{8}-\d{6}$", "", made) == re.sub(r"\d{8}-\d{6}$", "", run)
 
 
-def test_the_script_in_it_trains(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", EVERYTHING, re.DOTALL | re.M)
-    (script,) = (block for block in blocks if "init_process_group" in block)
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", "train.py", "--lr", "1e-4")
-    assert done.returncode == 0, done.stderr
-    said = [(tmp_path / f"run/logs/rank-{rank}.out").read_text() for rank in (0, 1)]
-    assert [line.split(" loss ")[0] for line in said] == ["rank 0 of 2:", "rank 1 of 2:"]
+def test_the_changed_lines_of_a_script_make_the_script_below_them() -> None:
+    page = TEXTS["docs/scripts.md"]
+    (changes,), (script, *_) = (
+        re.findall(rf"^```{one}\n(.*?)^```", page, re.DOTALL | re.M) for one in ("diff", "python")
+    )
+    after = [line[1:] for line in changes.splitlines() if not line.startswith("-")]
+    assert script.splitlines()[1 : len(after) + 1] == after
 
 
 def test_the_lines_around_a_loop_of_ones_own_and_a_trainer(tmp_path: Path) -> None:
@@ -164,7 +169,7 @@ def test_every_script_is_there_and_can_be_run(script: str) -> None:
 
 def test_every_script_is_told_of() -> None:
     scripts = {f"`scripts/{path.name}" for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix}
-    assert {script for script in scripts if script not in TEXTS["docs/contributing.md"]} == set()
+    assert {script for script in scripts if script not in TEXTS["docs/contributing/index.md"]} == set()
 
 
 def slug(heading: str) -> str:
@@ -256,14 +261,20 @@ def format_parts() -> str:
     return f"\n{format_shares(read_figures(ROOT / 'scripts/figures'))}\n\n"
 
 
+def format_codes() -> str:
+    rows = [f"| {one.code} | {one.title} |" for one in CHECKS]
+    return "\n".join(["", "| code | what the doctor has found |", "| --- | --- |", *rows, "", ""])
+
+
 @pytest.mark.parametrize(
     "path, mark, made",
     [
         ("hostfiles/README.md", "settings", format_settings),
         ("docs/other-tools.md", "others", format_others),
         ("README.md", "speeds", format_speeds),
-        ("docs/performance.md", "contestants", format_rows),
-        ("docs/performance.md", "shares", format_parts),
+        ("docs/contributing/measurements.md", "contestants", format_rows),
+        ("docs/contributing/measurements.md", "shares", format_parts),
+        ("docs/troubleshooting.md", "codes", format_codes),
     ],
 )
 def test_tables_are_made_from_the_code(path: str, mark: str, made: Any, request: pytest.FixtureRequest) -> None:

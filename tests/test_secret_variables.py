@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from cpuft.secret_variables import mask_secrets, may_be_secret, secrets_for_ranks
+from cpuft.errors import CpuftError
+from cpuft.secret_variables import SECRETS_PREFIX, mask_secrets, may_be_secret, secrets_for_ranks, take_secrets
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,21 @@ def test_ranks_on_other_hosts_get_only_the_secrets_that_training_needs() -> None
 def test_a_message_shows_no_secrets(text: str, shown: str) -> None:
     environ = {"HF_TOKEN": "hf_abc", "WANDB_API_KEY": "", "HF_ENDPOINT": "https://mirror/api/word", "EDITOR": "log-in"}
     assert mask_secrets(text, environ, "hf_abcdef", "") == shown
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"A": 1}', "[" * 100_000, "\xff"])
+def test_damaged_variables_are_refused_without_their_content(text: str, tmp_path: Path) -> None:
+    (tmp_path / "sent-0").write_text(text, encoding="latin-1")
+    said = (
+        r"sent-0, which passes secret variables to this process, is not a JSON object of texts \(\w+\): start the run"
+    )
+    with pytest.raises(CpuftError, match=said):
+        take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "0")
+    assert not (tmp_path / "sent-0").exists()
+
+
+def test_variables_are_not_waited_for_at_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "sent-0")
+    assert take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "0") == {}
+    (tmp_path / "sent-1").write_text('{"A": "b"}')
+    assert take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "1") == {"A": "b"}

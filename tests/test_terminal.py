@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from cpuft.execute import run_step
-from cpuft.plan import Step
 from cpuft.record import Writer, read_record
+from cpuft.steps import Step
 from cpuft.terminal import format_table
 from tests.conftest import run_shell
 from tests.records import make_record
+from tests.train.tiny import save_tiny
 
 WRITES = """
 import os, sys
@@ -43,7 +44,8 @@ def test_who_writes_goes_on(streams: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["doctor --list", "env", "launch --dry-run", "compare --np 1 --dry-run", "provision --help", "report run"]
+    "verb",
+    ["doctor --list", "env", "launch --np 1 --dry-run", "compare --np 1 --dry-run", "provision --help", "report run"],
 )
 @pytest.mark.parametrize("streams", [">&-", "| true", "2>&- | true", "<&- | true"])
 def test_no_verb_complains_of_a_reader_that_has_gone(verb: str, streams: str, tmp_path: Path) -> None:
@@ -56,7 +58,7 @@ def test_no_verb_complains_of_a_reader_that_has_gone(verb: str, streams: str, tm
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
-@pytest.mark.parametrize("verb", ["doctor --list", "launch --dry-run"])
+@pytest.mark.parametrize("verb", ["doctor --list", "launch --np 1 --dry-run"])
 def test_what_did_not_fit_is_said(verb: str) -> None:
     said = "cpuft: error: standard output could not be written (No space left on device): "
     said += "make room on the disk it goes to\n"
@@ -89,6 +91,7 @@ UNHEARD = pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&1 | head -1"])
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_a_run_that_nobody_listens_to_goes_on(streams: str) -> None:
     words = " ".join(f"--{name} {value}" for name, value in DEMO.items() if name != "save-model")
+    words += f" --model {save_tiny(Path('tiny'))}"
     done = run_shell(f"cpuft launch --np 2 --no-save-model --run-dir run {words} {streams}")
     assert done.returncode == 0, [path.read_text() for path in Path("run/logs").iterdir()]
     assert read_record("run").footer is not None

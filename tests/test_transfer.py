@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from cpuft import transfer
 from cpuft.transfer import (
     FROM_STREAM,
-    Entry,
+    FileEntry,
     LostError,
     RefusedError,
     Stream,
@@ -103,7 +103,7 @@ def read_tree(root: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
-def move(entries: Sequence[Entry], folder: Path, link: Link, checksum: str = "") -> list[Entry]:
+def move(entries: Sequence[FileEntry], folder: Path, link: Link, checksum: str = "") -> list[FileEntry]:
     """Send entries to a receiver in this process; return what else the sender has."""
     with ExitStack() as stack:
         to_receiver, to_sender = os.pipe(), os.pipe()
@@ -225,7 +225,7 @@ def test_no_block_is_sent_twice(root: Path) -> None:
 )
 def test_a_list_that_cpuft_would_not_send_is_refused(root: Path, names: list[str], problem: str) -> None:
     (root / "x").write_text("kept")
-    entries = [Entry(name, transfer.FILE, 0, 0o644, 0) for name in names]
+    entries = [FileEntry(name, transfer.FILE, 0, 0o644, 0) for name in names]
     with pytest.raises(RefusedError, match=problem):
         move(entries, root / "to", Link())
     assert read_tree(root).keys() == {"x"}

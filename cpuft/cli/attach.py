@@ -11,7 +11,7 @@ import click
 from cpuft.cli.common import say
 from cpuft.cli.detached import place_options, run_argument
 from cpuft.cli.options import Verb, pick
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import escape_controls
 
 

@@ -11,7 +11,8 @@ import click
 
 from cpuft.cli.common import check_hosts, print_plans, say
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
-from cpuft.config import LAUNCH_ONLY, BenchConfig, LaunchConfig
+from cpuft.config.bench import BenchConfig
+from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig
 from cpuft.errors import CpuftError
 
 
@@ -34,8 +35,9 @@ def comm(dry_run: bool, **values: Any) -> None:
     """
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.leases import renew_leases
-    from cpuft.launch.plan import add_transfers, choose_run_dir, plan_bench
+    from cpuft.launch.plan import add_transfers, plan_bench
     from cpuft.launch.remote import run_attempt
+    from cpuft.launch.run_folder import choose_run_dir
     from cpuft.report.plots import write_plot
 
     config = pick(LaunchConfig, values)

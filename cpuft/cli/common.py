@@ -13,9 +13,9 @@ import click
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
-    from cpuft.config import LaunchConfig
+    from cpuft.config.launch import LaunchConfig
     from cpuft.hosts.cluster import Cluster
-    from cpuft.plan import RunPlan, Setting, Step
+    from cpuft.steps import RunPlan, Setting, Step
 
 MODEL = "model"
 _FOR_COMPUTE = ("GLIBC_TUNABLES", "KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
@@ -29,7 +29,7 @@ def say(line: str) -> None:
 
 def print_plans(plans: Sequence[RunPlan]) -> None:
     """Print the stages of plans as one bash script, with the notes of the first plan and without `partial_cleanup`."""
-    from cpuft.plan import Plan, format_plan
+    from cpuft.steps import Plan, format_plan
 
     stages = tuple(stage for plan in plans for stage in plan.full_plan.stages)
     command_prefixes = {host: way for plan in plans for host, way in plan.command_prefixes.items()}
@@ -39,7 +39,7 @@ def print_plans(plans: Sequence[RunPlan]) -> None:
 def run_or_print(step: Step, dry_run: bool) -> None:
     """Run a step on this machine and exit with its exit code, or print it as a bash script with `dry_run`."""
     from cpuft.execute import run_step
-    from cpuft.plan import Plan, format_plan
+    from cpuft.steps import Plan, format_plan
 
     if not dry_run:
         sys.exit(run_step(step, os.environ, None, lambda: None))
@@ -55,7 +55,7 @@ def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
 
 
 def find_model_folder(run: str) -> Path:
-    """Return the folder of the trained model in the folder of a run."""
+    """Return the folder of the trained model in the folder of a run. Raises CpuftError: the run has none."""
     folder = Path(run, MODEL)
     if not (folder / "config.json").exists():
         raise CpuftError(

@@ -12,7 +12,9 @@ import click
 from cpuft.cli.common import check_hosts, print_plans, say
 from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
-from cpuft.config import LAUNCH_ONLY, CompareConfig, DetachConfig, LaunchConfig, TrainConfig
+from cpuft.config.compare import CompareConfig
+from cpuft.config.launch import LAUNCH_ONLY, DetachConfig, LaunchConfig
+from cpuft.config.train import TrainConfig
 
 
 @click.command(
@@ -35,8 +37,8 @@ def compare(dry_run: bool, detach: bool, **values: Any) -> None:
     run fails, the command ends with its exit code, without the other runs and without a report.
     """
     from cpuft.launch.comparison import parse_numbers, plan_comparison, run_comparison
-    from cpuft.launch.plan import choose_run_dir
-    from cpuft.launch.progress import choose_progress
+    from cpuft.launch.progress_bar import choose_progress
+    from cpuft.launch.run_folder import choose_run_dir
     from cpuft.report.page import write_all
 
     config, train = pick(LaunchConfig, values | {"np": 1}), pick(TrainConfig, values)

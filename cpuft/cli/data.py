@@ -10,7 +10,8 @@ import click
 
 from cpuft.cli.common import compute_settings, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
-from cpuft.config import DATA_OPTIONS, TrainConfig, format_arguments, option_names
+from cpuft.config.fields import format_arguments, option_names
+from cpuft.config.train import DATA_OPTIONS, TrainConfig
 
 _OTHERS = tuple(name for name in option_names(TrainConfig) if name not in DATA_OPTIONS)
 
@@ -39,7 +40,7 @@ def show(dry_run: bool, as_json: bool, **values: Any) -> None:
     end.
     """
     from cpuft.argv import module_command
-    from cpuft.plan import Step
+    from cpuft.steps import Step
 
     config = pick(TrainConfig, values)
     form = "json" if as_json else "text"

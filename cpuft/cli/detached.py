@@ -11,14 +11,16 @@ import click
 
 from cpuft.cli.common import say
 from cpuft.cli.options import FieldOption, complete_runs, given_options, make_options, pick
-from cpuft.config import LaunchConfig, TrainConfig, option_names
+from cpuft.config.fields import option_names
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from cpuft.hosts.cluster import Cluster
-    from cpuft.plan import Plan
+    from cpuft.steps import Plan
 
 _PLACE = ("cluster", "hostfile", "ssh_config")
 
@@ -71,12 +73,12 @@ def move(
     """Move a planned command to its head host, or print the plan of that; return the exit code.
 
     `values` are those of all options of the verb, `there` is what the command does on the head host, whose Python must
-    have `packages` besides cpuft.
+    have `packages` besides cpuft. Raises CpuftError: the head host cannot run it, or it could not be started.
     """
     from cpuft.launch.detached import Detached, Head, examine_python, list_place_options, plan_move, plan_start, start
     from cpuft.launch.inputs import TRAINING_INPUTS, LaunchNote, list_input_paths
-    from cpuft.plan import format_comment, format_plan
     from cpuft.secret_variables import secrets_for_ranks
+    from cpuft.steps import format_comment, format_plan
 
     config = pick(LaunchConfig, values)
     given = {name: values[name] for name in ("np", *given_options()) if name in values}

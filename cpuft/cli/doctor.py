@@ -44,7 +44,7 @@ def doctor(
     Without --fix, nothing is changed on the hosts. The exit code is 1 if a run would fail or hang, 2 if the hosts
     cannot be read from --hostfile or --cluster, and 0 otherwise, even if there are warnings.
     """
-    from cpuft.config import LaunchConfig
+    from cpuft.config.launch import LaunchConfig
     from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_kernel_builds
     from cpuft.doctor.examine import examine_hosts, run_fixes
     from cpuft.doctor.finding import format_findings, to_json

@@ -10,7 +10,7 @@ import click
 
 from cpuft.cli.common import say
 from cpuft.cli.options import CONFIG_FILE, Verb, make_options, pick
-from cpuft.config import LAUNCH_ONLY, LaunchConfig
+from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig
 
 
 @click.command(
@@ -23,9 +23,8 @@ def env(**values: Any) -> None:
     a shell, run: eval "$(cpuft env)"
     """
     from cpuft.hosts.cluster import gather_cluster, read_hosts
-    from cpuft.launch.plan import plan_settings
-    from cpuft.launch.settings import export_settings, unexportable_names
-    from cpuft.plan import format_export
+    from cpuft.launch.settings import export_settings, plan_settings, unexportable_names
+    from cpuft.steps import format_export
 
     config = pick(LaunchConfig, values)
     config = replace(config, np=config.np and max(config.np, len(read_hosts(config))))

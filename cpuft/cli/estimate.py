@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cpuft.cli.options import Verb, complete_runs, make_options, pick, refuse_options
-from cpuft.config import SECTIONS, LaunchConfig, TrainConfig, is_count, option, parse_bit_rate
+from cpuft.config.fields import SECTIONS, option
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.network import parse_bit_rate
+from cpuft.serialization import is_count
 
 if TYPE_CHECKING:
     from cpuft.record import Measurement, Record
-    from cpuft.report.estimate import Instance, Job, Network
+    from cpuft.report.estimate import InstanceType, Job, Network
 
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
@@ -78,7 +82,7 @@ class EstimateConfig:
 
 
 def parse_hosts(text: str) -> list[int]:
-    """Return the numbers of hosts in a text such as "1, 2,4", ascending and each once."""
+    """Return the numbers of hosts in a text such as "1, 2,4", ascending and each once; CpuftError for other texts."""
     numbers = [number.strip() for number in text.split(",")]
     if not all(is_count(number, most=MOST_HOSTS) for number in numbers):
         raise CpuftError(
@@ -178,7 +182,7 @@ def _read_link(path: str) -> Network | list[Measurement]:
 
 
 def _find_network(
-    config: EstimateConfig, job: Job, bits: int, rented: Instance | None, measured: list[Measurement]
+    config: EstimateConfig, job: Job, bits: int, rented: InstanceType | None, measured: list[Measurement]
 ) -> Network:
     from cpuft.report.estimate import Network, find_network
 
@@ -188,7 +192,7 @@ def _find_network(
     return Network(rate, config.latency / 1e6)
 
 
-def _describe_instance(record: Record, rented: Instance | None) -> list[str]:
+def _describe_instance(record: Record, rented: InstanceType | None) -> list[str]:
     if rented is None:
         return []
     recorded = "amx_bf16" in record.header.cpu_flags
@@ -217,7 +221,7 @@ def _probe(train: TrainConfig) -> Record:
 
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.plan import plan_training
-    from cpuft.launch.state import begin_state
+    from cpuft.launch.run_state import begin_state
     from cpuft.launch.supervise import run_on_this_machine
     from cpuft.record import read_record
 

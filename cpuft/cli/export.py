@@ -10,12 +10,13 @@ import click
 
 from cpuft.cli.common import compute_settings, find_model_folder, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
-from cpuft.config import ExportConfig, format_arguments
+from cpuft.config.export import ExportConfig
+from cpuft.config.fields import format_arguments
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
-    from cpuft.plan import Setting, Step
     from cpuft.record import Header
+    from cpuft.steps import Setting, Step
 
 
 @click.command(
@@ -60,7 +61,7 @@ def check_export(asked: ExportConfig, header: Header) -> None:
 def plan_export(asked: ExportConfig, settings: tuple[Setting, ...]) -> Step:
     """Return the step that exports, in a Python process of its own with these settings on this machine."""
     from cpuft.argv import module_command
-    from cpuft.plan import Step
+    from cpuft.steps import Step
 
     command = (*module_command(sys.executable, "cpuft.train.export"), *format_arguments(asked))
     return Step(f"export the model of {asked.run}", command, settings)

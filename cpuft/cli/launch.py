@@ -12,7 +12,8 @@ import click
 from cpuft.cli.common import check_hosts, print_plans, say
 from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick, refuse_options
-from cpuft.config import DetachConfig, LaunchConfig, ResumeConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import DetachConfig, LaunchConfig, ResumeConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 
 
 @click.command(
@@ -36,7 +37,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, detach: bool, **
     in its environment, as under torchrun. Its ranks have to form one process group, or the run ends with an error; see
     --independent. Options of the training, such as --backend or --batch-size, are not for your own script.
     """
-    from cpuft.launch.progress import choose_progress
+    from cpuft.launch.progress_bar import choose_progress
     from cpuft.launch.run import LaunchRequest, describe_dry_run, plan_request, run_launch
 
     if script:

@@ -10,11 +10,12 @@ import click
 
 from cpuft.cli.common import compute_settings, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
-from cpuft.config import MINED_ENDINGS, MineConfig, format_arguments
+from cpuft.config.fields import format_arguments
+from cpuft.config.mine import MINED_ENDINGS, MineConfig
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
-    from cpuft.plan import Setting, Step
+    from cpuft.steps import Setting, Step
 
 
 @click.command(cls=Verb, params=[*make_options(MineConfig), DRY_RUN, CONFIG_FILE])
@@ -51,7 +52,7 @@ def check_mining(asked: MineConfig) -> None:
 def plan_mining(asked: MineConfig, settings: tuple[Setting, ...]) -> Step:
     """Return the step that mines, in a Python process of its own with these settings on this machine."""
     from cpuft.argv import module_command
-    from cpuft.plan import Step
+    from cpuft.steps import Step
 
     command = (*module_command(sys.executable, "cpuft.train.write_negatives"), *format_arguments(asked))
     return Step(f"mine hard negatives for {asked.file}", command, settings)

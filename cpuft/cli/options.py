@@ -13,13 +13,8 @@ import click
 from click.core import ParameterSource
 
 from cpuft.cli.aliases import suggest_options
-from cpuft.config import (
-    ALTERNATIVES,
-    SECTIONS,
-    format_flag,
-    option_names,
-    parse_value,
-)
+from cpuft.config.fields import SECTIONS, format_flag, option_names, parse_value
+from cpuft.config.train import ALTERNATIVES
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.serialization import find_control, load, parse_yaml
 
@@ -194,7 +189,7 @@ class CheckedCommand(click.Command):
     """A command that refuses control characters in its options and arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments into `ctx.params`; only those of type UNPROCESSED may contain control characters."""
+        """Parse the arguments into `ctx.params`; click.UsageError for control characters, except in UNPROCESSED."""
         rest = super().parse_args(ctx, args)
         for param in self.get_params(ctx) if not ctx.resilient_parsing else ():
             value = ctx.params.get(str(param.name))
@@ -220,7 +215,9 @@ class Verb(CheckedCommand):
             self.params.append(_HELP_ALL)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, with the values of --config's file for options that are not among them."""
+        """Parse the arguments, with the values of --config's file for options that are not among them. Raises
+        click.UsageError: one is another tool's or wrong, or two exclude each other.
+        """
         if ctx.resilient_parsing:  # A shell is completing the line: nothing is refused, and no file is read.
             return super().parse_args(ctx, args)
         own = args[: args.index("--")] if "--" in args else args
@@ -285,7 +282,9 @@ class Verbs(click.Group):
 
 
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
-    """Return the option values of a YAML file as click's default_map: texts by option name, not checked yet."""
+    """Return the option values of a YAML file as click's default_map: texts by option name, not checked yet. Raises
+    CpuftError: the file cannot be read, or a key is unknown, there twice or without a value.
+    """
     values = _read_mapping(path)
     flags = {flag for name in known for flag in (f"--{name}", format_flag(name), format_flag(name, False))}
     if suggestion := suggest_options([f"--{key}" for key in values], flags):

@@ -12,21 +12,16 @@ import click
 
 from cpuft.cli.common import check_hosts, compute_settings, find_model_folder, print_plans, run_or_print, say
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
-from cpuft.config import (
-    PLACE_OPTIONS,
-    LaunchConfig,
-    PredictConfig,
-    format_arguments,
-    format_flag,
-    name_embeddings,
-    option_names,
-)
+from cpuft.config.fields import format_arguments, format_flag, option_names
+from cpuft.config.launch import PLACE_OPTIONS, LaunchConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.embedding_files import name_embeddings
 from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, suggest_names
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, TASKS, find_task
 
 if TYPE_CHECKING:
-    from cpuft.plan import Setting, Step
     from cpuft.record import Header
+    from cpuft.steps import Setting, Step
 
 _NOT_GLUE = ("demo", *FILE_TASKS)
 _SPLITS = ("validation", "test")
@@ -89,14 +84,17 @@ def needs_launch(config: LaunchConfig) -> bool:
 
 
 def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) -> None:
-    """Compute embeddings on the ranks of a launch, or print its plan; then move the file to its place, and exit."""
+    """Compute embeddings on the ranks of a launch, and move the file to its place, or print the plan of that. A failed
+    run exits with its code; NotStoredError: the file could not be fetched.
+    """
     from cpuft.execute import run_step
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.leases import renew_leases
-    from cpuft.launch.plan import choose_run_dir, plan_embedding
+    from cpuft.launch.plan import plan_embedding
     from cpuft.launch.remote import run_attempt
     from cpuft.launch.results import NotStoredError
-    from cpuft.plan import RunPlan, Step
+    from cpuft.launch.run_folder import choose_run_dir
+    from cpuft.steps import RunPlan, Step
 
     path = name_embeddings(asked)
     run_dir = choose_run_dir(config.run_dir, f"embeddings-np{config.np}")
@@ -207,7 +205,7 @@ def is_embedding_task(task: str) -> bool:
 def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...], task: str = "") -> Step:
     """Return the step that predicts in a process of its own; `task` is chat for any decoder, empty without a run."""
     from cpuft.argv import module_command
-    from cpuft.plan import Step
+    from cpuft.steps import Step
 
     module = "cpuft.train.write_embeddings" if asked.model or is_embedding_task(task) else "cpuft.train.predict"
     if task == "chat":

@@ -13,7 +13,7 @@ import click
 from cpuft.cli.common import find_model_folder, say
 from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs
 from cpuft.errors import CpuftError, counted, install_command
-from cpuft.files import EMBEDDING_FILES, NORMALIZE_FOLDER, POOLING_FOLDER, TOKENIZER_FILES
+from cpuft.model_files import NORMALIZE_FOLDER, POOLING_FOLDER, SENTENCE_TRANSFORMERS_FILES, TOKENIZER_FILES
 from cpuft.secret_variables import mask_secrets
 from cpuft.serialization import load, parse_json
 
@@ -28,7 +28,7 @@ _FILES = (
     "adapter_model.safetensors",
     "chat_template.jinja",
     *TOKENIZER_FILES,
-    *EMBEDDING_FILES,
+    *SENTENCE_TRANSFORMERS_FILES,
 )
 """Patterns of all files that are ever uploaded."""
 _SECONDS = 60.0

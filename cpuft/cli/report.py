@@ -61,7 +61,7 @@ def report(
 
     If RUN is the folder of a sweep, its configurations are shown, sorted by the mean of their metric.
     """
-    from cpuft.record import read_record
+    from cpuft.record import Record, read_record
     from cpuft.report.comparison import compare, group_jobs
     from cpuft.report.page import find_runs, page_path, read_estimates, write_page
     from cpuft.report.sweep import FILE_NAME as SWEEP_FILE
@@ -95,11 +95,12 @@ def report(
             send_record(run, parse_trackers(to))
             click.echo(f"sent to {to}: {run}")
         return
-    records = [read_record(run) for run in found]
+    records, unfinished = [read_record(run) for run in found], list[Record]()
     if len(runs) == 1 and found != list(runs):
         finished = [record for record in records if record.footer and record.footer.samples]
-        if unfinished := [Path(record.path).parent for record in records if record not in finished]:
-            say(f"skipped, because these runs are not finished: {', '.join(map(str, unfinished))}")
+        if unfinished := [record for record in records if record not in finished]:
+            folders = ", ".join(str(Path(record.path).parent) for record in unfinished)
+            say(f"skipped, because these runs are not finished: {folders}")
         jobs = group_jobs(finished)
         if len(jobs) > 1 and not (html or as_json):
             texts = [(format_markdown if markdown else format_text)(compare(job)) for job in jobs]
@@ -109,7 +110,7 @@ def report(
     comparison = compare(records)
     if html:
         predictions = read_estimates(estimate) if estimate else []
-        click.echo(f"page: {write_page(records, page_path(runs), predictions)}")
+        click.echo(f"page: {write_page(records, page_path(runs), predictions, unfinished)}")
     elif as_json:
         click.echo(json.dumps(to_json(comparison), indent=2))
     else:

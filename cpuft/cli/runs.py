@@ -10,7 +10,7 @@ import click
 from cpuft.cli.common import say
 from cpuft.cli.detached import place_options
 from cpuft.cli.options import Verb, pick
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 
 _COLUMNS = ("id", "command", "run", "host", "started", "state", "results")
 _WIDTH = 400

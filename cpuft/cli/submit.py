@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.cli.sweep import list_options_for_resume
-from cpuft.config import format_flag
+from cpuft.config.fields import format_flag
 from cpuft.errors import CpuftError
 from cpuft.schedulers import SCHEDULERS, parse_job
 from cpuft.schedulers.base import JobLaunch, JobSweep, follow_job

@@ -16,7 +16,10 @@ import click
 from cpuft.cli.common import say
 from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick
-from cpuft.config import DetachConfig, LaunchConfig, SweepConfig, TrainConfig, format_flag, option_names
+from cpuft.config.fields import format_flag, option_names
+from cpuft.config.launch import DetachConfig, LaunchConfig
+from cpuft.config.sweep import SweepConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted
 from cpuft.sweep.search import list_variable_options
 
@@ -76,8 +79,8 @@ def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoReturn:
     """Move a new sweep to the head host, after it has been planned here as far as possible, and exit."""
     from cpuft.hosts.cluster import gather_cluster
-    from cpuft.launch.plan import choose_run_dir
-    from cpuft.plan import Plan
+    from cpuft.launch.run_folder import choose_run_dir
+    from cpuft.steps import Plan
     from cpuft.sweep.parallel import parse_parallel
 
     launch = pick(LaunchConfig, values)
@@ -114,7 +117,7 @@ def _is_running(folder: str) -> bool:
 
 def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.launch.active_runs import lock_run
-    from cpuft.launch.plan import choose_run_dir
+    from cpuft.launch.run_folder import choose_run_dir
     from cpuft.report.sweep import NOT_STORED, Sweep
     from cpuft.sweep.parallel import parse_parallel
     from cpuft.sweep.queue import find_host_share, open_journal

@@ -1,7 +1,7 @@
 """Communication between ranks: the torch.distributed backends `ccl` (oneCCL), `mpi` (Intel MPI, MPICH) and `gloo`.
 
-Importing this package makes `torch.distributed.init_process_group("ccl")` and `("mpi")` work. That call loads their
-libraries, so the import needs neither oneCCL nor mpi4py. A watchdog enforces the timeout of all operations.
+Importing this package makes `torch.distributed.init_process_group("ccl")` and `("mpi")` work; only that call loads
+their libraries. A watchdog enforces the timeout of all operations.
 """
 
 from cpuft.comm.registration import BACKENDS, exit_process, register_backends, start

@@ -43,10 +43,7 @@ _REDUCTION_NAMES = {
 
 
 def reduction_name(operation: object) -> str:
-    """Return the name that backends have for a torch ReduceOp: sum, avg, product, min, max, band, bor or bxor.
-
-    Raises NotImplementedError: `operation` is none of these, for example PREMUL_SUM, which only NCCL has.
-    """
+    """Return a torch ReduceOp's name: sum, avg, product, min, max, band, bor, bxor; NotImplementedError for others."""
     for known, name in _REDUCTION_NAMES.items():
         if operation == known:
             return name
@@ -66,7 +63,7 @@ def flatten(value: Any) -> Tensors:
 
 
 def transpose(lists: Sequence[Tensors]) -> list[Tensors]:
-    """Return a list of each list's first tensors, one of their second ones, and so on. The lists are equally long."""
+    """Return a list of each list's first tensors, one of their second ones, and so on; ValueError: unequal lengths."""
     return [list(tensors) for tensors in zip(*lists, strict=True)]
 
 
@@ -118,18 +115,15 @@ def _check_all_reduce(
 
 
 def _check_coalesced(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
-    """Check the tensors of a coalesced all-reduce."""
     return _check_all_reduce(group, tensors, opts, coalesced=True)
 
 
 def _check_reduce(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
-    """Check a tensor and a root."""
     _check_root("reduce", group, opts.rootRank)
     return _check_all_reduce(group, tensors, opts, "reduce") + f" to {opts.rootRank}"
 
 
 def _check_broadcast(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
-    """Check a tensor and a root."""
     _check_root("broadcast", group, opts.rootRank)
     _check_one("broadcast", tensors)
     _check_tensors("broadcast", tensors)
@@ -150,7 +144,6 @@ def _check_all_gather(group: GroupMembership, outputs: list[Tensors], inputs: Te
 
 
 def _check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
-    """Check a list of outputs for each rank, with as many as there are inputs."""
     if any(len(targets) != len(inputs) for targets in outputs):
         _refuse("all_gather", "requires input/output tensor lists to have the same length")
     return _check_all_gather(group, transpose(outputs), inputs, opts)
@@ -229,22 +222,19 @@ def _check_all_to_all_single(
 
 
 def _check_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
-    """Check a root, one input, and on the root an output like it for each rank."""
     return _check_rooted("gather", group, outputs, inputs, opts.rootRank, "output") + f" to {opts.rootRank}"
 
 
 def _check_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> str:
-    """Check a root, one output, and on the root an input like it for each rank."""
     return _check_rooted("scatter", group, inputs, outputs, opts.rootRank, "input") + f" from {opts.rootRank}"
 
 
 def _check_barrier(group: GroupMembership, opts: Any) -> str:
-    """Return what all ranks must call: a barrier has nothing to check."""
     return "barrier"
 
 
 def check_message(name: str, group: GroupMembership, tensors: Tensors, peer: int | None, tag: int) -> None:
-    """Check one tensor, the other rank (None: any) and the tag of a send or receive."""
+    """Raise RuntimeError unless a send or receive has one CPU tensor, another rank (None: any), and a tag from 0 on."""
     _check_one(name, tensors)
     _check_tensors(name, tensors)
     if peer is not None and (not 0 <= peer < group.size or peer == group.rank):
@@ -274,7 +264,6 @@ def _refuse(name: str, reason: str) -> NoReturn:
 
 
 def _check_tensors(name: str, tensors: Sequence[torch.Tensor], sparse: bool = False) -> None:
-    """Check that there are tensors, and that they have memory on this host that a backend can read."""
     if not tensors:
         _refuse(name, "requires non-empty tensor list")
     for tensor in tensors:
@@ -352,7 +341,6 @@ class Method:
     """A collective of torch's ProcessGroup."""
 
     operation: str
-    """Its name in messages."""
     check: Callable[..., str]
     """The check of its arguments. gloo itself checks only a part of them, and a wrong one may end the process."""
     options: Callable[[], Any]
@@ -396,10 +384,8 @@ _OLD_NAMES = {
 def add_methods(group: type[dist.ProcessGroup], make: Callable[[str, str], Callable[..., dist.Work]]) -> None:
     """Give a class of groups all collectives that this torch knows, under its old and new names.
 
-    Parameters
-    ----------
-    make: returns a method of the class from the collective's name in this torch and its key in METHODS. The method gets
-        the arguments without defaults, and the options last.
+    `make` returns a method of the class from the collective's name in this torch and its key in METHODS. The method
+    gets the arguments without defaults, and the options last.
     """
     for name, key in ({key: key for key in METHODS} | _OLD_NAMES).items():
         if hasattr(dist.ProcessGroup, name):

@@ -15,9 +15,10 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft import terminal
+from cpuft.comm.backend_choice import measure_backends, measure_turns
 from cpuft.comm.registration import exit_process
-from cpuft.comm.selection import measure_backends, measure_turns
-from cpuft.config import BenchConfig, list_bench_cases, parse_arguments
+from cpuft.config.bench import BenchConfig, list_bench_cases
+from cpuft.config.fields import parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.record import MeasuredHeader, Measurement, format_line
@@ -25,11 +26,7 @@ from cpuft.terminal import protect_streams
 
 
 def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Merge the measurements that have the same backend, operation, type and bytes.
-
-    Returns one measurement for each of these, in the order of their first round, with the repetitions of all rounds
-    (`seconds` and `busy`) one after another; an empty list if there are none.
-    """
+    """Merge the measurements of all rounds that have the same backend, operation, type and bytes, in order."""
     pooled: dict[tuple[str, str, str, int], Measurement] = {}
     for found in measurements:
         key = found.backend, found.operation, found.dtype, found.nbytes
@@ -42,11 +39,8 @@ def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
 def format_table(measurements: Sequence[Measurement]) -> str:
     """Return the measurements as a table, with one row for all rounds of a backend, operation, type and size.
 
-    Rows are sorted by operation, type, bytes and median. Columns are: operation, type, backend, bytes, median, lower
-    and upper quartile of the time in ms, CPU share of the busiest rank in percent, algorithm and bus bandwidth as
-    nccl-tests define them in GB/s, and gloo's median divided by this backend's, empty if gloo was not measured.
-
-    Raises statistics.StatisticsError, a ValueError: a row has a single repetition, of which there are no quartiles.
+    Bandwidths are those of nccl-tests; the last column is gloo's median divided by this backend's. A row with a single
+    repetition raises StatisticsError.
     """
     measured = merge_rounds(measurements)
     gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in measured if row.backend == "gloo"}
@@ -69,13 +63,7 @@ def format_record(measurements: Sequence[Measurement]) -> str:
 
 
 def main() -> None:
-    """Measure as one rank of a job; rank 0 prints the table and writes the record.
-
-    The command line is the path of the record and the options of `cpuft bench comm`. All ranks must run this.
-
-    Raises CpuftError: an option is wrong, or no backend could be measured for `auto`. Raises OSError: the record cannot
-    be written.
-    """
+    """Measure as one rank of a job, with the options of `cpuft bench comm`; rank 0 prints and writes the results."""
     output, config = Path(sys.argv[1]), parse_arguments(BenchConfig, sys.argv[2:])
     store, rank, size = next(rendezvous("env://"))
     plan = list_bench_cases(config)

@@ -1,10 +1,8 @@
 """Detection of lost ranks: every rank keeps a connection to one hub, which the kernel closes when a process ends.
 
 A store or periodic heartbeats would have to guess from silence, and a rank that computes while it holds the GIL is
-silent too. The hub only relays messages and reports closed connections, so nothing is sent while all is well.
-
-Until all ranks are connected, the hub's port accepts anybody. A connection that does not prove within a few seconds and
-bytes that it knows the run's key is closed. When all ranks are connected, the port is closed.
+silent too. The hub only relays messages and reports closed connections, so nothing is sent while all is well. Until all
+ranks are connected, its port accepts anybody, and closes connections that do not soon prove to know the run's key.
 """
 
 from __future__ import annotations
@@ -30,22 +28,17 @@ from cpuft.rank.process import FOREIGN_STORE_ENTRY
 from cpuft.terminal import DEAD_PEER_SECONDS, detect_dead_peer
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
-"""Environment variable with the run's key, which is the same for all ranks. If the launcher has not set it, the first
-rank makes a key and shares it through the store."""
+"""Environment variable with the key of all ranks; if it is not set, the first rank shares one through the store."""
 PEER_SECONDS_VARIABLE = "CPUFT_PEER_SECONDS"
-"""Environment variable with the seconds without any answer after which another rank's host counts as lost; 7 without
-it. Slow motion sets it: on a link that is full for seconds, the kernel's probes can be lost although the host lives.
-"""
+"""Environment variable with the seconds without any answer after which another rank's host counts as lost. Slow motion
+sets it: on a link that is full for seconds, the kernel's probes can be lost although the host lives."""
 MAX_UNVERIFIED = 256
 """Most connections without a hello. One more closes the oldest of them."""
 WELCOME = b"welcome\n"
-"""What the hub answers to a valid hello."""
 
 Message = dict[str, Any]
-"""What ranks send each other, and the hub sends them: an object that JSON can hold."""
 
 _HELLO_SECONDS = 5.0
-"""How long a new connection may take to say hello."""
 _HELLO_BYTES = 256
 _START_SECONDS = 30.0
 _LINE_BYTES = 1 << 17
@@ -54,33 +47,20 @@ _MAX_REPORTS = 5
 _JOIN_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
 _FOREIGN_SECONDS = 10.0
-"""How long a rank waits for the first rank's own entry while the store holds one that the first rank did not write."""
+"""How long a rank waits while the store holds an entry about the hub that the first rank did not write."""
 
 
 class StartupDisturbedError(CpuftError):
-    """Ranks did not find each other, perhaps because another host wrote to torch's store, which has no password.
+    """Ranks did not find each other, perhaps because another host wrote to torch's store, which has no password."""
 
-    Its exit code is 1 and not that of a refused option, because another start of the run may succeed.
-    """
-
-    exit_code = 1
+    exit_code = 1  # not that of a refused option: another start of the run may succeed
 
 
 class Hub:
     """A relay on the first rank: what one rank sends, all ranks receive. A closed connection becomes {"gone": rank}.
 
-    Making one opens its port and starts its thread. The port is closed when all ranks are connected, and the thread
-    ends when all of them have left.
-
-    Parameters
-    ----------
-    key: the run's key.
-    host: the only address that the hub listens on. The port is a free one, see `port`.
-    ranks: the ranks that may join, each once.
-    report: called with a text for each of the first five refused connections, on the hub's thread.
-    hello_seconds: how long a new connection may take to say hello.
-
-    Raises OSError: `host` cannot be resolved, or is no address of this host.
+    Making one opens a free port of the address `host` only, and starts its thread. The port is closed when all ranks
+    are connected, each once; the thread ends when all have left. `report` is called there for the first refusals.
     """
 
     def __init__(
@@ -96,7 +76,6 @@ class Hub:
         self._peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
         listener = socket.create_server((host, 0), backlog=1024)
         self.port: int = listener.getsockname()[1]
-        """The port on which the hub listens."""
         self._ranks: dict[asyncio.StreamWriter, int] = {}
         self._unverified: list[asyncio.Task[str]] = []
         self._refused = 0
@@ -118,7 +97,6 @@ class Hub:
         await self._over.wait()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection from its hello to its end."""
         address, *_ = writer.get_extra_info("peername") or ("nowhere",)
         detect_dead_peer(writer.get_extra_info("socket"), self._peer_seconds)
         hello = asyncio.create_task(self._verify(reader, writer))
@@ -142,10 +120,7 @@ class Hub:
         writer.transport.abort()
 
     async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Accept a rank that sends "RANK PROOF", each rank once; return "" or why it was refused.
-
-        Nothing is parsed before the proof is verified.
-        """
+        """Accept a rank that sends "RANK PROOF", each rank once; return "" or why it was refused."""
         nonce = secrets.token_hex(16).encode()
         writer.write(nonce + b"\n")
         try:
@@ -154,7 +129,7 @@ class Hub:
             return "sent too long a line"
         except (OSError, EOFError):
             return "closed it without a hello"
-        rank, _, proof = hello[:-1].partition(b" ")
+        rank, _, proof = hello[:-1].partition(b" ")  # nothing else is parsed before the proof is verified
         if not hmac.compare_digest(proof, make_proof(self._key, nonce, rank)):
             return "does not know the run's key"
         if rank not in self._missing:
@@ -167,7 +142,6 @@ class Hub:
         return ""
 
     def _stop_accepting(self) -> None:
-        """Close the port and all unverified connections, because all ranks are connected."""
         self._server.close()
         self.is_full.set()
         for hello in self._unverified:
@@ -175,7 +149,6 @@ class Hub:
                 hello.cancel()
 
     async def _relay_messages(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relay a rank's messages until its connection closes, and then report that it is gone."""
         with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
             while True:
                 self._send_to_all(await reader.readuntil())
@@ -197,29 +170,19 @@ class Hub:
 
 
 def make_proof(key: bytes, *fields: bytes) -> bytes:
-    """Return the HMAC-SHA256 of `fields`, joined by spaces, as 64 hexadecimal digits in ASCII.
-
-    Only a holder of the run's key can compute it.
-    """
+    """Return the HMAC-SHA256 of `fields`, joined by spaces, as 64 hexadecimal digits in ASCII."""
     return hmac.new(key, b" ".join(fields), "sha256").hexdigest().encode()
 
 
 class LivenessConnection:
     """A rank's connection to the hub. Making one blocks until the hub has accepted this rank.
 
-    Parameters
-    ----------
-    store: through which the ranks find the hub's address, waiting for it up to 60 s.
-    rank: this process.
-    ranks: all ranks that will join.
-    is_first: true on exactly one rank, which opens the hub.
-    on_message: called with each message, on a thread of the connection: those that ranks send, {"gone": rank} when a
-        rank's connection is closed, and {"hub": "gone"} at the end, when the hub is lost or this connection is closed.
-    join_seconds: how long joining may take when the address is known.
+    The store holds the hub's address, for which ranks wait up to 60 s; `is_first` is true on the one rank that opens
+    the hub. `on_message` is called on a thread with what ranks send, with {"gone": rank} when a rank's connection is
+    closed, and with {"hub": "gone"} at the end, when the hub is lost or this connection is closed.
 
-    Raises StartupDisturbedError: the hub does not accept this rank in time, or the store's entry about the hub is not
-    this run's own. Raises RuntimeError: the store has no such entry within 60 s. Raises OSError: the first rank cannot
-    listen on its own address.
+    Raises StartupDisturbedError if the hub does not accept this rank in time, or the store's entry is not this run's
+    own; RuntimeError if there is no entry in time; OSError if the first rank cannot listen on its own address.
     """
 
     def __init__(
@@ -238,10 +201,7 @@ class LivenessConnection:
         threading.Thread(target=self._run, name="cpuft-comm-liveness", daemon=True).start()
 
     def wait_for_all(self) -> None:
-        """Wait on the first rank until all ranks are connected, at most 60 s; return at once on all others.
-
-        It does not tell whether all ranks came.
-        """
+        """Wait on the first rank, up to 60 s, until all ranks are connected; it does not tell whether all came."""
         if self._hub:
             self._hub.is_full.wait(_JOIN_SECONDS)
 
@@ -250,14 +210,12 @@ class LivenessConnection:
 
         The hub drops the connection of a rank whose message has more than 128 KiB as JSON, as if the rank had ended. A
         rank that reads nothing misses messages.
-
-        Raises TypeError: JSON cannot hold the message.
         """
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
-        """Close the connection: the other ranks receive {"gone": rank}. Calling it again changes nothing."""
+        """Close the connection: the other ranks receive {"gone": rank}."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
@@ -274,7 +232,6 @@ def _seal_address(key: bytes, host: str, port: int) -> str:
 
 
 def _open_hub(store: Store, ranks: Sequence[int]) -> Hub:
-    """Open the hub, and write its address with an HMAC to the store."""
     shared_key, host = os.environ.get(KEY_VARIABLE, ""), _own_address()
     key = shared_key or secrets.token_hex(32)
     hub = Hub(key.encode(), host, ranks, lambda text: os.write(2, text.encode() + b"\n"))
@@ -311,7 +268,6 @@ def _find_hub(store: Store, rank: int) -> tuple[tuple[str, int], bytes]:
 
 
 def _read_entry(text: bytes) -> tuple[tuple[str, int], bytes] | None:
-    """Return the hub's (host, port) and the run's key, or None if the entry was not written with the key."""
     try:
         place = json.loads(text)
         key = (os.environ.get(KEY_VARIABLE, "") or str(place.get("key", ""))).encode()
@@ -323,11 +279,7 @@ def _read_entry(text: bytes) -> tuple[tuple[str, int], bytes] | None:
 
 
 def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tuple[socket.socket, BinaryIO]:
-    """Connect to the hub and say hello; repeat that if unverified connections crowd this one out.
-
-    Returns the socket, and a file of the lines that arrive on it. Raises StartupDisturbedError after `seconds`, and
-    CpuftError for a wrong `PEER_SECONDS_VARIABLE`.
-    """
+    """Connect to the hub and say hello, repeatedly if unverified connections crowd this one out."""
     peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
@@ -349,10 +301,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
 
 
 def choose_seconds(variable: str, default: float) -> float:
-    """Return the seconds that an environment variable holds, or `default` if it is not set or empty.
-
-    Raises CpuftError: it is not a number above 0.
-    """
+    """Return an environment variable's positive seconds, `default` if it is not set or empty; CpuftError for others."""
     text = os.environ.get(variable, "")
     if not text:
         return default

@@ -1,8 +1,4 @@
-"""A c10d process group over any backend of blocking collectives.
-
-Operations are queued to threads of the group, so that they overlap with computing. torch waits on their Work
-objects and Futures.
-"""
+"""A c10d process group over a backend of blocking collectives, which run on threads beside computing."""
 
 # torch's stub lists the overloads that its C++ class accepts; torch calls a subclass with the first one only.
 # mypy: disable-error-code="override,assignment"
@@ -20,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from cpuft.comm import arguments
-from cpuft.comm import tensors as collectives
+from cpuft.comm import arguments, collectives
 from cpuft.comm.arguments import METHODS, Method, add_methods, count_bytes, flatten, reduction_name, transpose
 from cpuft.comm.backends.base import Backend, GroupMembership
 from cpuft.comm.watched_group import WatchedGroup
@@ -34,10 +29,7 @@ _COLLECTIVES = "collectives"
 
 
 class ProgressThread:
-    """A thread that runs tasks in order, without autograd. Making one starts it.
-
-    It is a daemon, so that a call that never returns does not block the exit.
-    """
+    """A thread that runs tasks in order, without autograd: a daemon, so that a call that hangs blocks no exit."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -45,17 +37,11 @@ class ProgressThread:
         self._thread.start()
 
     def put(self, task: Callable[[], None]) -> None:
-        """Run the task after all tasks that were put before; return at once.
-
-        Tasks must handle their own errors: an exception ends the thread, and later tasks never run.
-        """
+        """Run the task after those put before; it must handle its errors, because an exception ends the thread."""
         self._queue.put(task)
 
     def close(self, seconds: float) -> None:
-        """End the thread after the tasks put so far, and wait at most this many seconds for its end.
-
-        Tasks that are put later never run.
-        """
+        """End the thread after the tasks put so far, and wait at most this many seconds for its end."""
         self._queue.put(None)
         self._thread.join(seconds)
 
@@ -71,7 +57,6 @@ _idle_threads: list[ProgressThread] = []
 
 
 def _run_callbacks(task: Callable[[], None]) -> None:
-    """Run a task on an idle thread, or on a new one if there is none."""
     try:
         thread = _idle_threads.pop()
     except IndexError:
@@ -86,8 +71,6 @@ def _run_callbacks(task: Callable[[], None]) -> None:
 
 class QueuedWork(dist.Work):
     """The Work of a queued operation. Its errors reach Python's wait() and C++ callbacks alike.
-
-    `result` is what the future and `result()` return: the output tensors, in the form in which the caller passed them.
 
     Works made by torch's own `_create_work_from_future` swallow errors in wait(), and `Future.set_exception` passes C++
     a value that it cannot read. So the error is raised in a callback of a future, which both sides understand.
@@ -106,10 +89,7 @@ class QueuedWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def complete(self, source: int = -1) -> None:
-        """Mark the operation as successful, which ends wait() and completes the future.
-
-        `source` is the rank of the group from which data was received; -1 if none was.
-        """
+        """Mark the operation as successful; `source` is the rank of the group that sent the data, -1 if none did."""
         self._source = source
         self._finish()
 
@@ -131,10 +111,7 @@ class QueuedWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the output tensors, the same one in each call.
-
-        Its value() raises the error of a failed operation.
-        """
+        """Return a future of the output tensors, the same one in each call; its value() raises an operation's error."""
         with self._lock:
             if self._future is None:
                 self._trigger = torch.futures.Future()
@@ -144,17 +121,14 @@ class QueuedWork(dist.Work):
             return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is done, and return True. Raises the operation's error.
-
-        `timeout` is ignored, because the watchdog enforces the group's timeout.
-        """
+        """Block until the operation is done; raises its error. `timeout` is ignored, because the watchdog has one."""
         self._done.wait()
         if self._error is not None:
             raise self._error
         return True
 
     def synchronize(self) -> None:
-        """Block until the operation is done. Raises the operation's error."""
+        """Block until the operation is done, and raise its error."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -166,22 +140,16 @@ class QueuedWork(dist.Work):
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the operation's error; None if it has succeeded or is not done. Does not wait."""
+        """Return the operation's error; None if it has succeeded or is not done."""
         return self._error
 
     def result(self) -> Any:
-        """Wait for the operation and return its output tensors, in the form in which they were passed.
-
-        Raises the operation's error.
-        """
+        """Wait for the operation; return its output tensors in the form in which they were passed. Raises its error."""
         self.wait()
         return self._result
 
     def source_rank(self) -> int:
-        """Return the rank of the group from which data was received; for a send, the sender, which is this rank.
-
-        The result is -1 for collectives, and as long as the operation is not done. Does not wait.
-        """
+        """Return the rank of the group that sent the data; -1 for collectives, and while the operation is not done."""
         return self._source
 
     _source_rank = source_rank
@@ -195,11 +163,13 @@ class CoalescedWork(dist.Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all operations are done, and return True. Raises the first error. `timeout` is ignored."""
+        """Block until all are done, return True; raises the error of the first in launch order that failed, without
+        waiting for those after it. `timeout` is ignored.
+        """
         return all(work.wait() for work in self._works)
 
     def synchronize(self) -> None:
-        """Block until all operations are done. Raises the first error."""
+        """Block until all operations are done; raises as `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -230,24 +200,16 @@ class CollectiveGroup(WatchedGroup):
     """The process group of the backends ccl and mpi.
 
     Operations return at once a QueuedWork, whose wait() blocks until this rank's part is done, and raises the backend's
-    error, mostly a RuntimeError. Until then the tensors must not be changed. `opts` is torch's object of options, of
-    which `reduceOp` (default: sum) and `rootRank` (a rank of the group) are used; a reduceOp that only NCCL has
-    (PREMUL_SUM) raises NotImplementedError at once. Other forms of the arguments, such as `root=0`, are accepted as by
-    torch's groups. If the timeout passes or a rank is lost, the watchdog ends the process.
+    error, mostly a RuntimeError. Until then the tensors must not be changed. If the timeout passes or a rank is lost,
+    the watchdog ends the process. Arguments may have all forms that torch's groups accept, and tensors any layout;
+    those that are not contiguous are copied. A reduceOp that only NCCL has (PREMUL_SUM) raises NotImplementedError.
 
     Wrong arguments raise RuntimeError at once. Calls that do not fit those of the other ranks raise it on all ranks,
     from wait(), before a tensor is read or written, unless `compares_calls` is false.
 
-    Tensors may have any layout; those that are not contiguous are copied. Collectives run in order on one thread. Sends
-    and receives have a thread for each peer, direction and tag, because a blocking send may wait for a receive that the
-    peer posts later.
-
-    The collectives (`allreduce`, `broadcast` and so on) have torch's signatures and are added at the end of this
-    module.
-
-    Parameters
-    ----------
-    connect: makes the backend.
+    Collectives run in order on one thread. Sends and receives have a thread for each peer, direction and tag, because a
+    blocking send may wait for a receive that the peer posts later. The collectives (`allreduce`, `broadcast` and so on)
+    have torch's signatures and are added at the end of this module. `connect` makes the backend.
     """
 
     def __init__(
@@ -278,19 +240,19 @@ class CollectiveGroup(WatchedGroup):
     getBackendName = name
 
     def getGroupName(self) -> str:
-        """Return the unique name that torch gave the group; until then its label, for example "the world"."""
+        """Return the name that torch gave the group; until then its label, for example "the world"."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
-        """Set the group's name. torch calls this after creation."""
+        """Set the group's name, as torch does after creation."""
         self._group_name = name
 
     def getGroupDesc(self) -> str:
-        """Return the group's description; "" until torch sets one."""
+        """Return the group's description."""
         return self._group_description
 
     def setGroupDesc(self, text: str) -> None:
-        """Set the group's description. torch calls this after creation."""
+        """Set the group's description, as torch does after creation."""
         self._group_description = text
 
     @property
@@ -298,10 +260,7 @@ class CollectiveGroup(WatchedGroup):
         return [torch.device("cpu")]
 
     def shutdown(self) -> None:
-        """Close the group without waiting for any other rank; its threads get a second each to finish what was queued.
-
-        If it is the group of all ranks, the process's watchdog is stopped, too.
-        """
+        """Close the group without waiting for other ranks; its threads get a second each to finish what was queued."""
         for thread in self._threads.values():
             thread.close(_CLOSE_SECONDS)
         self._backend.close()
@@ -325,16 +284,7 @@ class CollectiveGroup(WatchedGroup):
         channel: str = "",
         ranks: tuple[int, ...] = (),
     ) -> QueuedWork:
-        """Queue an operation and return its Work.
-
-        Parameters
-        ----------
-        name: of the operation, in messages.
-        payload: this rank's contribution, whose bytes are counted.
-        result: the output tensors.
-        body: runs the operation; returns the rank it received from, or None.
-        channel, ranks: what the operation is ordered in and the world ranks that take part; by default the group.
-        """
+        """Queue an operation, by default of the group, and return its Work; `body` returns the rank of the sender."""
         work = QueuedWork(result)
         nbytes = count_bytes(payload)
         key = f"{name} {channel}" if channel else _COLLECTIVES
@@ -362,10 +312,7 @@ class CollectiveGroup(WatchedGroup):
         return work
 
     def _launch_collective(self, method: Method, body: Body, given: tuple[Any, ...]) -> QueuedWork:
-        """Check a collective's arguments, and queue it; before its body runs, all ranks compare what they have called.
-
-        If the check refuses the arguments, its error is raised, and told to the ranks that wait for this one.
-        """
+        """Queue a collective; an error of its check is raised, and also told to the ranks that wait for this one."""
 
         def agree(call: str) -> None:
             if self.compares_calls:
@@ -386,10 +333,7 @@ class CollectiveGroup(WatchedGroup):
         return self._launch(method.operation, flatten(payload), result, checked_body)
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to send a tensor, the only one of the list, to rank `peer`, which receives it with the same tag.
-
-        The Work may be done before the peer has received it. Its result is `tensors`.
-        """
+        """Start to send the list's one tensor; the Work may end before `peer` has it. RuntimeError: wrong arguments."""
         arguments.check_message("send", self._membership, tensors, peer, tag)
 
         def body() -> int:
@@ -401,20 +345,14 @@ class CollectiveGroup(WatchedGroup):
         return self._launch("send", tensors, tensors, body, *place)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to receive a tensor, the only one of the list, from rank `peer` of the group, sent with the same tag.
-
-        The Work's result is `tensors`. Its wait() raises an error if the message is longer than the tensor, and with
-        ccl also if it is shorter.
-        """
+        """Start to receive the list's one tensor; wait() raises for a longer message. RuntimeError: wrong arguments."""
         body = self._make_receiver(tensors, peer, tag)
         place = self.describe_message(peer, self._membership.rank, tag)
         return self._launch("recv", tensors, tensors, body, *place)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
-        """Start to receive a tensor with this tag from the rank that sends first.
-
-        `source_rank()` of the Work returns that rank, and its result is `tensors`. The backend ccl cannot do this:
-        wait() then raises CpuftError.
+        """Start to receive from the rank that sends first, the Work's `source_rank()`; ccl cannot, so wait() raises
+        CpuftError.
         """
         body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
         return self._launch("recvAnySource", tensors, tensors, body, channel, self._membership.ranks)
@@ -527,7 +465,6 @@ _BODIES: dict[str, Body] = {
 
 
 def _make_method(name: str, key: str) -> Callable[..., dist.Work]:
-    """Return a method of CollectiveGroup."""
     return lambda self, *given: self._launch_collective(METHODS[key], _BODIES[key], given)
 
 

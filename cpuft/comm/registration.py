@@ -32,21 +32,14 @@ class BackendEntry:
     """A value of --backend: how torch finds the backend, and what makes its process groups."""
 
     torch_name: str
-    """Name in torch.distributed: cpuft_gloo, mpi4py or ccl. torch keeps "mpi" for a library compiled into it, and
-    "gloo" for its own backend."""
+    """Name in torch.distributed; torch keeps "mpi" for a library compiled into it, and "gloo" for its own backend."""
     make_group: Callable[[GroupMembership, Store, float], dist.ProcessGroup]
-    """Takes the membership, a store that all members share, and the timeout of operations in seconds; returns the
-    process group. All members call it together."""
+    """Takes the membership, a store of all members, and the timeout in seconds. All members call it together."""
     load: Callable[[], object] = lambda: None
     """Loads the libraries that the backend needs. Raises CpuftError if one is missing."""
 
     def find_problem(self) -> str:
-        """Return why the backend cannot be used here, in a line that ends with what to do, or "" if it can.
-
-        This loads what the backend needs, and it stays loaded: oneCCL's libraries for ccl, and for mpi also MPI_Init
-        runs. gloo needs nothing, so its result is always "". Only a CpuftError of `load` becomes text; an OSError, if
-        ccl's own library is broken, is raised.
-        """
+        """Load and keep what the backend needs; return why that fails, with what to do next, or "" if it does not."""
         try:
             self.load()
         except CpuftError as error:
@@ -70,15 +63,13 @@ BACKENDS = {
     "mpi": BackendEntry("mpi4py", functools.partial(CollectiveGroup, mpi.MpiBackend), mpi.load),
     "ccl": BackendEntry("ccl", _make_ccl_group, ccl.load),
 }
-"""All backends by the names that --backend accepts: gloo, mpi and ccl."""
 
 
 def register_backends() -> None:
-    """Register all backends with torch.distributed for CPU tensors, under the names cpuft_gloo, mpi4py and ccl.
+    """Register all backends with torch.distributed for CPU tensors; `import cpuft.comm` does this.
 
-    Importing `cpuft.comm` does this; calling it again changes nothing. It also lets torch's stores listen on their own
-    address only, instead of on all interfaces. If torch was built without MPI, the backend name "mpi" means cpuft's
-    from then on.
+    It also lets torch's stores listen on their own address only, instead of on all interfaces. If torch was built
+    without MPI, the backend name "mpi" means cpuft's from then on.
     """
     # Imported by its name, because torch.distributed also has a function of that name.
     restrict_stores(importlib.import_module("torch.distributed.rendezvous"))
@@ -89,7 +80,6 @@ def register_backends() -> None:
 
 
 def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
-    """Make a process group from torch's DistributedBackendOptions."""
     is_world = not options.global_ranks_in_group
     membership = GroupMembership(
         label="the world" if is_world else f"group {options.group_id}",
@@ -151,24 +141,14 @@ def start(
     """Make torch's default process group with a backend of cpuft. Blocks until all ranks have called this.
 
     A watchdog then enforces the timeout: if an operation takes longer, or one of its ranks ends, the process writes a
-    line that names the missing ranks and exits with code 75.
+    line that names the missing ranks and exits with code 75. `timeout_seconds` is torch's 30 minutes if it is None or
+    0; CPUFT_COMM_TIMEOUT takes precedence. Without `store`, `rank` and `world_size`, environment variables tell them.
+    `compares_calls`: the ranks compare their calls before each collective of ccl and mpi, which takes a short message.
 
-    Parameters
-    ----------
-    backend: ccl, mpi or gloo.
-    timeout_seconds: how long an operation may take; torch's 30 minutes if it is None or 0. The environment variable
-        CPUFT_COMM_TIMEOUT takes precedence.
-    store, rank, world_size: given together, they replace the environment variables RANK, WORLD_SIZE, MASTER_ADDR and
-        MASTER_PORT.
-    compares_calls: whether the ranks compare their calls before each collective of ccl and mpi. This takes a short
-        message, which cpuft's own training saves.
-
-    Raises CpuftError: there is no such backend, a library that it needs is missing, CPUFT_COMM_TIMEOUT is not a
-    positive number, MPI has fewer ranks than the group, or this rank cannot join the first one within 60 s.
-
-    Raises ValueError: there is a default process group already, or the environment variables are missing.
-
-    Raises RuntimeError, of which torch's DistError is one: a library fails, or other ranks do not come.
+    Raises CpuftError if there is no such backend, a library that it needs is missing, CPUFT_COMM_TIMEOUT is wrong, MPI
+    has fewer ranks than the group, or this rank cannot join rank 0 within 60 s; OSError if rank 0 cannot listen on its
+    own address; ValueError if there is a default process group already, or no environment variables; RuntimeError if a
+    library fails, or ranks do not come.
     """
     if backend not in BACKENDS:
         raise CpuftError(f"there is no backend {backend}: {suggest_names(backend, BACKENDS)}")
@@ -181,13 +161,11 @@ def start(
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process with an exit code, after Python's exit handlers but without those of C. Does not return.
+    """End the process with an exit code, after Python's exit handlers but without those of C.
 
-    It also removes the shared memory that libfabric leaves of this process in /dev/shm, and flushes Python's and C's
-    streams.
-
-    A process that has used both oneCCL and Intel MPI must end like this. Both use libfabric, whose shm provider (that
-    of impi-rt 2021.18) otherwise frees its endpoints twice at exit and aborts, whatever the exit code should be.
+    It also removes the shared memory that libfabric leaves of this process, and flushes Python's and C's streams. A
+    process that has used both oneCCL and Intel MPI must end like this: both use libfabric, whose shm provider (that of
+    impi-rt 2021.18) otherwise frees its endpoints twice at exit and aborts, whatever the exit code should be.
     """
     atexit._run_exitfuncs()
     remove_shared_memory(os.getpid())

@@ -28,8 +28,7 @@ from cpuft.rank.world import parse_world
 TIMEOUT_VARIABLE = "CPUFT_COMM_TIMEOUT"
 """Environment variable with the timeout of all operations in seconds, which overrides init_process_group's."""
 GONE_GRACE_SECONDS = 3.0
-"""How long operations may still go on after one of their ranks has ended. A rank may finish its part of a collective
-and exit while the others still receive."""
+"""How long operations may go on after one of their ranks has ended: it may exit while the others still receive."""
 
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 2.0
@@ -40,7 +39,6 @@ _DETECTION_SECONDS = 2.0
 _CONNECTION_ERRORS = ("connection", "peer", "socket", "timed out", "unreachable", "process failed")
 _ENDED = "ended, or cut off"
 _MOST_RANKS = 8
-"""Number of ranks, and of sizes, in a message."""
 _SILENT = "no answer: stopped, or its host is lost"
 _HALF_OPERATIONS = ("all_to_all", "all_gather", "reduce_scatter")
 """Collectives that send half as many bytes as an all-reduce of the same tensor."""
@@ -49,12 +47,10 @@ _EQUAL_SIZES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gath
 """Collectives in which all ranks pass the same number of bytes, or mostly do."""
 
 _MOST_RECENT = 64
-"""Number of operations that a rank remembers, with their sizes."""
 
-Call = tuple[str, int]
-"""Name and bytes of an operation."""
+Call = tuple[str, int]  # name and bytes
 Progress = Mapping[str, tuple[int, str]]
-"""The last operation that a rank has started in each channel: its sequence number and name."""
+"""By channel, the sequence number and name of the last operation that a rank has started."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +63,12 @@ class Operation:
     sequence: int
     """Its number in the channel, from 1; the same on all ranks that take part."""
     name: str
-    """For example all_reduce, all_gather, barrier, send, recv; "connect" while a group is made."""
+    """For example all_reduce, barrier, send; "connect" while a group is made."""
     nbytes: int
     """Bytes that this rank contributes or receives."""
     ranks: tuple[int, ...]
     """World ranks of all ranks that take part."""
     timeout: float
-    """Seconds that it may take."""
     started: float
     """time.monotonic() when this rank began to wait."""
 
@@ -83,7 +78,6 @@ class Traffic:
     """What this rank has passed to collectives."""
 
     operations: int = 0
-    """Number of operations."""
     nbytes: int = 0
     """Payload in the bytes of an all-reduce: what the caller passed, and not what the library's algorithm sends. An
     operation that is half of an all-reduce counts half of the bytes with which all ranks end, so that operations with
@@ -101,33 +95,19 @@ class OperationRegister:
     pending: dict[int, Operation] = field(default_factory=dict)
     """Operations that have begun and not ended, by their `id()`."""
     progress: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """By channel: the sequence number and the name of the last operation that this rank has begun."""
     recent: deque[tuple[str, int, str, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
     """Channel, sequence number, name and bytes of the operations that this rank has begun last."""
     traffic: Traffic = field(default_factory=Traffic)
-    """What this rank has begun since `take_traffic` was last called."""
     names: set[str] = field(default_factory=set)
     """Names of all operations that this rank has ever begun."""
     uncounted: set[tuple[int, ...]] = field(default_factory=set)
-    """World ranks of the groups whose operations do not count in the traffic."""
+    """World ranks of the groups whose bytes do not count in the traffic."""
     ended: list[tuple[Operation, float]] | None = None
-    """If it is a list, each operation is added to it when it ends, with time.monotonic() of its end."""
+    """If it is a list, each operation is added when it ends, with time.monotonic() of its end."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
-        """Register that this rank has arrived at an operation, and return the operation.
-
-        Its sequence number counts the operations of the channel, from 1. The operation is pending until `end`, and
-        counts in `progress`, `names` and `traffic` from now on.
-
-        Parameters
-        ----------
-        channel: what the operation is ordered in, see `Operation.channel`.
-        nbytes: bytes that this rank contributes or receives. In the traffic, all_gather counts `nbytes * len(ranks) /
-            2`, all_to_all and reduce_scatter `nbytes / 2`, and everything else `nbytes`.
-        ranks: world ranks of all ranks that take part. With those of `ignore_traffic`, no bytes count.
-        timeout: seconds that it may take.
-        """
+        """Register that this rank has arrived at an operation with these fields, and return the operation."""
         with self._lock:
             sequence = self.progress.get(channel, (0, ""))[0] + 1
             operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
@@ -142,15 +122,12 @@ class OperationRegister:
         return operation
 
     def ignore_traffic(self, ranks: Sequence[int]) -> None:
-        """Count no bytes of operations between exactly these world ranks from now on.
-
-        Hierarchical means use this for the ranks of a host, so that the traffic is what is sent between hosts.
-        """
+        """Count no bytes between exactly these world ranks, such as those of one host, whose bytes do not leave it."""
         with self._lock:
             self.uncounted.add(tuple(ranks))
 
     def end(self, operation: Operation) -> None:
-        """Remove an operation that has succeeded or failed from the pending ones. Does nothing if it is not pending."""
+        """Remove an operation that has succeeded or failed from the pending ones, if it is there."""
         with self._lock:
             was_pending = self.pending.pop(id(operation), None)
             if was_pending and self.ended is not None:
@@ -162,7 +139,7 @@ class OperationRegister:
             return list(self.recent)
 
     def copy_progress(self) -> dict[str, tuple[int, str]]:
-        """Return, by channel, the sequence number and the name of the last operation begun, as a copy."""
+        """Return a copy of `progress`."""
         with self._lock:
             return dict(self.progress)
 
@@ -172,21 +149,13 @@ class OperationRegister:
             return list(self.pending.values())
 
     def take_traffic(self) -> Traffic:
-        """Return the traffic since the last call, or since the start, and count from zero again."""
+        """Return the traffic since the last call, and count from zero again."""
         with self._lock:
             taken, self.traffic = self.traffic, Traffic()
         return taken
 
     def report(self) -> dict[str, object]:
-        """Return what `cpuft.rank.diagnostics` writes into stack dumps; it can be written as JSON.
-
-        Returns
-        -------
-        pending: a list with channel, sequence, name, seconds (since the operation began) and ranks of each pending
-            operation.
-        progress: by channel, the sequence number and the name of the last operation begun.
-        names: the names of all operations that this rank has ever begun, sorted.
-        """
+        """Return what `cpuft.rank.diagnostics` writes into stack dumps as JSON: pending operations, progress, names."""
         now = time.monotonic()
         pending = [
             {"channel": one.channel, "sequence": one.sequence, "name": one.name, "seconds": now - one.started}
@@ -196,10 +165,7 @@ class OperationRegister:
         return {"pending": pending, "progress": self.copy_progress(), "names": sorted(self.names)}
 
     def forget_group(self, label: str) -> None:
-        """Forget the channels of a closed group, so that a later group of the same name counts from 1.
-
-        `label` is the group's name, for example "group 3". An unknown label changes nothing.
-        """
+        """Forget the channels of a closed group, so that a later group of the same name counts from 1."""
         with self._lock:
             for channel in [name for name in self.progress if name == label or name.startswith(f"{label} from ")]:
                 del self.progress[channel]
@@ -208,13 +174,8 @@ class OperationRegister:
 def find_overdue(pending: Sequence[Operation], gone: Mapping[int, float], now: float) -> Operation | None:
     """Return the operation that must be given up, the one that began first if there are several; None if there is none.
 
-    An operation is given up when its timeout is over, or GONE_GRACE_SECONDS after one of its ranks has ended or, if
-    that is later, after the operation began.
-
-    Parameters
-    ----------
-    gone: by world rank, when the end of the rank was noticed, on the clock of `now` and `Operation.started`.
-    now: time.monotonic().
+    It is given up when its timeout is over, or GONE_GRACE_SECONDS after one of its ranks has ended or, if that is
+    later, after it began. `gone`: by world rank, when its end was noticed, by the clock time.monotonic() of `now`.
     """
 
     def is_overdue(operation: Operation) -> bool:
@@ -230,16 +191,9 @@ def find_missing_ranks(
 ) -> dict[int, str]:
     """Return the ranks that keep an operation from ending, by world rank, each with its state; {} if all have arrived.
 
-    The states are "ended, or cut off", "no answer: stopped, or its host is lost", "last at NAME #SEQUENCE" and "has not
-    begun". If ranks are lost (one of the first two states), only they are returned, and otherwise only those that are
-    furthest behind, because others wait for them. If `answers` lacks this rank itself, and it is not rank 0, only rank
-    0 is returned: rank 0 relays all answers.
-
-    Parameters
-    ----------
-    rank: this process.
-    answers: by rank, the progress that it has reported; all ranks that have answered.
-    gone: by rank, when its end was noticed. Only the ranks matter.
+    If ranks are lost, only they are returned, and otherwise only those that are furthest behind, because others wait
+    for them. `answers` is the progress of all ranks that have answered. If it lacks this rank itself, and it is not
+    rank 0, only rank 0 is returned: rank 0 relays all answers.
     """
     if rank and rank not in answers:  # rank 0 relays all messages: not even this rank's own answer came back
         return {0: _ENDED if 0 in gone else _SILENT}
@@ -259,17 +213,7 @@ def find_missing_ranks(
 def describe_failure(
     operation: Operation, rank: int, missing: Mapping[int, str], now: float, calls: Mapping[int, Call] | None = None
 ) -> str:
-    """Return the line, without a newline, that explains why this rank ends.
-
-    It begins with "cpuft comm: rank N:" and names the operation, its bytes, the time waited, the missing ranks or the
-    network, and what to do next.
-
-    Parameters
-    ----------
-    missing: what `find_missing_ranks` returns: the state of each missing rank; empty if all ranks have arrived.
-    now: time.monotonic().
-    calls: by rank, with what it has arrived; only of ranks that have.
-    """
+    """Return the line that explains why this rank ends; `calls` has only ranks that have arrived."""
     waited = now - operation.started
     names = ", ".join(f"rank {other} ({state})" for other, state in sorted(missing.items()))
     arrived = f"did not arrive: {names}" if missing else "all ranks arrived, so the network or a library hangs"
@@ -305,12 +249,9 @@ class CollectiveWatchdog:
     """A thread that ends the process when an operation is overdue, after it has asked all ranks for their progress.
 
     Before that, it writes two lines to standard error, which name the missing ranks for the user and for the launcher,
-    and it tells the other ranks, which end as well. The exit code is 75, with which `cpuft launch` can resume the run.
-    If no rank has ended and the launcher supervises this process, it first waits up to 25 s for the stack dumps of all
-    ranks.
-
-    It ends the process with os._exit, because destroying a pending oneCCL event blocks, and so does finalizing MPI when
-    a rank is gone.
+    and it tells the other ranks, which end as well. If no rank has ended and the launcher supervises this process, it
+    first waits for the stack dumps of all ranks. It ends the process with os._exit, because destroying a pending oneCCL
+    event blocks, and so does finalizing MPI when a rank is gone. The exit code 75 lets `cpuft launch` resume the run.
     """
 
     def __init__(self, register: OperationRegister) -> None:
@@ -325,20 +266,10 @@ class CollectiveWatchdog:
         self._closed = threading.Event()
 
     def start(self, store: Store, rank: int, ranks: tuple[int, ...], is_first: bool) -> None:
-        """Connect to the other ranks, and start the thread. With one rank there is nothing to connect to.
+        """Connect `ranks`, if there are several, and start the thread; the one with `is_first` runs the liveness hub.
 
         This waits up to 60 s for the first rank's address, and the first rank also waits up to 60 s for all others; if
-        some do not come, it goes on without an error.
-
-        Parameters
-        ----------
-        store: a store that all `ranks` share.
-        rank: world rank of this process.
-        ranks: world ranks of all that connect.
-        is_first: true on exactly one rank, which runs the liveness hub.
-
-        Raises StartupDisturbedError: this rank cannot join the first one. Raises RuntimeError: its address is not in
-        the store in time. Raises OSError: the first rank cannot listen on its own address.
+        some do not come, it goes on without an error. The errors are those of `LivenessConnection`.
         """
         self._rank = rank
         if len(ranks) > 1:
@@ -348,21 +279,13 @@ class CollectiveWatchdog:
         threading.Thread(target=self._run, name="cpuft-comm-watch", daemon=True).start()
 
     def close(self) -> None:
-        """Stop watching, because this process needs no more communication: no operation is overdue any more.
-
-        The connection to the other ranks is closed. The thread ends within a fraction of a second; this does not wait
-        for it.
-        """
+        """Stop watching, because this process needs no more communication; the connection to other ranks is closed."""
         self._closed.set()
         if self._connection:
             self._connection.close()
 
     def exit_if_rank_lost(self, operation: Operation, error: BaseException) -> None:
-        """End the process if an operation has failed because one of its ranks has ended; else return.
-
-        A library may notice a lost rank before the hub does. So if the text of `error` is that of a connection error,
-        this waits up to 2 s for the hub. After `close` it returns at once.
-        """
+        """End the process if an operation has failed because one of its ranks has ended; else return within 2 s."""
         is_connection_error = any(text in str(error).lower() for text in _CONNECTION_ERRORS)
         deadline = time.monotonic() + (_DETECTION_SECONDS if is_connection_error else 0.0)
         while not self._closed.is_set():
@@ -396,7 +319,6 @@ class CollectiveWatchdog:
         return {rank: state for rank, state in missing.items() if rank not in self._gave_up} or missing
 
     def _find_calls(self, operation: Operation) -> dict[int, Call]:
-        """Return by rank with which call it has arrived at the operation, as far as the ranks have answered."""
         place = (operation.channel, operation.sequence)
         return {
             rank: (name, nbytes)
@@ -406,7 +328,6 @@ class CollectiveWatchdog:
         }
 
     def _request_progress(self, operation: Operation) -> None:
-        """Ask each rank of the operation for its progress, and wait up to _ANSWER_SECONDS for the answers."""
         asked = time.monotonic()
         if self._connection:
             self._connection.send({"ask": self._rank})
@@ -451,10 +372,7 @@ class CollectiveWatchdog:
 
 
 def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
-    """Write the explanation and end this process.
-
-    If no rank has ended, so that all ranks hang, the process first waits for the supervisor to dump all stacks.
-    """
+    """Write the explanation and end this process; if all ranks hang, after the supervisor has dumped all stacks."""
     # This is cpuft.rank's line, too: mpirun may end cpuft.rank before it can write it.
     line = describe_steps(has_ended=False)
     line += format_failure(parse_world(os.environ), socket.gethostname(), RESUMABLE, missing)
@@ -473,7 +391,6 @@ def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
 
 
 register = OperationRegister()
-"""The one register of this process."""
 _watchdog: CollectiveWatchdog | None = None
 _lock = threading.Lock()
 
@@ -481,17 +398,8 @@ _lock = threading.Lock()
 def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> CollectiveWatchdog:
     """Return the watchdog of this process, which all of its process groups share.
 
-    The first call starts it: it connects `ranks` with each other, for which all of them must call this together, and
-    lets stack dumps read `register`. Later calls only return it, whatever their arguments.
-
-    Parameters
-    ----------
-    store: a store that all `ranks` share.
-    group_rank: index of this process in `ranks`. The rank with index 0 runs the liveness hub.
-    ranks: world ranks of the group that needs the watchdog.
-
-    Raises StartupDisturbedError: this rank cannot join the first one within 60 s. Raises RuntimeError: the first rank's
-    address is not in the store within 60 s. Raises OSError: the first rank cannot listen on its own address.
+    The first call starts it and connects `ranks`, which must all call this together; the one with `group_rank` 0 runs
+    the liveness hub. Later calls only return it. The errors are those of `LivenessConnection`.
     """
     global _watchdog
     with _lock:
@@ -508,10 +416,7 @@ def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> Col
 
 
 def stop_watchdog() -> None:
-    """Close the watchdog of this process, when the group of all ranks is destroyed.
-
-    The next group then starts a new one. Does nothing if there is no watchdog.
-    """
+    """Close the watchdog of this process, if there is one; the next group starts a new one."""
     global _watchdog
     with _lock:
         if _watchdog is not None:

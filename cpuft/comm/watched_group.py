@@ -12,15 +12,7 @@ from cpuft.comm.watchdog import Operation, register, start_watchdog, stop_watchd
 
 
 class WatchedGroup(dist.ProcessGroup):
-    """A process group whose operations are registered from their begin to their end.
-
-    If an operation exceeds the timeout, or one of its ranks is lost, the watchdog ends the process.
-
-    Parameters
-    ----------
-    store: a store that all members share.
-    timeout: seconds that an operation may take.
-    """
+    """A process group that registers operations with the watchdog, which ends the process after `timeout` seconds."""
 
     def __init__(self, membership: GroupMembership, store: Store, timeout: float) -> None:
         # The constructor that takes a store cannot make subclasses.

@@ -260,7 +260,7 @@ def _run_probe(host: Host, order: dict[str, Any], access: Access) -> str:
 
 
 def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:
-    """Run the fix of each finding that has one, and return a line for each: "CPUFT-028 on node1: fixed"."""
+    """Run each finding's fix, if any; return a line for each, "CPUFT-028 on node1: fixed". Raises as Transport.run."""
     hosts = {one.name: one.host for one in state.hosts}
     lines = []
     for finding in findings:

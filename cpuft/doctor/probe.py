@@ -140,7 +140,7 @@ def find_kernels() -> str:
 
 
 def describe_kernels() -> str:
-    """Return which build of the kernels the cpuft of this Python uses, as `cpuft.compiler.describe_build` says it."""
+    """Return what `cpuft.compiler.describe_build` says of the kernels of this Python's cpuft; "" if it has no cpuft."""
     try:
         from cpuft.compiler import describe_build  # the only import of cpuft: a host may have none, or an older one
 
@@ -174,7 +174,7 @@ def read_free_bytes(path: str) -> int:
 
 
 def sample_cpu() -> tuple[float, float]:
-    """Return the number of busy cores, and the share of CPU time that other guests of the hypervisor took."""
+    """Return the busy cores, and the share (0 to 1) of CPU time that other guests took, during 0.25 s; 0 if unknown."""
     before = _read("/proc/stat").split("\n")[0].split()[1:]
     time.sleep(_CPU_SAMPLE_SECONDS)
     after = _read("/proc/stat").split("\n")[0].split()[1:]
@@ -316,6 +316,7 @@ def measure_links(order: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure the links to other hosts, one after another, over one TCP connection each.
 
     All hosts call this at once, each with its own list of peers in an order in which no host is busy with two peers.
+    Raises OSError: the port is not free here.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ from typing import Any
 
 from cpuft import transfer
 from cpuft.argv import WITHOUT_WORKING_FOLDER
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.execute import Answer
 from cpuft.files import hash_text
@@ -24,8 +24,8 @@ from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import SshTransport, Transport, map_hosts
-from cpuft.plan import Plan, Step
 from cpuft.serialization import load, parse_json
+from cpuft.steps import Plan, Step
 
 LOCAL = Host("localhost")
 JOB = "CPUFT_JOB"
@@ -33,7 +33,7 @@ JOB = "CPUFT_JOB"
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep the files of runs, in a folder cpuft-UID for each user."""
 STATE_FILE = "state.json"
-"""File with the run state (`cpuft.launch.state`), in the folder of a run here and on its hosts."""
+"""File with the run state (`cpuft.launch.run_state`), in the folder of a run here and on its hosts."""
 FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 """Argument of `python -c` on a host, to run a program that the launcher sends on standard input."""
 
@@ -69,7 +69,9 @@ class Access:
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_transfer(self, host: Host, *words: str) -> Answer:
-        """Run `cpuft.transfer` on a host where nothing has to be sent; return its answer."""
+        """Run `cpuft.transfer` on a host, which needs no cpuft, without input for 60 s at most; return its answer,
+        whatever its exit code. Raises as `Transport.run`.
+        """
         program = Path(transfer.__file__).read_text(encoding="utf-8")
         return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program)
 
@@ -97,6 +99,8 @@ class Cluster:
     """Whether this machine is a login node with an allocation: not one of the hosts, but it sees the same files."""
     uid: int = 0
     """This user's id on the head host."""
+    most_cores: int = 0
+    """Largest number of cores that a rank uses; 0 for no limit."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """`Transport.command_prefix` by host name; empty unless steps of the plan run on hosts (`works_remotely`)."""
     token: str = field(default_factory=partial(secrets.token_hex, 16), compare=False)
@@ -112,6 +116,12 @@ class Cluster:
         """Whether the hosts are parts of one machine."""
         is_one = len(self.facts) > 1 and len({one.boot_id for one in self.facts}) == 1
         return self.access.entry.kind == "local" or is_one
+
+    @property
+    def cores_per_rank(self) -> int:
+        """Number of cores of the rank that has fewest; 0 if ranks share cores."""
+        fewest = min(len(facts.cores) // one.ranks for one, facts in zip(self.assignments, self.facts))
+        return min(fewest, self.most_cores or fewest)
 
     @property
     def bootstrap(self) -> str:
@@ -196,7 +206,9 @@ def read_host_folder(run_dir: str) -> str:
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
-    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None without one."""
+    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None without one. Raises
+    CpuftError: both options are given, or the entry cannot be used.
+    """
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
     if not config.cluster and not config.hostfile:
@@ -209,7 +221,9 @@ def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Ent
 
 
 def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
-    """Return the hosts of the cluster, hostfile, MPIJob or Slurm job of the run, the head host first, else LOCAL."""
+    """Return the hosts of the cluster, hostfile, MPIJob or Slurm job of the run, the head host first, else LOCAL.
+    Raises CpuftError: they cannot be read or found, or --only-hosts does not fit them.
+    """
     entry = find_entry(config, os.environ)
     hostfile = entry.hostfile if entry else config.hostfile or find_job_hostfile(os.environ)
     if hostfile:
@@ -235,7 +249,9 @@ def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
 
 
 def find_slurm(environ: Mapping[str, str]) -> Transport | None:
-    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job."""
+    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job and without
+    SLURM_JOB_NODELIST. Raises CpuftError: srun has started this process several times.
+    """
     if "SLURM_JOB_ID" not in environ:
         return None
     from cpuft.hosts import slurm
@@ -244,7 +260,9 @@ def find_slurm(environ: Mapping[str, str]) -> Transport | None:
 
 
 def find_access(config: LaunchConfig) -> Access:
-    """Return how the hosts of a run are reached, and what is installed there."""
+    """Return how the hosts of a run are reached, and what is installed there. In an MPIJob, its ssh files are written.
+    Raises CpuftError: as `find_entry`, or the job cannot be used.
+    """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
     if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:
         from cpuft.hosts import mpijob
@@ -262,6 +280,7 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
 
     `ppn` is the number of ranks on each host, 0 for as even as possible. The number of a host's `cores` (by host name,
     where known) and `max_slots` limit the ranks of a host without `slots`; a host with none of these takes any number.
+    Raises CpuftError: the ranks do not fit.
     """
     limits = {host.name: (cores.get(host.name, 0), host.max_slots) for host in hosts}
     slots = {host.name: host.slots or min(filter(None, limits[host.name]), default=0) for host in hosts}
@@ -307,7 +326,8 @@ def gather_cluster(
 
     `hosts` are those to choose from, the head host first. `is_on_host_disk` says that the run began in a folder on the
     disk of a host: it stays in such a folder, even if the remaining hosts alone would not need one, because its
-    checkpoints are there.
+    checkpoints are there. Raises CpuftError: a host cannot be used or is named twice, the ranks do not fit, or there is
+    no mpirun.
     """
     hosts, access = hosts or read_hosts(config), access or find_access(config)
     access.transport.hosts.update({host.name: host for host in hosts})
@@ -362,7 +382,9 @@ def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None
 
 
 def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ...]:
-    """Return the facts of every host, in the order of `hosts`; all are queried at the same time, for at most 60 s."""
+    """Return the facts of every host, in the order of `hosts`; all are queried at the same time, for at most 60 s.
+    Raises CpuftError: a host does not report its facts.
+    """
     addresses = [access.transport.address(host) for host in hosts]
     # Each host reports its route to the head host, and the head host its route to the first other host.
     targets = {host.name: addresses[0] for host in hosts[1:]} | {hosts[0].name: addresses[:2][-1]}

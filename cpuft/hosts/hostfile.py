@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cpuft.config import LAST_PORT, is_count
 from cpuft.errors import CpuftError
-from cpuft.serialization import find_control
+from cpuft.serialization import LAST_PORT, find_control, is_count
 
 NAME = re.compile(r"(?=[A-Za-z0-9].{0,252}$)[\w-]{1,63}(\.[\w-]{1,63})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{2,39}", re.ASCII)
 """A host's name or address. Sockets raise errors for labels that are empty or longer than 63 letters."""
@@ -45,7 +44,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
     Each line is `[user@]host[:slots] [slots=N] [max_slots=N] [user=U] [port=P]`, or SGE's `host slots queue
     processors`; `#` begins a comment. A host `node[01-04,07]` is five hosts. The slots of a host on several lines add
     up. Where a host is on several lines without slots, as in the lists of PBS and LSF, each line without slots is one
-    slot.
+    slot. Raises CpuftError: a line is not understood or contradicts another one, or there is no host.
     """
     hosts: dict[str, list[Host]] = {}
     lines_of: dict[str, int] = {}
@@ -135,7 +134,7 @@ def format_hostfile(hosts: tuple[Host, ...]) -> str:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """Return the hosts of the hostfile at `path`, the head host first."""
+    """Return the hosts of a hostfile, the head host first. Raises CpuftError: it cannot be read or understood."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:

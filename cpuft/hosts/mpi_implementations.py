@@ -36,7 +36,9 @@ class MpiImplementation:
 
 
 def parse_version(path: str, text: str) -> MpiImplementation:
-    """Return the implementation of the program at `path`, whose `--version` prints `text`."""
+    """Return the implementation of the program at `path`, whose `--version` prints `text`. Raises CpuftError for a
+    program that is none of those in `MpiImplementation.name`.
+    """
     for part, name in _VERSION_TEXTS:
         if part in text:
             return MpiImplementation(path, name)
@@ -52,7 +54,8 @@ def find_mpi(head: Host, wanted: str, python: str, transport: Transport) -> MpiI
 
     On a login node with an allocation (salloc) it is srun, because the job's hosts may not reach back here. The mpirun
     of Intel MPI and MPICH is a shell script that looks for mpiexec.hydra on PATH and passes no signals on: where
-    mpiexec.hydra is beside it, `path` is that.
+    mpiexec.hydra is beside it, `path` is that. Raises CpuftError: there is no such program, it is another one, or it
+    cannot start ranks on these hosts.
     """
     on_login_node = bool(transport.bootstrap) and not transport.is_here(head)
     if on_login_node and not wanted:

@@ -68,7 +68,8 @@ NO_CLUSTER = Entry("", "", "")
 def state_root(environ: Mapping[str, str]) -> Path:
     """Return the absolute path of the registry's folder, which need not exist, from CPUFT_STATE or as XDG says.
 
-    It must not contain white space, which ssh's configuration and mpirun's options cannot hold.
+    Raises CpuftError: it contains white space, which ssh's configuration and mpirun's options cannot hold, or others
+    may write to it.
     """
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '/root')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
@@ -143,7 +144,9 @@ def _name_user(number: int) -> str:
 
 
 def make_state_root(root: Path) -> None:
-    """Make the folder of the registry and the missing folders above it, with mode 700; existing ones keep theirs."""
+    """Make the folder of the registry and the missing folders above it, with mode 700; existing ones keep theirs.
+    Raises as `refuse_untrusted`.
+    """
     for folder in [*reversed(root.parents), root]:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -151,14 +154,16 @@ def make_state_root(root: Path) -> None:
 
 
 def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[Path, ...]:
-    """Return the registries in which a run looks for its cluster: this user's, then that of this host's cluster."""
+    """Return the registries in which a run looks for its cluster: this user's, then that of this host's cluster if
+    there is one. Raises as `state_root`.
+    """
     own = state_root(environ)
     # "env" is the Python environment that cpuft provision installs on hosts, with the cluster's entry beside it.
     return (own, Path(prefix).parent / "clusters") if Path(prefix).name == "env" else (own,)
 
 
 def check_name(name: str) -> str:
-    """Return a cluster's `name` if it is valid: it becomes part of paths, network links and control groups."""
+    """Return a cluster's `name`, or raise CpuftError if it cannot be part of paths, links and control groups."""
     if not _NAME.fullmatch(name):
         raise CpuftError(
             f"{reprlib.repr(name)} is not a valid cluster name: use small letters and digits, a letter first"
@@ -167,7 +172,7 @@ def check_name(name: str) -> str:
 
 
 def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
-    """Return the entry of a cluster from the first registry that has it."""
+    """Return the entry of a cluster from the first registry that has it; CpuftError, with the known names, if none."""
     check_name(name)
     for root in roots:
         if os.path.exists(root / name / FILE_NAME):
@@ -177,14 +182,15 @@ def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
 
 
 def read_entry_if_exists(root: Path, name: str) -> Entry | None:
-    """Return the entry of a cluster; None where there is none."""
+    """Return the entry of a cluster; None where there is none. Raises as `read_entry`."""
     return read_entry(root, name) if os.path.exists(root / check_name(name) / FILE_NAME) else None
 
 
 def read_entry(root: Path, name: str) -> Entry:
     """Return the entry of a cluster of the registry `root`.
 
-    Raises CpuftError, too, if other users may write to it or to the ssh files beside it: commands obey what these say.
+    Raises CpuftError: there is none, it is damaged, or other users may write to it or to the ssh files beside it, which
+    say what commands do.
     """
     path = root / check_name(name) / FILE_NAME
     for beside in (FILE_NAME, "ssh_config", "known_hosts"):
@@ -239,7 +245,7 @@ def list_names(root: Path) -> list[str]:
 
 
 def find_by_hostfile(roots: tuple[Path, ...], hostfile: str) -> Entry | None:
-    """Return the entry of the cluster that has this hostfile; None if no cluster has it."""
+    """Return the entry of the cluster that has this hostfile; None if no cluster has it. Raises as `read_entry`."""
     wanted = str(Path(hostfile).resolve())
     entries = (read_entry(root, name) for root in roots for name in list_names(root))
     return next((entry for entry in entries if str(Path(entry.hostfile).resolve()) == wanted), None)

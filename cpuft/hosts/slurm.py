@@ -39,7 +39,7 @@ class SlurmTransport(Transport):
         return host.name in (self.own, "localhost")
 
     def address(self, host: Host) -> str:
-        """Return the IPv4 address to which a host's name resolves here, else that of Slurm's NodeAddr."""
+        """Return the IPv4 address to which a host's name or NodeAddr resolves here. Raises CpuftError: neither does."""
         try:
             return socket.gethostbyname(host.name)
         except OSError:
@@ -68,7 +68,9 @@ class SlurmTransport(Transport):
 
 
 def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
-    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job."""
+    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job and without
+    SLURM_JOB_NODELIST. Raises CpuftError: srun has started this process several times.
+    """
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_JOB_NODELIST"):
         return None
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1") if "SLURM_STEP_ID" in environ else "1"
@@ -83,7 +85,8 @@ def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
 def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts of the Slurm job in which this process runs, this one first and then in Slurm's order.
 
-    Where the job asked for tasks, their number on a host is its number of slots; otherwise `slots` is 0.
+    Where the job asked for tasks, their number on a host is its number of slots; otherwise `slots` is 0. Raises
+    CpuftError: scontrol fails.
     """
     names = _query_slurm(("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])).split()
     has_tasks = {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys()

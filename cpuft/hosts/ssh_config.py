@@ -17,11 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuft.config import LAST_PORT, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import Entry, format_entry
-from cpuft.serialization import find_control
+from cpuft.serialization import LAST_PORT, find_control, is_count
 
 if TYPE_CHECKING:
     import paramiko
@@ -109,7 +108,8 @@ def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[
 def read_login(host: Host, config_path: str = "") -> Login:
     """Return how a host is reached, by the hostfile's user and port and otherwise by ssh's client configuration.
 
-    `config_path` need not exist; it is empty for ~/.ssh/config.
+    `config_path` need not exist; it is empty for ~/.ssh/config. Raises CpuftError: the configuration cannot be read, or
+    this user is not in /etc/passwd.
     """
     import paramiko
 
@@ -188,7 +188,9 @@ def _read_lines(path: str, depth: int = 0) -> Iterator[str]:
 
 
 def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
-    """Return the bastions in a value of ProxyJump or -J; a bastion without user or port has "" or 0 there."""
+    """Return the bastions in a value of ProxyJump or -J; a bastion without user or port has "" or 0 there. Raises
+    CpuftError, which begins with `where`: the value has another form.
+    """
     jumps = []
     for word in text.split(",") if text and text != "none" else ():
         user, _, place = word.strip().removeprefix("ssh://").rpartition("@")
@@ -202,7 +204,8 @@ def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
 def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
     """Return (bastion, how it is reached) for each bastion on the way to a host, the first one first.
 
-    As for ssh, only the first of several bastions may need bastions itself.
+    As for ssh, only the first of several bastions may need bastions itself. Raises CpuftError: as `read_login`, or
+    there are more than eight.
     """
     found: list[tuple[Host, Login]] = []
     while login.jumps:
@@ -247,7 +250,8 @@ Bastions = tuple[tuple[str, Login], ...]
 def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bastions: Bastions = ()) -> str:
     """Return the text of a client configuration for all hosts of a cluster, by address and by name.
 
-    `key` is the path of the private key, empty for ssh's own keys. Only host keys in `known_hosts` are accepted.
+    `key` is the path of the private key, empty for ssh's own keys. Only host keys in `known_hosts` are accepted. Raises
+    CpuftError: a value has a character that ssh_config cannot hold.
     """
     parts = ["# Made by cpuft provision: how to reach the hosts of this cluster."]
     parts += [_format_bastion(name, login) for name, login in bastions]
@@ -322,7 +326,7 @@ def format_inside(
     """Return file name -> text of the files with which a host of a cluster reaches all of its hosts.
 
     They belong into `folder`, whose name is the cluster's, beside the cluster's key `id_ed25519`. The head host is the
-    first of `members`. The other parameters are as in `Entry`, seen from the hosts.
+    first of `members`. The other parameters are as in `Entry`, seen from the hosts. Raises as `format_ssh_config`.
     """
     name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"
@@ -346,7 +350,9 @@ def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> t
 
 
 def prepare_sshd() -> None:
-    """Make what sshd needs to start in a container: as root the folder /run/sshd, otherwise nothing."""
+    """Make what sshd needs to start in a container: as root the folder /run/sshd, otherwise nothing. Raises CpuftError:
+    there is no sshd.
+    """
     if not os.path.exists(_SSHD):
         raise CpuftError(f"there is no {_SSHD}: use a container image that has openssh-server")
     if not os.geteuid():

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cpuft.config import is_count
 from cpuft.errors import CpuftError, last_line
 from cpuft.hardware import parse_cpuinfo
-from cpuft.serialization import load, parse_json
+from cpuft.serialization import is_count, load, parse_json
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class HostFacts:
 
 
 def spread_cores(hosts: Sequence[HostFacts]) -> list[tuple[Core, ...]]:
-    """Return the cores that each host is to use: on one machine different ones, as long as there are any.
+    """Return the cores of each of `hosts`, in their order: on one machine different ones, as long as there are any.
 
     Containers that share a machine and have a CPU quota see all of its cores, and each would begin with the first one.
     """
@@ -100,7 +99,7 @@ class RankCores:
 
 
 def parse_facts(text: str, host: str) -> HostFacts:
-    """Return the facts that `cpuft.hosts.facts` printed on a host."""
+    """Return the facts that `cpuft.hosts.facts` printed on a host. Raises CpuftError: `text` has another form."""
     try:
         values = load(dict[str, Any], parse_json(text))
         cpuinfo, machine = (load(str, values.pop(name, None), name) for name in ("cpuinfo", "machine"))
@@ -150,7 +149,8 @@ def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tupl
     """Return the cores of each rank on one host, in the order of the local ranks. Left-over cores are not used.
 
     All ranks get equal numbers of cores, and if the ranks divide evenly over the NUMA nodes, all of a rank's are on one
-    node. Ranks may outnumber cores where slots in a hostfile allow it: they share cores then.
+    node. Ranks may outnumber cores where slots in a hostfile allow it: they share cores then. Raises CpuftError:
+    `comm_cores` leave a rank no core.
     """
     cpus = [core.threads[0] for core in cores]
     if ranks > len(cpus):
@@ -196,7 +196,9 @@ class Interface:
 
 
 def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
-    """Return the interface by which a host reaches `target`, one of the keys of `routes`, or the interface `wanted`."""
+    """Return the interface by which a host reaches `target`, one of the keys of `routes`, or the interface `wanted`.
+    Raises CpuftError: there is no such interface, or it is one that other hosts cannot reach.
+    """
     if wanted:
         if wanted not in facts.interfaces:
             known = ", ".join(sorted(facts.interfaces))

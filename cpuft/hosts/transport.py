@@ -189,7 +189,7 @@ class SshTransport(Transport):
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine: as `here` says, else by its address."""
+        """Return whether a host is this machine: as `here` says, else by its address. Raises as `read_login`."""
         if self.here is not None:
             return host.name == self.here
         if host.port:  # it is a container or a tunnel
@@ -206,7 +206,8 @@ class SshTransport(Transport):
     def address(self, host: Host) -> str:
         """Return a host's IPv4 address; behind a bastion the host's name, where only the other hosts resolve it.
 
-        A host that the hostfile names by its address has that one, even if ssh's configuration gives another.
+        A host that the hostfile names by its address has that one, even if ssh's configuration gives another. Raises
+        CpuftError: it has no IPv4 address.
         """
         if _IPV4.fullmatch(host.name):
             return host.name
@@ -308,7 +309,7 @@ def map_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNE
 
 
 def try_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNECTIONS) -> list[T | CpuftError]:
-    """Call a function for all hosts at the same time; return its result for each, or the CpuftError that it raised."""
+    """Call a function for all hosts at the same time; return for each, in their order, its result or its CpuftError."""
 
     def call(host: H) -> T | CpuftError:
         try:
@@ -326,7 +327,8 @@ def try_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNE
 def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClient]:
     """Log in to a host, through its bastions, for the time of the block; the value is paramiko's client.
 
-    An unknown or changed host key is refused, and never learnt here.
+    An unknown or changed host key is refused, and never learnt here. Raises HostError: the host or a bastion cannot be
+    used; CpuftError as `find_bastions`.
     """
     login = read_login(host, config_path)
     with ExitStack() as stack:
@@ -545,7 +547,7 @@ def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> st
     """Return the public key that a host's ssh server shows, "ssh-ed25519 AAAA...", without a login. It is not verified.
 
     `seconds` is the time limit for the key exchange; 0 for the limits of a session. A server may be busy so long, but
-    its kernel has only 3.5 s to accept the connection.
+    its kernel has only 3.5 s to accept the connection. Raises as `open_session`.
     """
     import paramiko
 

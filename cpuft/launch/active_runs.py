@@ -22,7 +22,7 @@ from cpuft.serialization import load, parse_json
 
 
 @dataclass(frozen=True)
-class Entry:
+class _RunNote:
     """What the user's cache knows about an active run."""
 
     work: str
@@ -47,7 +47,7 @@ def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os
     """
     hosts = tuple(assignment.host for assignment in cluster.assignments for _ in range(assignment.ranks))
     access, pid = cluster.access, os.getpid()
-    entry = Entry(
+    entry = _RunNote(
         cluster.work_dir(run_dir),
         hosts,
         access.python,
@@ -67,8 +67,8 @@ def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os
 
 @contextmanager
 def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep other launches of this user on this machine out of a run folder, whether or not the folder exists yet. Does
-    not wait for another launch. Without a cache folder nothing is locked.
+    """Keep other launches of this user on this machine out of a run folder, whether or not the folder exists yet.
+    Without a cache folder nothing is locked. Raises CpuftError, without waiting: another launch has the lock.
     """
     # The cache may be on a shared disk, and the same path on another machine may be another folder.
     name = hash_text(f"{socket.gethostname()}:{os.path.realpath(run_dir)}", 24)
@@ -92,11 +92,13 @@ def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[
 
 
 def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
-    """Return where a run is active, from the entry that its launch keeps in the user's cache. Asks no host."""
+    """Return where a run is active, from the entry that its launch keeps in the user's cache. Asks no host. Raises
+    CpuftError: it is not active, or was launched on another machine.
+    """
     run_dir = os.path.realpath(run)
     try:
         text = _entry_path(cache_path(environ), run_dir).read_text(encoding="utf-8")
-        entry = load(Entry, parse_json(text))
+        entry = load(_RunNote, parse_json(text))
     except (OSError, ValueError):
         if Path(run_dir).is_dir():
             raise CpuftError(

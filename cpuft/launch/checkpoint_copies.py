@@ -21,7 +21,7 @@ from cpuft.errors import IO_ERROR
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.inputs import Bundle
 from cpuft.launch.resume import BEST, CHECKPOINTS, HostCopy, find_checkpoint_here, find_newest_checkpoint
-from cpuft.plan import Step
+from cpuft.steps import Step
 
 Say = Callable[[str], None]
 MOST_SECONDS = 30.0
@@ -35,7 +35,7 @@ _MOST_FAILURES = 3
 
 
 def choose_copy_seconds(checkpoint_every: float) -> float:
-    """Return the seconds between two looks for a new checkpoint. `checkpoint_every` of 0 or less gives the default."""
+    """Return the seconds between two looks for a new checkpoint: `checkpoint_every`, but 1 to 30; 30 for 0 or less."""
     return min(MOST_SECONDS, max(_LEAST_SECONDS, checkpoint_every)) if checkpoint_every > 0 else MOST_SECONDS
 
 
@@ -129,7 +129,9 @@ class CheckpointCopier:
             pause = self._every if self._failures else max(self._every, _PAUSE_SHARE * (time.monotonic() - begun))
 
     def copy_last(self) -> None:
-        """Copy the newest checkpoint now, however long it takes while bytes arrive, in the main thread only."""
+        """Copy the newest checkpoint now, however long it takes while bytes arrive, in the main thread only. A copy
+        that fails raises nothing.
+        """
         step = self.plan_copy()
 
         def say_waiting(_: list[int], passed: float) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cpuft.config import CompareConfig, LaunchConfig, TrainConfig, is_count
+from cpuft.config.compare import CompareConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.launch.inputs import gather_missing, pack_training
 from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
-from cpuft.launch.progress import show_progress
+from cpuft.launch.progress_bar import show_progress
 from cpuft.launch.remote import run_attempt
-from cpuft.plan import RunPlan
+from cpuft.serialization import is_count
+from cpuft.steps import RunPlan
 
 Say = Callable[[str], None]
 
@@ -31,7 +34,9 @@ class PlannedRun:
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of ranks in a text such as "4,1,2" in ascending order: (1, 2, 4)."""
+    """Return the numbers of ranks in a text such as "4,1,2" in ascending order: (1, 2, 4). Raises CpuftError: a word is
+    no whole number of 1 or more, or a number is there twice.
+    """
     words = [word.strip() for word in text.split(",")]
     advice = "give the numbers of ranks to compare, for example --np 1,2,4"
     for place, word in enumerate(words):
@@ -58,7 +63,8 @@ def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> T
 
 def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
     """Return each run as its number of ranks, whether they are independent, and its round from 1. Rounds (repeats or
-    seeds) repeat all runs in turn, so that drifts affect all alike.
+    seeds) repeat all runs in turn, so that drifts affect all alike. With `comparison.ideal`, the independent ranks of
+    each number above 1 follow its run.
     """
     return [
         (ranks, independent, number)
@@ -69,11 +75,17 @@ def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tupl
     ]
 
 
+def limit_cores(clusters: Mapping[int, Cluster]) -> dict[int, Cluster]:
+    """Return the clusters, by their number of ranks, with as many cores for each rank as in the one with most ranks."""
+    most = max(1, clusters[max(clusters)].cores_per_rank)
+    return {ranks: replace(cluster, most_cores=most) for ranks, cluster in clusters.items()}
+
+
 def refuse_different_precisions(
     clusters: Mapping[int, Cluster], train: TrainConfig, environ: Mapping[str, str]
 ) -> None:
-    """Refuse runs of a comparison that would train in different precisions and so could not be compared. That happens
-    without --precision if only some of the hosts have bf16 instructions.
+    """Raise CpuftError for runs of a comparison that would train in different precisions and so could not be compared.
+    That happens without --precision if only some of the hosts have bf16 instructions.
     """
     precisions = {ranks: find_run_precision(cluster, train, environ) for ranks, cluster in clusters.items()}
     if len(set(precisions.values())) > 1:
@@ -96,7 +108,8 @@ def plan_comparison(
     """Plan all runs of a comparison in the order of `order_runs`, before the first one starts.
 
     Asks the hosts for their facts and for missing files, and changes nothing. The batch size of `train` is that of a
-    rank in the run with the fewest ranks. Each seed of `--seeds` is a round, from `train.seed` on.
+    rank in the run with the fewest ranks. Each seed of `--seeds` is a round, from `train.seed` on. Raises CpuftError:
+    options contradict each other, the hosts do not fit, or one cannot be used.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")
@@ -105,6 +118,8 @@ def plan_comparison(
             f"--seeds {comparison.seeds} repeats each run already, once with each seed: leave out --repeats"
         )
     clusters = {ranks: gather_cluster(replace(config, np=ranks)) for ranks in numbers}
+    if comparison.equal_cores:
+        clusters = limit_cores(clusters)
     refuse_different_precisions(clusters, train, environ)
     planned: list[PlannedRun] = []
     sent: dict[str, set[str]] = {}
@@ -136,7 +151,8 @@ def plan_comparison(
 
 def run_comparison(planned: Sequence[PlannedRun], progress: str, time_limit: float, say: Say) -> tuple[int, PlannedRun]:
     """Carry out one run or more, one after another; return the exit code of the last run that was started, and that
-    run. The first run that fails is the last one. `time_limit` is that of each run, in seconds; 0 for none.
+    run. The first run that fails is the last one. `time_limit` is that of each run, in seconds; 0 for none. Raises as
+    `run_attempt`.
     """
     with renew_leases(planned[0].cluster.access, say):
         for run in planned:

@@ -24,7 +24,9 @@ from typing import Any
 import cpuft
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config import LaunchConfig, TrainConfig, format_flag
+from cpuft.config.fields import format_flag
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, escape_controls, last_line
 from cpuft.hosts.cluster import (
     FROM_STDIN,
@@ -66,13 +68,14 @@ from cpuft.launch.inputs import (
     plan_sending,
     save_note,
 )
-from cpuft.launch.plan import choose_run_dir, plan_claim, plan_script
-from cpuft.launch.progress import format_seconds
+from cpuft.launch.progress_bar import format_seconds
 from cpuft.launch.resume import CHECKPOINTS, has_begun, remove_empty_run
+from cpuft.launch.run_folder import choose_run_dir, plan_claim
+from cpuft.launch.run_state import RunState, begin_state, write_state
+from cpuft.launch.script_command import plan_script
 from cpuft.launch.settings import forwarded_settings, user_variables
-from cpuft.launch.state import RunState, begin_state, write_state
-from cpuft.plan import Plan, Step
 from cpuft.serialization import load, parse_json
+from cpuft.steps import Plan, Step
 
 Say = Callable[[str], None]
 _PLACE = ("cluster", "hostfile", "ssh_config")
@@ -128,7 +131,7 @@ class Head:
         return plan.as_local(Step("", command, host=self.host.name)).command
 
     def ask(self, *words: str) -> str:
-        """Carry out an action on the host, and return its output. Raises CpuftError: it failed there."""
+        """Carry out an action on the host, and return its output. Raises CpuftError: it failed, or no answer came."""
         answer = self.access.transport.run(self.host, self.action(*words), seconds=_ANSWER_SECONDS)
         if answer.exit_code:
             reason = last_line(answer.errors, f"exit code {answer.exit_code}")
@@ -141,7 +144,7 @@ class Head:
         return answer.output
 
     def list_runs(self) -> list[Description]:
-        """Return the detached runs of the host, the oldest first."""
+        """Return the detached runs of the host, the oldest first. Raises as `ask`, and for those of another cpuft."""
         lines = self.ask("list").splitlines()
         try:
             found = [load(Description, parse_json(line)) for line in lines if line.startswith("{")]
@@ -156,7 +159,9 @@ class Head:
 
 
 def refuse_jobs(config: LaunchConfig, environ: Mapping[str, str]) -> None:
-    """Raise CpuftError inside a job of a scheduler, which goes on when the user logs out, and ends at its own time."""
+    """Raise CpuftError inside a job of a scheduler, which goes on when the user logs out, and ends at its own time.
+    Nothing is raised if `config` names hosts outside of the job.
+    """
     if config.cluster or config.hostfile not in ("", find_job_hostfile(environ)):
         return
     jobs = {"SLURM_JOB_ID": "a Slurm job", JOB: "a job of AWS Batch", "K_MPI_JOB_ROLE": "an MPIJob"}
@@ -196,7 +201,8 @@ def plan_move(
     environ: Mapping[str, str],
 ) -> tuple[Order, tuple[Bundle, ...]]:
     """Return what is moved to the head host, and the files that it needs there. Reads these files, and sends nothing.
-    `values` are the options that the user gave, by name; `run_dir` is the run folder on this machine.
+    `values` are the options that the user gave, by name; `run_dir` is the run folder on this machine. Raises
+    CpuftError: the script does not exist, or a file cannot be sent.
     """
     place = secrets.token_hex(6)
     settings = {one.name: one.value for one in forwarded_settings(user_variables(environ), ())}
@@ -260,7 +266,8 @@ def plan_start(
     head: Head, order: Order, bundles: tuple[Bundle, ...], cluster: Cluster, run_dir: str, hidden: Mapping[str, str]
 ) -> Plan:
     """Return the plan that makes the run folder here, sends the files to the head host and starts the command there.
-    `hidden` has the secret variables of the command, and is empty for a plan that is printed.
+    `hidden` has the secret variables of the command, and is empty for a plan that is printed. Asks the head host which
+    files it lacks. Raises CpuftError: it cannot be used.
     """
     first = replace(cluster, assignments=cluster.assignments[:1], facts=cluster.facts[:1])
     state = replace(begin_state(cluster, run_dir, 0), id=order.id)
@@ -276,7 +283,8 @@ def start(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str
     """Move a command to the head host, and show what it prints until its run has begun or it has ended.
 
     Returns 0 if the run has begun, else the exit code of the command, of which nothing is left then. After a
-    KeyboardInterrupt, the command goes on.
+    KeyboardInterrupt, the command goes on. Raises CpuftError: the command could not be started, or the head host is
+    lost.
     """
     save_note(run.run_dir, replace(note, id=run.order.id, run_dir=run.run_dir), environ)
     begun, advice = False, f"check {run.head.host.name} with cpuft doctor, or leave out --detach"
@@ -316,8 +324,10 @@ class Detached:
 
     def show(self, until_begun: bool = False, only_past: bool = False) -> int:
         """Print what the command prints, from its start to its end, and return its exit code. With `until_begun` return
-        0 as soon as the run has begun, with `only_past` after what was printed until now. The line with the path of the
-        run folder is left out: its results are not on this machine yet.
+        0 as soon as the run has begun, with `only_past` after what was printed until now; if the command has ended, the
+        result is its exit code in all cases. The line with the path of the run folder is left out: its results are not
+        on this machine yet. Raises HeadLostError: the command was killed (not with `only_past`), or the head host is
+        silent for a minute.
         """
         position, heard, closing = 0, time.monotonic(), f"run: {self.order.run_dir}\n"
         while True:
@@ -384,8 +394,9 @@ class Detached:
             write_state(self.run_dir, RunState(identity, name))
 
     def fetch(self, say: Say) -> str:
-        """Fetch the results into the run folder on this machine, unless that was done, and say where they are. The head
-        host removes them when they are here. Returns an empty text if the run has no results.
+        """Fetch the results into the run folder on this machine, and return its path. If they were fetched before,
+        return MACHINE:FOLDER; if the run has no results, "". The head host removes them when they are here. Raises
+        NotStoredError: they cannot be stored; CpuftError: ten minutes of tries have failed.
         """
         send = self.head.access.transfer_command("send-run", self.order.run_dir, CHECKPOINTS)
         is_stored, viewer = False, secrets.token_hex(6)
@@ -416,18 +427,18 @@ class Detached:
 
 
 def list_heads(config: LaunchConfig) -> list[Head]:
-    """Return the hosts that `config` names, each of which may be the head host of detached runs."""
+    """Return the hosts that `config` names: any may be a head host of detached runs. Raises as `read_hosts`."""
     access, options = find_access(config), list_place_options(config)
     return [Head(host, access, options) for host in read_hosts(config)]
 
 
 def list_place_options(config: LaunchConfig) -> tuple[str, ...]:
-    """Return the options of `config` that say where its hosts are, as on a command line."""
+    """Return the options of `config` that say where its hosts are, as on a command line: ("--cluster=NAME",)."""
     return tuple(f"{format_flag(name)}={value}" for name in _PLACE if (value := getattr(config, name)))
 
 
 def find_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
-    """Return `config` if it names hosts, else the hosts of all detached runs that this machine knows."""
+    """Return [`config`] if it names hosts or none are known, else the hosts of all detached runs known here."""
     if config.cluster or config.hostfile:
         return [config]
     places = {_find_place(note) for note in list_detached(environ)}
@@ -444,7 +455,9 @@ def _exists(place: LaunchConfig, environ: Mapping[str, str]) -> bool:
 
 
 def list_runs(config: LaunchConfig) -> tuple[list[tuple[Head, Description]], list[CpuftError]]:
-    """Return the detached runs of all hosts that `config` names, and why hosts could not be asked."""
+    """Return the detached runs of all hosts that `config` names, and why hosts could not be asked. Raises no
+    CpuftError: one about `config` itself is returned, too.
+    """
     try:
         heads = list_heads(config)
     except CpuftError as error:
@@ -467,7 +480,8 @@ def list_active(cluster: str) -> list[str]:
 
 def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tuple[Detached, Description]:
     """Return the detached run that has this id, or an id that begins like this, or this run folder. If `config` names
-    no hosts, those with which the run was started are asked.
+    no hosts, those with which the run was started are asked. Raises CpuftError: several runs or none are found;
+    HeadLostError: a host that may have it is silent.
     """
     folder, notes = os.path.realpath(run), [one for one in list_detached(environ) if run]
     same = [one for one in notes if one.run_dir == folder] or [one for one in notes if one.id.startswith(run)]
@@ -499,7 +513,8 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
     """Return the run with the folder on this machine that gets its results; no folder is made.
 
     It is the one that the user named when the run was started here, else `wanted`, else runs/NAME in the working
-    folder. A host never says which folder is written to.
+    folder. A host never says which folder is written to. Raises CpuftError: the host's name for the run is no name of a
+    folder, or the folder cannot be used.
     """
     if run.run_dir and not wanted:
         return run
@@ -513,7 +528,9 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
 
 
 def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each detached run of this machine whose host could not be asked: how it is continued."""
+    """Return a line for each detached run of this machine whose host could not be asked: how it is continued. Empty
+    without `errors`; `seen` are ids of runs.
+    """
     return [
         f"the head host of run {note.id} may be lost, and nobody restarts the run then: continue it with cpuft launch "
         f"--resume {shlex.quote(note.run_dir)}"

@@ -29,7 +29,7 @@ from cpuft.argv import module_command
 from cpuft.errors import CpuftError
 from cpuft.files import is_locked, make_private_folder, write_text
 from cpuft.hosts.cluster import JOB, WORK_ROOT
-from cpuft.launch.state import read_state
+from cpuft.launch.run_state import read_state
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
@@ -114,6 +114,7 @@ def find_folder(uid: int, name: str = "") -> str:
 def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
     """Return what to put before a command that is to run on after the logout of a user. `kills` says whether logind
     ends a user's processes at logout (KillUserProcesses), and `lingers` whether it keeps this user's service manager.
+    Raises CpuftError: logind ends them, and does not keep it.
     """
     if not kills:
         return ()

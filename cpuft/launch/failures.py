@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.config import LaunchConfig, ScriptConfig, option_names
+from cpuft.config.fields import option_names
+from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.errors import NO_MORE_PROCESSES, RESUMABLE, CpuftError, counted, escape_controls
 from cpuft.launch.resume import read_resumed_run
 from cpuft.rank.process import (
@@ -212,15 +213,15 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
 
 
 def explain_exit(code: int, text: str = "") -> tuple[str, str]:
-    """Return how a rank ended, such as "killed by SIGKILL", and what to do. `text` is its standard error."""
+    """Return how a rank ended, such as "killed by SIGKILL", and what to do, or "". `text` is its standard error."""
+    ended = f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}"
     if code == 137 and OUT_OF_MEMORY in text:
         return "killed by the kernel because memory ran out", _LESS_MEMORY
     if _NO_MEMORY.search(_last_error(text)):
         return "out of memory", _LESS_MEMORY
     if _NO_PROCESS.search(_last_error(text)):
-        return f"exit code {code}", NO_MORE_PROCESSES
+        return ended, NO_MORE_PROCESSES
     if _DIFFERENT_SIZES.search(_last_error(text)):
-        ended = f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
         return (
             f"{ended}, because ranks passed different sizes to a collective operation",
             "pass tensors of the same shape and type on all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL in your shell, "
@@ -230,7 +231,7 @@ def explain_exit(code: int, text: str = "") -> tuple[str, str]:
         return "killed by signal 9", ""
     if code in _SIGNAL_CAUSES:
         return _SIGNAL_CAUSES[code]
-    return f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}", ""
+    return ended, ""
 
 
 def _is_signal(code: int) -> bool:
@@ -262,7 +263,8 @@ def describe_end(
     script: Sequence[str],
     script_config: ScriptConfig | None = None,
 ) -> tuple[int, str]:
-    """Return the exit code of a launch and its closing message, from the last attempt's record and logs here.
+    """Return the exit code of a launch and its closing message, which may be "", from the last attempt's record and
+    logs here.
 
     After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75. A code of
     75 becomes 1 if the run cannot be resumed, for example because it ended before its record began.

@@ -17,18 +17,10 @@ from typing import Any
 
 from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
-from cpuft.config import PredictConfig, TrainConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, last_line
-from cpuft.files import (
-    PRIVATE,
-    REMOVE,
-    SECRETS_PREFIX,
-    check_private_folder,
-    hash_text,
-    make_private_folder,
-    split_paths,
-    write_text,
-)
+from cpuft.files import PRIVATE, REMOVE, check_private_folder, hash_text, make_private_folder, split_paths, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
@@ -37,11 +29,11 @@ from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.relay import Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
+from cpuft.launch.run_state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
 from cpuft.launch.settings import unexportable_names
-from cpuft.launch.state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
-from cpuft.plan import RunPlan, Setting, Stages, Step
-from cpuft.secret_variables import may_be_secret, secrets_for_ranks
+from cpuft.secret_variables import SECRETS_PREFIX, may_be_secret, secrets_for_ranks
 from cpuft.serialization import load, parse_json
+from cpuft.steps import RunPlan, Setting, Stages, Step
 
 _HERE = Path(__file__)
 _SECRET_FILES = PRIVATE + REMOVE + _HERE.with_name("secret_files.sh").read_text(encoding="utf-8")
@@ -138,7 +130,7 @@ def load_note(run_dir: str, environ: Mapping[str, str]) -> LaunchNote:
 
 
 def list_detached(environ: Mapping[str, str]) -> list[LaunchNote]:
-    """Return the notes of the detached runs that were started or attached to from this machine, the oldest first."""
+    """Return the notes of detached runs that were started or attached to here, oldest first; skip unreadable ones."""
     with suppress(CpuftError, OSError):
         folder = state_root(environ) / _NOTES
         check_private_folder(folder)
@@ -160,7 +152,8 @@ def pack_training(
     """Return the training options with the paths on hosts that have disks of their own, and the bundles to send.
 
     Reads the files to compute checksums. A file that an earlier launch of the run sent has a bundle without sources.
-    Some options may come from a record, which a host may have written: then only paths in `allowed` may be sent.
+    Some options may come from a record, which a host may have written: then only paths in `allowed` may be sent. Raises
+    CpuftError: a path is not allowed, or a link in it leads nowhere.
     """
     if not cluster.has_own_disks:
         return train, ()
@@ -189,7 +182,8 @@ def pack_training(
 def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictConfig, tuple[Bundle, ...]]:
     """Return the request with the model in place of RUN and the paths on the hosts, and the bundles to send.
 
-    All hosts get the model, if it is a folder, and the head host gets the files of --file, which rank 0 reads.
+    All hosts get the model, if it is a folder, and the head host gets the files of --file, which rank 0 reads. Raises
+    as `make_bundle`.
     """
     request = replace(request, model=request.model or f"{request.run}/{_MODEL}", run="")
     if not cluster.has_own_disks:
@@ -212,7 +206,7 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
 
     With a Python script, the modules and packages in its folder are sent; with `-m`, none are. A file or folder that an
     argument names, by itself or after `--option=`, is sent too, but neither the working directory nor a folder that
-    contains it. Devices and pipes are not sent.
+    contains it. Devices and pipes are not sent. Raises as `make_bundle`.
     """
     if not cluster.has_own_disks:
         return command, ()
@@ -254,7 +248,8 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
     """Return the bundle of these files and folders, which must lie in one folder. They are all read.
 
     The checksum in the name of its folder on the hosts depends on their names, contents and executable bits. Compiled
-    modules are left out, and links are followed.
+    modules are left out, and links are followed. Raises CpuftError: a link leads nowhere or to a folder around it, or a
+    file changes meanwhile.
     """
     try:
         found = [one for source in sources for one in transfer.walk(str(source), source.name)]
@@ -266,7 +261,9 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
 
 
 def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:
-    """Ask all hosts at once of which bundles they do not have all files; return their remote folders for each host."""
+    """Ask all hosts at once of which bundles they do not have all files; return their remote folders for each host.
+    Raises CpuftError: a host cannot be used, or others may write to its folder.
+    """
     hosts = [assignment.host for assignment in cluster.assignments]
 
     def ask(host: Host) -> set[str]:
@@ -281,7 +278,9 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
 
 
 def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
-    """Note on the hosts that the bundles of a plan are used now, and remove those that no run has used for 30 days."""
+    """Note on the hosts that the bundles of a plan are used now, and remove those that no run has used for 30 days. A
+    host that does not answer raises nothing.
+    """
     used = sorted({*re.findall(rf"{re.escape(cluster.inputs)}/[0-9a-f]{{24}}", str(plan))})
     hosts = [assignment.host for assignment in cluster.assignments if cluster.has_own_disks]
     # A host that does not answer is reported by the first step that needs it.
@@ -290,7 +289,8 @@ def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
     """Plan to send every bundle to every host that needs it and is in `missing`, the answer of `gather_missing`. Each
-    bundle is a stage, with a step for each host or one for all, which send it on to each other (relay.py).
+    bundle is a stage, with a step for each host or one for all, which send it on to each other (relay.py). Raises
+    CpuftError: a host lacks a bundle without sources.
     """
     stages: list[tuple[Step, ...]] = []
     for bundle in bundles:
@@ -396,7 +396,8 @@ def secrets_on_hosts(
     this machine has not been heard of for ten minutes. Nothing is sent if all ranks inherit the variables.
 
     Each host with a disk of its own also gets the first state of this start of the run. A host that has the state of a
-    later start, or of another launcher's start of the same number, refuses both: LaterStartError.
+    later start, or of another launcher's start of the same number, refuses both: LaterStartError. Raises CpuftError: a
+    host cannot store its file.
     """
     text = format_state(state) + json.dumps({KEY: secrets.token_hex(32)} | secrets_for_ranks(environ))
     prepares = any(

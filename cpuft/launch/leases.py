@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cpuft.config import is_count
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.transport import SshTransport, try_hosts
+from cpuft.serialization import is_count
 
 RENEWAL_SECONDS = 300.0
 """Time between two renewals. Each moves the end of the lease to 15 minutes from then."""

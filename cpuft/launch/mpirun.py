@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.mpi_implementations import MpiImplementation
-from cpuft.plan import Setting
+from cpuft.steps import Setting
 
 KEY = "CPUFT_RUN_KEY"
 """Variable with the secret key by which the ranks of a run recognize each other. It is on no command line: mpirun
@@ -33,7 +33,8 @@ def plan_mpirun(
     iface: str,
 ) -> tuple[str, ...]:
     """Return the command that starts the ranks of each host; the head host's group is the first. The output of rank N
-    goes to LOGS/rank-N.out and .err, or with Open MPI to LOGS/JOB/rank.N/stdout and stderr.
+    goes to LOGS/rank-N.out and .err, or with Open MPI to LOGS/JOB/rank.N/stdout and stderr. Raises CpuftError: Open MPI
+    would take a part of `logs` for options.
     """
     if mpi.name == "srun":
         return _plan_srun(mpi, groups, shared, command, logs)
@@ -117,7 +118,8 @@ def mpirun_settings(
     mpi: MpiImplementation, ssh_options: tuple[str, ...], as_root: bool, bootstrap: str = "", hosts: int = 1
 ) -> tuple[Setting, ...]:
     """Return the environment of mpirun itself: how it reaches the other hosts, and the permission to run as root.
-    `bootstrap` is "slurm" if srun starts mpirun's proxies, "" for ssh.
+    `bootstrap` is "slurm" if srun starts mpirun's proxies, "" for ssh. Raises CpuftError: one of `ssh_options` contains
+    white space, and there are several hosts.
     """
     names = {
         "intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",

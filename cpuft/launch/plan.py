@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
-import itertools
 import json
 import os
-import shutil
-import sys
-import time
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cpuft.argv import module_command, pack_argv
-from cpuft.config import (
-    BenchConfig,
-    HostMemory,
-    LaunchConfig,
-    PredictConfig,
-    RunMemory,
-    TrainConfig,
-    WorkerConfig,
-    check_engine_for_launch,
-    format_arguments,
-    format_run_memory,
-    list_bench_cases,
-    refuse_conflicts,
-)
+from cpuft.config.bench import BenchConfig, list_bench_cases
+from cpuft.config.conflicts import check_engine_for_launch, refuse_conflicts, refuse_unused_data_options
+from cpuft.config.fields import format_arguments
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
-from cpuft.files import PRIVATE, REMOVE
+from cpuft.files import PRIVATE
 from cpuft.hardware import choose_precision, effective_flags
-from cpuft.hosts.cluster import STATE_FILE, Cluster
-from cpuft.hosts.topology import Interface, RankCores, choose_comm_cores, choose_interface, plan_placement, spread_cores
+from cpuft.hosts.cluster import Cluster
 from cpuft.launch import mpirun
-from cpuft.launch import settings as environment
-from cpuft.launch.active_runs import lock_run
 from cpuft.launch.checkpoint_copies import choose_copy_seconds, pack_checkpoints
 from cpuft.launch.inputs import (
     Bundle,
@@ -51,26 +34,22 @@ from cpuft.launch.inputs import (
 from cpuft.launch.leases import RENEWAL_SECONDS
 from cpuft.launch.results import plan_partial_cleanup, plan_results
 from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun
-from cpuft.launch.settings import script_settings
-from cpuft.launch.state import RunState, begin_state, format_state
-from cpuft.plan import RunPlan, Setting, Step
+from cpuft.launch.run_folder import plan_claim, plan_run_folder
+from cpuft.launch.run_state import begin_state
+from cpuft.launch.script_command import wrap_script
+from cpuft.launch.settings import (
+    keep_user_values,
+    plan_interfaces,
+    plan_settings,
+    script_settings,
+    user_set_names,
+    user_variables,
+)
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
 from cpuft.rank.interruption import NOTICE_VARIABLE
 from cpuft.rank.process import OWNER_VARIABLE
-from cpuft.tasks import FILE_TASKS
-
-LEAST_FREE_BYTES = 256 << 20
-"""Free bytes that the disk of a new run folder must have. A trained encoder takes a few hundred MB."""
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "mpiexec", "horovodrun")
-_LAUNCHER_MODULES = {"torch.distributed": "torchrun", "accelerate.commands": "accelerate", "deepspeed": "deepspeed"}
-"""Prefixes of modules that are launchers, and the name of each launcher."""
-# Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
-_MAKE_FOLDER = '{ mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"'
-_REUSE_FOLDER = (
-    'mkdir -p "$1" && n=1 && while [ -e "$1/logs-$n" ]; do n=$((n+1)); done && '
-    '{ [ ! -e "$1/logs" ] || mv "$1/logs" "$1/logs-$n"; } && mkdir "$1/logs"'
-)
-"""The logs of earlier attempts are kept as logs-N."""
+from cpuft.run_memory import HostMemory, RunMemory, format_run_memory
+from cpuft.steps import RunPlan, Setting, Step
 
 
 @dataclass(frozen=True)
@@ -262,30 +241,6 @@ def find_run_precision(cluster: Cluster, train: TrainConfig, environ: Mapping[st
     return choose_precision(train.precision, train.emulate_bf16, flags).name
 
 
-def refuse_unused_data_options(train: TrainConfig) -> None:
-    """Refuse options about data that have no effect with `train.task`, because the user believes in their effect."""
-    default, text = TrainConfig(), ("mlm_probability", "whole_word_mask")
-    forms = ("delimiter", "quoting", "encoding")
-    files = ("train_file", "validation_file", "validation_split", "text_columns", "skip_unlabelled", *forms)
-    unlabelled = {"chat": (*forms, "skip_unlabelled"), "text": ("skip_unlabelled",), "pairs": ("skip_unlabelled",)}
-    own = unlabelled.get(train.task, ()) if train.task in FILE_TASKS else files
-    task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
-    for name in (*own, *(text if train.task != "text" else ())):
-        if getattr(train, name) != getattr(default, name):
-            corpus = "--task text for plain texts without labels"
-            fits = (
-                corpus
-                if name in text
-                else f"--task files for texts with labels, --task pairs for texts that belong together, or {corpus}"
-            )
-            raise CpuftError(f"--{name.replace('_', '-')} has no effect with {task}: give {fits}")
-    if train.data_dir and train.task in ("demo", *FILE_TASKS):
-        raise CpuftError(
-            f"--data-dir has no effect with {task}: the option names a folder with the data of a GLUE task, so name "
-            "that task as well, for example --task mrpc"
-        )
-
-
 def _describe_host_memory(
     cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], independent: bool
 ) -> tuple[str, ...]:
@@ -296,77 +251,6 @@ def _describe_host_memory(
         hosts.append(HostMemory(assignment.host.name, assignment.ranks, free, facts.boot_id, facts.memory_free))
     precision = find_run_precision(cluster, train, environ)
     return format_run_memory(RunMemory(tuple(hosts), precision, independent))
-
-
-def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command of a user's script, given as its argv (not empty). Looks at local files and PATH only.
-
-    A .py file is run by the Python that runs cpuft, which also stands for `python` and `python3`.
-    """
-    if len(script) > 1 and _is_own_python(script[0]):
-        arguments = script[2:] if script[1] == "-u" else script[1:]
-        if len(arguments) > 1 and arguments[0] == "-m":
-            return (sys.executable, *arguments)
-        script = arguments if arguments and arguments[0].endswith(".py") else script
-    path = Path(script[0])
-    if path.suffix == ".py" or path.is_file():
-        if not path.is_file():
-            place = "" if path.is_absolute() else f" in the folder {os.getcwd()}"
-            raise CpuftError(f"there is no script {script[0]}{place}: give the path of the script")
-        if path.suffix == ".py":
-            return (sys.executable, str(path.absolute()), *script[1:])
-        return (str(path.absolute()), *script[1:])
-    if shutil.which(script[0]) is None:
-        raise CpuftError(f"there is no script or program {script[0]}: give a .py file or a program in PATH")
-    return script
-
-
-def name_script(command: tuple[str, ...]) -> str:
-    """Return the name of the run of a user's script, such as "train" for train.py and for `-m package.train`."""
-    if command[0] != sys.executable or len(command) == 1:
-        return Path(command[0]).stem
-    if command[1] == "-m" and len(command) > 2:
-        return command[2].rpartition(".")[2]
-    return Path(command[1]).stem
-
-
-def refuse_other_launchers(script: tuple[str, ...]) -> None:
-    """Refuse a script that another launcher starts. Every rank would start a job of its own, which trains by itself."""
-    name = Path(script[0]).name
-    if _is_own_python(script[0]):
-        arguments = list(script[1:])
-        while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
-            del arguments[: 2 if arguments[0] in ("-X", "-W") else 1]
-        module = arguments[1] if len(arguments) > 1 and arguments[0] == "-m" else ""
-        name = next((known for prefix, known in _LAUNCHER_MODULES.items() if module.startswith(prefix)), "")
-    if name in _LAUNCHERS:
-        raise CpuftError(
-            f"cpuft launch starts the ranks itself, and {name} would start a job of its own on each of them: leave "
-            f"{name} and its options out (cpuft launch --np N -- train.py ...), or add --independent"
-        )
-
-
-def _is_own_python(program: str) -> bool:
-    """Whether a program is the interpreter that runs cpuft, so that `python train.py` means `train.py`. A bare `python`
-    or `python3` counts as that one, because it may be another one, or missing, on other hosts.
-    """
-    if program in ("python", "python3"):
-        return True
-    found = shutil.which(program) or ""
-    return Path(found).name.startswith("python") and os.path.realpath(Path(found).parent) == os.path.realpath(
-        Path(sys.executable).parent
-    )
-
-
-def wrap_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
-    """Return the command that runs a Python script under cpuft's checks, and with `wrap` also with the fast path. Any
-    other command is returned unchanged, or refused with `wrap`. `python` is the one that runs the ranks.
-    """
-    if len(command) < 2 or command[0] != python or not (command[1] == "-m" or command[1].endswith(".py")):
-        if wrap:
-            raise CpuftError("--wrap takes a Python script: cpuft launch --wrap -- train.py ...")
-        return command
-    return ("-m", "cpuft.train.wrap" if wrap else "cpuft.rank.script", *command[1:])
 
 
 def plan_bench(
@@ -436,7 +320,7 @@ def plan_launch(
         for assignment, settings in zip(cluster.assignments, per_host)
     )
     shared = tuple(setting for setting in shared if setting.name not in {one.name for one in extra})
-    shared += environment.keep_user_values(extra, environment.user_variables(environ))
+    shared += keep_user_values(extra, user_variables(environ))
     owner = resumed.owner + 1 if resumed else 1
     shared += (Setting(OWNER_VARIABLE, str(owner), "number of this start of the run"),)
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "the run folder; files that a script writes there are fetched"),)
@@ -449,7 +333,7 @@ def plan_launch(
         shared += (Setting(NOTICE_VARIABLE, notice, reason),)
     shared += (Setting("CPUFT_RESUMED", "1", "the run continues from what is in $CPUFT_RUN_DIR"),) if resumed else ()
     logs = f"{run_dir}/logs"
-    interface = _plan_interfaces(cluster, config.iface)[0].name
+    interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (*module_command(cluster.python, "cpuft.rank"), *pack_argv(command))
     command = mpirun.plan_mpirun(cluster.mpi, groups, shared, rank_command, logs, interface)
     own = mpirun.mpirun_settings(
@@ -465,7 +349,7 @@ def plan_launch(
         every = f"every {RENEWAL_SECONDS:.0f} s"
         notes += (f"until the launch ends, this command renews the lease of each host {every}: {renewal}",)
     return RunPlan(
-        make=((_plan_run_folder(cluster, run_dir, resumed),),),
+        make=((plan_run_folder(cluster, run_dir, resumed),),),
         ranks=((start,),),
         notes=_plan_notes(cluster, shared, per_host, notes),
         command_prefixes=cluster.command_prefixes,
@@ -484,23 +368,6 @@ def _find_notice(place: str) -> str:
     return place
 
 
-def _plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None) -> Step:
-    script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.works_remotely else ""
-    if resumed and resumed.fetched_from == cluster.head:
-        script = f'{REMOVE}{script}remove {cluster.folder} "$1/logs" "$1"/logs-* && '
-    script += 'mkdir -p "$0" && ' + (_REUSE_FOLDER if resumed else _MAKE_FOLDER)
-    command = ("sh", "-c", script, os.path.dirname(run_dir), run_dir)
-    return Step("make the run folder", command, host=cluster.head)
-
-
-def plan_claim(run_dir: str, state: RunState, is_resumed: bool) -> Step:
-    """Return the step that makes the run folder on this machine, with the state, which says the run's id."""
-    make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}/" && mkdir "$1"'
-    script = f'{make} && printf "%s" "$3" >"$2.new" && mv "$2.new" "$2"'
-    words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{STATE_FILE}", format_state(state))
-    return Step("make the run folder on this machine", words)
-
-
 def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
     """Return the settings that cpuft's own commands need on hosts with disks of their own."""
     reasons = {"XDG_CACHE_HOME": "the cache of the user who made the cluster"}
@@ -511,54 +378,6 @@ def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
     )
 
 
-def plan_settings(
-    cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
-) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
-    """Return the environment variables of the ranks: those that all hosts share, and further ones of each host.
-
-    Values that the user has set in `environ` are kept, and the user's own variables for MPI, oneCCL and OpenMP are
-    added. `backend` determines the cores for communication.
-    """
-    environ = environment.user_variables(environ)
-    placements, reason = _plan_placements(cluster, config, backend)
-    interfaces = _plan_interfaces(cluster, config.iface)
-    port = config.master_port or cluster.facts[0].free_port
-    by_srun = cluster.mpi.name == "srun"
-    shared = environment.shared_settings(interfaces[0], port, cluster.facts, config.np, by_srun)
-    shared = environment.keep_user_values(shared, environ)
-    hosts = []
-    for facts, interface, ranks in zip(cluster.facts, interfaces, placements):
-        disjoint = sum(len(set(rank.compute)) for rank in ranks) == len({c for rank in ranks for c in rank.compute})
-        pinned_by_mpi = cluster.mpi.name == "intel" and disjoint
-        settings = environment.host_settings(facts, interface, ranks, pinned_by_mpi, reason)
-        settings = environment.keep_user_values(settings, environ)
-        if "I_MPI_PIN_DOMAIN" in environment.user_set_names(settings):
-            # The user pins the ranks, so they must not check that they are on the planned cores.
-            settings = tuple(setting for setting in settings if setting.name != "CPUFT_CORES")
-        hosts.append(settings)
-    shared += environment.forwarded_settings(environ, shared + hosts[0])
-    return shared, tuple(hosts)
-
-
-def _plan_placements(
-    cluster: Cluster, config: LaunchConfig, backend: str
-) -> tuple[tuple[tuple[RankCores, ...], ...], str]:
-    """Return which cores each rank of each host uses, and why communication got as many cores as it did."""
-    per_rank = min(len(f.cores) // a.ranks for a, f in zip(cluster.assignments, cluster.facts))
-    comm_cores, reason = choose_comm_cores(per_rank, config.np, backend)
-    if config.comm_cores >= 0:
-        comm_cores, reason = config.comm_cores, "as you set with --comm-cores"
-    hosts = zip(cluster.assignments, spread_cores(cluster.facts))
-    return tuple(plan_placement(cores, one.ranks, comm_cores) for one, cores in hosts), reason
-
-
-def _plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
-    """Return each host's network interface towards the others: `wanted`, or if it is "" the one that routes there."""
-    if len(cluster.facts) == 1 and not wanted:
-        return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)
-    return tuple(choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
-
-
 def _plan_notes(
     cluster: Cluster,
     shared: tuple[Setting, ...],
@@ -567,7 +386,7 @@ def _plan_notes(
 ) -> tuple[str, ...]:
     """Return what the user should know: where the ranks run, and each setting with its reason."""
     notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
-    kept = sorted({name for settings in (shared, *per_host) for name in environment.user_set_names(settings)})
+    kept = sorted({name for settings in (shared, *per_host) for name in user_set_names(settings)})
     notes += [f"variables kept as you set them: {', '.join(kept)}"] if kept else []
     notes += [f"{mpirun.KEY}: secret by which ranks recognize each other; made at the start, on no command line"]
     notes += other_notes
@@ -575,45 +394,3 @@ def _plan_notes(
     for assignment, settings in zip(cluster.assignments, per_host):
         notes += ["", f"settings on {assignment.host.name}:"] + [f"  {s.name}={s.value}  {s.reason}" for s in settings]
     return tuple(notes)
-
-
-def choose_run_dir(wanted: str, name: str) -> str:
-    """Return the absolute path of a new run folder, without links, and do not make it.
-
-    It is `wanted`, or if this is "" runs/NAME-YYYYMMDD-HHMMSS (local time) in the working directory, with -2 behind it
-    or a higher number if this process is not the first to get that name.
-    """
-    # Hosts and caches know a run by its path, so the same folder must always have the same one.
-    path = Path(os.path.realpath(wanted) if wanted else _find_unused_name(os.path.realpath(f"runs/{name}")))
-    if path.exists():
-        what = "the folder" if path.is_dir() else "a file"
-        raise CpuftError(
-            f"{what} {path} exists already, and a run needs a new folder: give --run-dir the name of a folder that "
-            "does not exist yet, or leave --run-dir out, and cpuft makes a new folder in runs"
-        )
-    parent = next(folder for folder in path.parents if folder.exists())
-    if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
-        raise CpuftError(f"{parent} is not writable: give another folder with --run-dir")
-    free = shutil.disk_usage(parent).free
-    if free < LEAST_FREE_BYTES:
-        raise CpuftError(
-            f"the disk of {parent} is full ({free >> 20} MB free, a run needs {LEAST_FREE_BYTES >> 20} MB): "
-            f"make room, or give a folder on another disk with --run-dir"
-        )
-    return str(path)
-
-
-_taken_name = ExitStack()
-atexit.register(_taken_name.close)
-
-
-def _find_unused_name(beginning: str) -> str:
-    """Return a path with the time behind it that no other process on this machine gets in the same second."""
-    _taken_name.close()  # of an earlier call, whose folder exists by now
-    path = f"{beginning}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for name in itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2))):
-        with suppress(CpuftError):
-            _taken_name.enter_context(lock_run(f"{name}#name"))
-            if not os.path.lexists(name):
-                return name
-    raise AssertionError

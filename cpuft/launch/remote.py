@@ -28,7 +28,7 @@ from cpuft.launch.checkpoint_copies import CheckpointCopier
 from cpuft.launch.inputs import keep_bundles, secrets_on_hosts
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
 from cpuft.launch.resume import find_newest_checkpoint, remove_empty_run
-from cpuft.launch.state import (
+from cpuft.launch.run_state import (
     INTERRUPTED,
     LATER_START,
     WAIT_FOR_OTHER,
@@ -39,10 +39,10 @@ from cpuft.launch.state import (
     note_state,
 )
 from cpuft.launch.supervise import StopRequest, run_on_this_machine
-from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.process import OWNER_VARIABLE, end_with_parent
 from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
+from cpuft.steps import RunPlan, Setting, Step
 from cpuft.terminal import protect_streams
 from cpuft.transfer import open_locked
 
@@ -137,7 +137,8 @@ def run_on_head_host(
 
     If this process ends, so does the connection, and with it the run. A finished run is removed from the hosts, and so
     is a new one whose input files could not be sent. Of any other run, the checkpoints stay there, and everything stays
-    if `plan.keep_host_copies` is set. Before Interrupted is raised, what the ranks recorded has been fetched.
+    if `plan.keep_host_copies` is set. Raises as `run_attempt`, and LaterStartError. Before Interrupted is raised, what
+    the ranks recorded has been fetched.
     """
     config = cluster.access.entry.ssh_config_there or cluster.access.transport.config
     order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), state, time_limit, config)

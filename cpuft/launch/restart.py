@@ -40,10 +40,10 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
-from cpuft.launch.state import LaterStartError, find_end
-from cpuft.plan import RunPlan
+from cpuft.launch.run_state import LaterStartError, find_end
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
+from cpuft.steps import RunPlan
 
 T = TypeVar("T")
 Start = Callable[[RunPlan, str, Cluster, float], int]
@@ -187,7 +187,9 @@ def _identify_error(failure: Failure) -> str:
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
-    """Return how often this job may be restarted; 0 for engines other than torch, which write no checkpoints."""
+    """Return --max-restarts, by default 3 on several hosts and 0 on one; 0 for a training (not a script) with an engine
+    other than torch, which writes no checkpoints. Raises CpuftError: --min-np is more than --np.
+    """
     config = job.config
     if config.min_np > config.np:
         raise CpuftError(f"--min-np {config.min_np} is more than --np {config.np}: lower --min-np")
@@ -197,7 +199,7 @@ def find_limit(job: Job, cluster: Cluster) -> int:
 
 
 def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """Return the line of a printed plan that tells when the run is restarted, in a tuple; () if it is not."""
+    """Return the line of a printed plan that tells when the run is restarted; () if never. Raises as `find_limit`."""
     limit = find_limit(job, cluster)
     if not limit:
         return ()
@@ -228,6 +230,7 @@ def run_with_restarts(
 
     After the last attempt has failed, ranks that are left are killed, the run is removed from its hosts except its
     checkpoints, and an empty run folder is removed here. NotStoredError and LaterStartError leave everything as it is.
+    Otherwise the CpuftError of the last attempt is raised.
     """
     is_new = not plan.resumed
     policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
@@ -350,7 +353,9 @@ def _find_last_progress(run_dir: str, begun: float) -> float:
 
 
 def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS) -> T:
-    """Return what `plan` returns. Call it up to two more times while only a connection to a host fails."""
+    """Return what `plan` returns. Call it up to two more times, after `pause` seconds, while only a connection to a
+    host fails; then raise its CpuftError.
+    """
     for _ in range(_RETRIES):
         try:
             return plan()
@@ -368,7 +373,8 @@ def plan_next_attempt(
 
     Kills ranks that are left, and removes the run, except its checkpoints, from hosts that the next attempt does not
     use. Returns the plan, its cluster, and the update of the checkpoint to continue from (0 for none). If the run has
-    finished on a host that answers again, the plan only fetches it from there.
+    finished on a host that answers again, the plan only fetches it from there. Raises CpuftError: too few hosts are
+    left, those left lack the newest checkpoint, or one cannot be used.
     """
     job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
     history.used_hosts.update({one.host.name: one.host for one in last.assignments})

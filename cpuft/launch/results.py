@@ -23,8 +23,8 @@ from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
-from cpuft.launch.state import FINISHED, RunState, find_end, note_state, read_state
-from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
+from cpuft.launch.run_state import FINISHED, RunState, find_end, note_state, read_state
+from cpuft.steps import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
@@ -173,6 +173,7 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: 
 def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
     """Fetch the run's folder from the head host into `run_dir`, however long it takes while bytes arrive. When this
     returns, all of it is on this machine's disk, so the hosts' copies may be removed; they must stay if it raises.
+    Raises NotStoredError: not all could be stored here; CpuftError: the head host could not send it.
     """
     if cluster.head in cluster.access.transport.unresponsive:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
@@ -202,7 +203,7 @@ def remove_all_but_checkpoints(
     plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = (), say: Say | None = None
 ) -> None:
     """Remove a run from its hosts except those in `without`, but leave its checkpoints. Note them in the run state
-    here, and tell the user how to continue the run.
+    here, and tell the user how to continue the run. A host that does not answer raises nothing.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
     commands = Plan(command_prefixes=plan.command_prefixes)
@@ -238,7 +239,8 @@ def fetch(run_dir: Path, command: Sequence[str], refuses_earlier: bool = False) 
     or a folder a file's or a link's, the older one is renamed to `NAME.old-N`. With `refuses_earlier`, nothing is
     stored if what comes is of an earlier start of the run than what is here.
 
-    Returns names of the links, pipes and devices there, which are not sent, such as "logs/x (symbolic link)".
+    Returns names of the links, pipes and devices there, which are not sent, such as "logs/x (symbolic link)". Raises
+    NotStoredError: what comes cannot be stored or is refused; CpuftError: the host could not send all of it.
     """
     run_dir = Path(os.path.realpath(run_dir))
     try:

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
+from cpuft.config.fields import option_names
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import CHANGEABLE_ON_RESUME, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import is_locked
 from cpuft.hosts.cluster import (
@@ -25,7 +27,7 @@ from cpuft.hosts.cluster import (
 )
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import try_hosts
-from cpuft.launch.state import FINISHED, RunState, newest, parse_state, read_state
+from cpuft.launch.run_state import FINISHED, RunState, newest, parse_state, read_state
 from cpuft.rank import describe_run
 from cpuft.record import FILE_NAME, EarlierMeasurements, parse_record, read_measurements, read_record
 from cpuft.serialization import load, parse_json
@@ -105,7 +107,8 @@ class ResumedRun:
         self, config: LaunchConfig, train: TrainConfig, given: Collection[str]
     ) -> tuple[LaunchConfig, TrainConfig]:
         """Return the launch and training options with which the run continues: its own, and new values where allowed.
-        `config` and `train` are the options of this launch, and `given` names those that the user gave.
+        `config` and `train` are the options of this launch, and `given` names those that the user gave. Raises
+        CpuftError: a new value is not allowed, or `config` names a run folder.
         """
         if config.run_dir:
             raise CpuftError("--resume and --run-dir both name the folder of the run: leave --run-dir out")
@@ -125,7 +128,8 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
     """Return what is known about a run here and on the hosts that `config` names, which are all asked at once.
 
     If every host is this machine, only the run folder here is read. Hosts that do not answer raise nothing and are
-    listed in `unreachable` of the result.
+    listed in `unreachable` of the result. Raises CpuftError: as `read_resumed_run`, or only silent hosts may have a
+    record.
     """
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
@@ -147,6 +151,8 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     The record is that in the run folder, or of the first host that has one, or of the newest checkpoint here. A script
     has none. `updates` is the largest number of updates that anything knows, and `host_copies` of the result stays
     empty. If the run finished on a host and its results are still there, only `run_dir` and `finished_on` are set.
+    Raises CpuftError: the run is active, finished, unknown, of the other kind (`is_script`) or otherwise cannot be
+    resumed.
     """
     path = Path(os.path.realpath(run))
     is_active = any(copy.is_active for copy in host_copies)
@@ -222,7 +228,9 @@ def gather_host_copies(
 
 
 def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
-    """Return what a host has of a run, from the output of `cpuft.rank.describe_run`. Damaged states are ignored."""
+    """Return what a host has of a run, from the output of `cpuft.rank.describe_run`. Damaged states are ignored. Raises
+    CpuftError: the output is none of that program.
+    """
     try:
         values = load(dict[str, Any], parse_json(output))
         texts = load(list[str], values.pop("states", []))
@@ -238,7 +246,7 @@ def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
 
 
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
-    """Check that a host of the cluster, or the run folder here, has the newest known checkpoint. Asks no host."""
+    """Raise CpuftError if neither the cluster's hosts nor this machine have the newest checkpoint. Asks no host."""
     used = {assignment.host.name for assignment in cluster.assignments if cluster.works_remotely}
     here = find_newest_checkpoint(run_dir) if cluster.works_remotely else 0
     updates = {copy.host.name: copy.checkpoint_update for copy in host_copies if copy.checkpoint_update >= 0}

@@ -9,31 +9,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hosts.cluster import LOCAL, Cluster, find_access, gather_cluster, read_hosts
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.failures import describe_end
 from cpuft.launch.inputs import LaunchNote, list_input_paths, load_note, save_note
 from cpuft.launch.leases import renew_leases
-from cpuft.launch.plan import (
-    Job,
-    Launch,
-    choose_run_dir,
-    name_script,
-    plan_fetching,
-    plan_run,
-    plan_script,
-    refuse_other_launchers,
-    wrap_script,
-)
-from cpuft.launch.progress import show_progress
+from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
+from cpuft.launch.progress_bar import show_progress
 from cpuft.launch.remote import run_attempt
 from cpuft.launch.restart import describe_limit, kill_ranks, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
 from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run, has_begun
+from cpuft.launch.run_folder import choose_run_dir
+from cpuft.launch.script_command import name_script, plan_script, refuse_other_launchers, wrap_script
 from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS
-from cpuft.plan import RunPlan
+from cpuft.steps import RunPlan
 
 Say = Callable[[str], None]
 
@@ -78,7 +71,8 @@ def plan_request(
 
     If the run to resume has finished on its head host, the plan only fetches its results, and `job` is None. `locks`
     gets the lock of the run's folder, and is None for a dry run. `sessions` keeps the ssh sessions with the hosts open
-    until it is closed, so that the check before the launch needs no further logins.
+    until it is closed, so that the check before the launch needs no further logins. Raises CpuftError: options
+    contradict each other, or hosts, run folder or script cannot be used.
     """
     command = _check_script(request)
     if request.resume and locks:  # before the state of the run is read: another launch would change it

@@ -7,12 +7,23 @@ import re
 from collections.abc import Mapping
 
 from cpuft import __version__
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import counted
-from cpuft.hosts.topology import HostFacts, Interface, RankCores, format_mask
-from cpuft.plan import Setting
+from cpuft.hosts.cluster import Cluster
+from cpuft.hosts.topology import (
+    HostFacts,
+    Interface,
+    RankCores,
+    choose_comm_cores,
+    choose_interface,
+    format_mask,
+    plan_placement,
+    spread_cores,
+)
 from cpuft.rank.connection_check import CHECK_VARIABLE
 from cpuft.secret_variables import OWN_PREFIX, may_be_secret
 from cpuft.serialization import load, parse_json
+from cpuft.steps import Setting
 
 _BY_VALUE = (
     "ATEN_CPU_CAPABILITY",
@@ -28,6 +39,54 @@ _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SET_BY_OPERATOR = ("I_MPI_HYDRA_", "I_MPI_PERHOST")
 """Prefixes of variables that the operator of an MPIJob sets for an mpirun on the launcher. Ours starts on a worker."""
 _EXPORTED = "CPUFT_EXPORTED"
+
+
+def plan_settings(
+    cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
+) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
+    """Return the environment variables of the ranks: those that all hosts share, and further ones of each host.
+
+    Values that the user has set in `environ` are kept, and the user's own variables for MPI, oneCCL and OpenMP are
+    added. `backend` determines the cores for communication.
+    """
+    environ = user_variables(environ)
+    placements, reason = _plan_placements(cluster, config, backend)
+    interfaces = plan_interfaces(cluster, config.iface)
+    port = config.master_port or cluster.facts[0].free_port
+    by_srun = cluster.mpi.name == "srun"
+    shared = shared_settings(interfaces[0], port, cluster.facts, config.np, by_srun)
+    shared = keep_user_values(shared, environ)
+    hosts = []
+    for facts, interface, ranks in zip(cluster.facts, interfaces, placements):
+        disjoint = sum(len(set(rank.compute)) for rank in ranks) == len({c for rank in ranks for c in rank.compute})
+        pinned_by_mpi = cluster.mpi.name == "intel" and disjoint
+        settings = host_settings(facts, interface, ranks, pinned_by_mpi, reason)
+        settings = keep_user_values(settings, environ)
+        if "I_MPI_PIN_DOMAIN" in user_set_names(settings):
+            # The user pins the ranks, so they must not check that they are on the planned cores.
+            settings = tuple(setting for setting in settings if setting.name != "CPUFT_CORES")
+        hosts.append(settings)
+    shared += forwarded_settings(environ, shared + hosts[0])
+    return shared, tuple(hosts)
+
+
+def _plan_placements(
+    cluster: Cluster, config: LaunchConfig, backend: str
+) -> tuple[tuple[tuple[RankCores, ...], ...], str]:
+    """Return which cores each rank of each host uses, and why communication got as many cores as it did."""
+    comm_cores, reason = choose_comm_cores(cluster.cores_per_rank, config.np, backend)
+    if config.comm_cores >= 0:
+        comm_cores, reason = config.comm_cores, "as you set with --comm-cores"
+    hosts = zip([one.ranks for one in cluster.assignments], spread_cores(cluster.facts))
+    most = cluster.most_cores
+    return tuple(plan_placement(cores[: ranks * most or None], ranks, comm_cores) for ranks, cores in hosts), reason
+
+
+def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
+    """Return each host's network interface towards the others: `wanted`, or if it is "" the one that routes there."""
+    if len(cluster.facts) == 1 and not wanted:
+        return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)
+    return tuple(choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
 
 
 def shared_settings(
@@ -152,7 +211,7 @@ step touches more pages of 4 KB than a CPU remembers, and a virtual machine look
 
 
 def memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Preload an allocator and Intel's OpenMP runtime if the host has them, keep freed memory, ask for huge pages."""
+    """Return settings: preload an allocator and Intel's OpenMP if found, keep freed memory, and ask for huge pages."""
     allocator = next((name for name in ("tcmalloc", "tcmalloc_minimal", "jemalloc") if name in libraries), "")
     preload = [libraries[name] for name in (allocator, "iomp5") if name in libraries]
     # PyTorch's c10/core/alignment.h and c10/core/impl/alloc_cpu.cpp: for blocks of 2 MiB and more.

@@ -199,7 +199,8 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
     """Parse what `cpuft.rank.dump_stacks` printed about one rank. A report that the rank was just writing is ignored.
 
     A running process whose report is older than 3 s holds the GIL, and `pending` is empty. If a timeout ended the
-    rank's operation, `pending` has this operation, with 0 seconds, and `frames` is where the error was raised.
+    rank's operation, `pending` has this operation, with 0 seconds, and `frames` is where the error was raised. Raises
+    ValueError: `found_json` is nothing that it prints.
     """
     found = load(_Found, found_json)
     try:
@@ -272,7 +273,7 @@ def gather_dumps(run: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
 
 
 def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
-    """Write each rank's dump to logs/rank-N.stack in the run folder on the head host."""
+    """Write each rank's dump to logs/rank-N.stack in the run folder on the head host; CpuftError if it cannot."""
     files = {f"{run.work}/logs/rank-{dump.rank}.stack": format_rank_dump(dump) for dump in dumps}
     head_host = run.hosts[0]
     if run.access.transport.is_here(head_host):
@@ -301,7 +302,7 @@ def diagnose_run(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None], least_seconds: float = 0.0
 ) -> tuple[Diagnosis, set[str]]:
     """Gather and write the dumps of all ranks, and return whom the others wait for, and the hosts that do not answer.
-    Call this after some ranks have waited long or in vain, and before any is ended.
+    Call this after some ranks have waited long or in vain, and before any is ended. Raises as `write_dumps`.
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     dumps, silent = gather_dumps(run)

@@ -32,14 +32,14 @@ from cpuft.launch.failures import (
     worst_exit_code,
 )
 from cpuft.launch.results import write_plan
+from cpuft.launch.run_state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
 from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, Diagnosis, diagnose_run
-from cpuft.launch.state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
-from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes
 from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, OWNER_VARIABLE, STARTED_MARK, WAITS_MARK
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
+from cpuft.steps import Plan, RunPlan, Step
 
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take after the first Ctrl-C to finish one or two updates and save a checkpoint."""
@@ -387,7 +387,9 @@ def run_on_this_machine(
     Executes only the parts `make`, `prepare` and `ranks` of the plan, and keeps the run state up to date. The code is
     75 if the ranks ended to be resumed, or a host was lost during the preparation or without a failure of a rank.
     Otherwise it is that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the run ends
-    before its ranks start, a new run folder is removed again; later it stays.
+    before its ranks start, a new run folder is removed again; later it stays. Raises CpuftError: the run folder cannot
+    be made, the data are rejected, the time limit is over, or a later start has begun. Raises RuntimeError: the
+    preparation failed. Raises Interrupted: a signal came.
     """
     here = plan.full_plan.as_local
     for (step,) in plan.make:

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from cpuft import execute
-from cpuft.config import parse_arguments
+from cpuft.config.fields import parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.hosts import registry
 from cpuft.hosts.registry import Entry
-from cpuft.plan import Plan
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import check_places
 from cpuft.provision.options import HostsConfig, LocalConfig
+from cpuft.steps import Plan
 
 Say = Callable[[str], None]
 """Prints a line of text for the user."""
@@ -35,7 +35,7 @@ Ask = Callable[[str], bool]
 
 
 class Options(Protocol):
-    """The options of a kind of cluster: a frozen dataclass whose fields are made by `cpuft.config.option`."""
+    """The options of a kind of cluster: a frozen dataclass whose fields are made by `cpuft.config.fields.option`."""
 
     @property
     def name(self) -> str:
@@ -138,7 +138,7 @@ class Provider(ABC, Generic[C, F]):
         return self.gather()
 
     def run(self, plan: Plan, say: Say) -> None:
-        """Execute a plan with `run_stages`; a kind whose plans have steps of other types overrides this method."""
+        """Execute a plan as `run_stages`, with its errors; a kind with steps of other types overrides this method."""
         run_stages(plan, say)
 
     def check(self) -> None:
@@ -181,7 +181,9 @@ class Provider(ABC, Generic[C, F]):
         return f"cluster {self.name}: {self.summary}, hostfile {hostfile}; next: cpuft doctor --cluster {self.name}"
 
     def show(self) -> Plan:
-        """Return the first plan that `make` would execute after a yes to all questions. Changes nothing anywhere."""
+        """Return the first plan that `make` would execute after a yes to all questions. Changes nothing anywhere.
+        Raises CpuftError: a check fails, or the cluster cannot be examined.
+        """
         self.check()
         self.confirm(lambda question: True)
         return self.plan(self.gather())
@@ -217,7 +219,7 @@ class Provider(ABC, Generic[C, F]):
         return f"cluster {self.name} was removed"
 
     def show_down(self) -> Plan:
-        """Return the first plan that `down` would execute. Changes nothing anywhere."""
+        """Return the first plan that `down` would execute. Changes nothing anywhere. Raises as `plan_down`."""
         return self.plan_down(self.gather_remains())
 
     def plan_extension(self, lease: str) -> Plan:
@@ -230,7 +232,9 @@ class Provider(ABC, Generic[C, F]):
         )
 
     def extend(self, lease: str, say: Say) -> str:
-        """Execute `plan_extension`, and return a sentence for the user; that of a cloud says when the lease ends."""
+        """Execute `plan_extension`, and return a sentence for the user; that of a cloud says when the lease ends.
+        Raises CpuftError: as `plan_extension`, or a step fails.
+        """
         self.run(self.plan_extension(lease), say)
         return f"the lease of cluster {self.name} was extended"
 
@@ -340,7 +344,7 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
 
     A record counts only if no `region` is given or the cluster was made there. Without such a record, a simulated
     cluster of which something is left on this machine is returned, or, with a `region`, the cluster on AWS of this
-    name, even if nothing carries its tag.
+    name, even if nothing carries its tag. Raises CpuftError: there is no such cluster, or it cannot be looked for.
     """
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if not entry or (region and entry.options.get("region") != region):
@@ -351,6 +355,8 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
 
 
 def describe_rented(region: str) -> str:
-    """Return the lines of `cpuft provision status --region`; an empty `region` is that of the AWS configuration."""
+    """Return the lines of `cpuft provision status --region`; an empty `region` is that of the AWS configuration. Raises
+    CpuftError: AWS cannot be asked.
+    """
     lines = [line for kind in PROVIDERS for line in load_provider(kind).describe_region(region)]
     return "".join(f"{line}\n" for line in lines or [f"there is no cluster in region {region}"])

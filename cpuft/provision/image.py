@@ -20,12 +20,12 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE, hash_text, remove_command
-from cpuft.plan import Plan, Step, format_comment
 from cpuft.provision.base import Say, reconcile
 from cpuft.provision.cluster_files import check_prefix, plan_file
 from cpuft.provision.options import RECIPE
 from cpuft.provision.wheels import INSTALL, Supply, gather_supply, list_pins, make_stamp, plan_own_wheel
 from cpuft.serialization import find_control, load, parse_json, parse_yaml
+from cpuft.steps import Plan, Step, format_comment
 
 STAMP = "etc/cpuft-image.json"
 """The file in an image that says how it was built and what it contains."""
@@ -96,7 +96,7 @@ class Recipe:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a recipe from a YAML file; the one in the package if `path` is the default and does not exist."""
+    """Read a YAML recipe; the package's own if `path` is the default and missing. Raises CpuftError: it is invalid."""
     use_own = path == RECIPE and not Path(path).exists()
     try:
         text = (_OWN_RECIPE if use_own else Path(path)).read_text(encoding="utf-8")
@@ -168,7 +168,7 @@ def read_stamp(root: Path) -> dict[str, Any]:
 
 
 def write_stamp(path: Path, values: dict[str, object]) -> None:
-    """Write the stamp of the image that was built as PATH.new, and rename that to `path`."""
+    """Write the stamp of the image that was built as PATH.new, and rename that to `path`. Raises as `list_packages`."""
     built = Path(f"{path}.new")
     values = values | {"packages": list_packages(built)}
     values |= {"contents": hash_text(json.dumps(values), 16)}
@@ -177,7 +177,7 @@ def write_stamp(path: Path, values: dict[str, object]) -> None:
 
 
 def list_packages(root: Path) -> list[str]:
-    """Return "name=version" of every Debian package in the image at `root`, sorted."""
+    """Return sorted "name=version" of all Debian packages in the image at `root`; CpuftError if dpkg-query fails."""
     command = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "-W", "-f=${Package}=${Version}\\n")
     answer = execute.run_command(command, seconds=60)
     if answer.exit_code:
@@ -199,7 +199,9 @@ class ImageFacts:
 
 
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
-    """Look at what exists of the image at `target` and of its wheels (`gather_supply`). Changes nothing."""
+    """Look at what exists of the image at `target` and of its wheels (`gather_supply`). Changes nothing. Raises
+    CpuftError: as `gather_supply`, or TARGET.new is not cpuft's.
+    """
     built = Path(f"{target}.new")
     if built.exists() and not (built / STAMP).is_file():
         raise CpuftError(f"{built} is not cpuft's: move it away, or give another --output")
@@ -213,7 +215,7 @@ def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
     """Plan what is missing of the image at `target`; empty if it is complete.
 
     The image is built and checked as TARGET.new, and renamed at the end. While wheels are not downloaded yet, the plan
-    has only the step that downloads them, and a note.
+    has only the step that downloads them, and a note. Raises CpuftError: something else is at `target`.
     """
     pins = list_pins(facts.supply.wheels)
     values: dict[str, object] = {"format": 1, "recipe": recipe.digest}
@@ -261,7 +263,9 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
 
 
 def make_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str], as_root: bool, say: Say) -> str:
-    """Build the image at `target` unless it is there, and download its wheels; return a sentence for the user."""
+    """Build the image at `target` unless it is there, and download its wheels; return a sentence for the user. Raises
+    CpuftError: root or debootstrap is missing, something else is at `target`, or a step fails.
+    """
     if not as_root or not execute.find_program("debootstrap"):
         raise CpuftError("building an image needs root and debootstrap: install debootstrap with apt-get, and use sudo")
     before = read_stamp(Path(target))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpuft.config import LAST_PORT, option
+from cpuft.config.fields import option
+from cpuft.serialization import LAST_PORT
 
 RECIPE = "ami/recipe.yaml"
 """Default of --recipe: path of the recipe in a checkout of cpuft."""

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from cpuft.config import is_count
 from cpuft.errors import CpuftError, counted, last_line
 from cpuft.execute import open_memory_file
 from cpuft.files import REMOVE, hash_text
@@ -28,7 +27,6 @@ from cpuft.hosts.ssh_config import (
     parse_jumps,
 )
 from cpuft.hosts.transport import SshTransport, Transport, fingerprint, map_hosts, scan_host_key, try_hosts
-from cpuft.plan import Plan, Step
 from cpuft.provision.base import Ask, Provider
 from cpuft.provision.cluster_files import (
     check_prefix,
@@ -42,6 +40,8 @@ from cpuft.provision.cluster_files import (
 )
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.wheels import INSTALL, Supply, add_own, gather_supply, list_pins, make_stamp, parse_pins
+from cpuft.serialization import is_count
+from cpuft.steps import Plan, Step
 
 _MIN_PYTHON = (3, 10)
 _PARALLEL_PUSHES = 4
@@ -92,7 +92,9 @@ class ServerFacts:
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
-    """Parse the output of servers_survey.sh, one "key value" per line; only `os` and `free_kb` are required."""
+    """Parse the output of servers_survey.sh, one "key value" per line; only `os` and `free_kb` are required. Raises
+    CpuftError: one of these is missing.
+    """
     lines = [(key, value.strip()) for key, _, value in (line.partition(" ") for line in text.split("\n"))]
     found = dict(lines)
     if "os" not in found or not is_count(found.get("free_kb", ""), least=0):
@@ -141,7 +143,7 @@ def describe_server(facts: ServerFacts) -> str:
 
 
 def find_python(pythons: dict[str, str]) -> str:
-    """Return the minor version of Python that all servers (name -> version) have: "3.11"; "" if none has Python."""
+    """Return the version of Python that all servers (name -> version) have, "3.11" or ""; CpuftError if they differ."""
     versions = {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}
     if len(set(versions.values())) > 1:
         found = ", ".join(f"{name} has {version or 'none'}" for name, version in versions.items())
@@ -381,7 +383,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines if " " in line}
 
     def check(self) -> None:
-        """Check what every kind does, and that --hosts has all recorded hosts and --prefix is the recorded one."""
+        """Do what every kind does. Raises CpuftError, too: --hosts lacks a recorded host, or --prefix is another."""
         super().check()
         before = entry.options if (entry := self.find_record()) else {}
         # The new record would replace the one by which `down` finds what is installed there.
@@ -402,7 +404,8 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     def confirm(self, ask: Ask) -> None:
         """Fetch the host keys of servers whose key this cluster does not know, and ask whether each is right.
 
-        Accepted keys are kept in memory; a plan writes them. Known keys are never replaced.
+        Accepted keys are kept in memory; a plan writes them. Known keys are never replaced. Raises CpuftError: a server
+        shows no key, or the user refuses one.
         """
         unknown, refused = [member for member in self.members if member.known_name not in self.keys], list[str]()
         with self._temporary_transport(self._find_bastions()) as transport:
@@ -446,7 +449,9 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return tuple(replace(member, key=self.keys.get(member.known_name, "")) for member in self.members)
 
     def gather(self) -> ClusterFacts:
-        """Examine the servers over ssh and the files and wheels on this machine. Changes nothing."""
+        """Examine the servers over ssh and the files and wheels on this machine. Changes nothing. Raises CpuftError: a
+        server cannot be examined or used, or as `gather_supply`.
+        """
         bastions = self._find_bastions()
         with self._temporary_transport(bastions) as transport:
             facts = replace(self._examine(transport), bastions=bastions)
@@ -473,7 +478,9 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return {address: message for address, message in said if message}
 
     def gather_remains(self) -> ClusterFacts:
-        """Examine the servers with the ssh configuration in the cluster's directory; without it, no server."""
+        """Examine the servers with the ssh configuration in the cluster's directory; without it, no server. Raises
+        CpuftError: a server does not answer.
+        """
         if self.directory.exists():
             return self._examine(self._make_transport())
         return ClusterFacts((), {}, self._make_entry())
@@ -521,7 +528,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return parse_pins(text, self.config.pins)
 
     def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan what is missing on the servers and here; while wheels are missing, only up to their download."""
+        """Plan what is missing on servers and here; without wheels, up to their download. Raises as `plan_servers`."""
         return plan_servers(self.config, facts)
 
     def plan_down(self, facts: ClusterFacts) -> Plan:

@@ -19,7 +19,6 @@ from typing import Any
 
 import cpuft
 from cpuft import execute
-from cpuft.config import parse_bit_rate
 from cpuft.errors import CpuftError
 from cpuft.files import cache_path, hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
@@ -33,7 +32,7 @@ from cpuft.hosts.ssh_config import (
     format_sshd_config,
 )
 from cpuft.hosts.topology import parse_lscpu
-from cpuft.plan import Plan, Setting, Step
+from cpuft.network import parse_bit_rate
 from cpuft.provision.base import Provider
 from cpuft.provision.cluster_files import (
     check_hostfile,
@@ -46,6 +45,7 @@ from cpuft.provision.cluster_files import (
 )
 from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
+from cpuft.steps import Plan, Setting, Step
 
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
 """The Debian package of each program."""
@@ -126,7 +126,7 @@ def parse_routes(text: str) -> list[str]:
 
 
 def choose_network(used: list[str]) -> str:
-    """Return the first of 10.77.0.0/24 to 10.254.0.0/24 that overlaps none of the `used` IPv4 networks."""
+    """Return the first of 10.77.0.0/24 to 10.254.0.0/24 that overlaps no network of `used`; CpuftError without one."""
     networks = [IPv4Network(network, strict=False) for network in used]
     for number in range(77, 255):
         candidate = IPv4Network(f"10.{number}.0.0/24")
@@ -139,7 +139,7 @@ def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
     """Return the control group directories in which hosts can be limited and frozen.
 
     That is the root of cgroup v2 if that has the cpu controller, else those of cgroup v1 that can be written: on a
-    hybrid machine, v2 is mounted too, but v1 has the cpu controller.
+    hybrid machine, v2 is mounted too, but v1 has the cpu controller. It is () if there are none.
     """
     if "cpu" in _read(Path(root, "cgroup.controllers")).split():
         return (root,)
@@ -242,8 +242,8 @@ def _plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
 def plan_cluster(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
     """Plan what is missing of the cluster; an empty plan when nothing is.
 
-    While keys are missing, the plan has no host, and of the files only the registry entry: the others are made from
-    the keys.
+    While keys are missing, the plan has no host, and of the files only the registry entry: the others are made from the
+    keys. Raises CpuftError: CPU time cannot be limited, or the hostfile is not cpuft's.
     """
     if config.cores_per_node and not facts.groups:
         raise CpuftError("control groups cannot be written here, so CPU time cannot be limited: omit --cores-per-node")
@@ -419,7 +419,7 @@ def _plan_node_step(
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: str, node: str) -> Plan:
-    """Plan a fault (a key of `FAULTS`) of one host; `node` is its number (from 1), name or address."""
+    """Plan a fault (a key of `FAULTS`) of a host, by its number (from 1), name or address; CpuftError for others."""
     members = _plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
         if node in (str(index), member.name, member.address):
@@ -483,7 +483,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         return found if found and found.show_down().stages else None
 
     def check(self) -> None:
-        """Check the options, the image, this machine, and what the cluster's name and files are. Changes nothing."""
+        """Check options, image, programs, root and the cluster's name and files; CpuftError if one is wrong."""
         check_config(self.config)
         check_image(self.config.image)
         if os.geteuid() != 0:
@@ -494,7 +494,9 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         super().check()
 
     def gather(self) -> MachineFacts:
-        """Return what the cluster has on this machine, after up to 10 s for each running host that does not answer."""
+        """Return what the cluster has on this machine, after up to 10 s for each running host that does not answer.
+        Raises CpuftError: `ip` fails, or no network is free.
+        """
         bridge = f"cpuft-{self.name}"
         addresses = parse_networks(_run_ip("address"))
         used = [*addresses.values(), *parse_routes(_run_ip("route", "show", "table", "all"))]
@@ -520,7 +522,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         return plan_cluster_down(self.config, facts, self.layout)
 
     def show_fault(self, fault: str, node: str) -> Plan:
-        """Plan a fault (a key of `FAULTS`) of one host; `node` is its number (from 1), name or address."""
+        """Plan a fault (a key of `FAULTS`) of a host, by its number from 1, name or address; CpuftError for others."""
         return plan_fault(self.config, self.gather(), self.layout, fault, node)
 
     def describe_hosts(self) -> list[str]:

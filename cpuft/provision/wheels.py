@@ -41,7 +41,7 @@ from cpuft.files import (
     write_folder_atomically,
 )
 from cpuft.hosts.registry import refuse_untrusted
-from cpuft.plan import Step
+from cpuft.steps import Step
 
 EXTRAS = ("train", "mpi", "ccl", "demo")
 """Extras of cpuft that every host gets, because a run may need each of them."""
@@ -113,7 +113,9 @@ def parse_hashes(text: str) -> tuple[HashedPin, ...]:
 
 
 def parse_pins(text: str, path: str) -> tuple[str, ...]:
-    """Return the requirements in the --pins file, each with its `--hash=` options. `path` is for messages."""
+    """Return the requirements in the --pins file, each with its `--hash=` options. `path` is for messages. Raises
+    CpuftError: one is not exact, or only some have hashes.
+    """
     lines = re.sub(r"\\\n", " ", text).split("\n")
     pins = tuple(" ".join(line.split("#")[0].split()) for line in lines if line.split("#")[0].strip())
     for pin in pins:
@@ -150,8 +152,8 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
     without it those that are downloaded for hosts with this version of Python ("3.11"); without both there are no
     others.
 
-    Raises CpuftError when others could have written the wheels or cpuft's cache folder, or a wheel has a version of
-    `HASHES` but another hash.
+    Raises CpuftError when others could have written the wheels or cpuft's cache folder, `folder` has no wheels, or a
+    wheel has a version of `HASHES` but another hash.
     """
     name, content = make_own_wheel()
     digest = hashlib.sha256(content).hexdigest()
@@ -217,7 +219,7 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
     """Download all wheels for hosts with this version of Python into `downloads_folder`, unless it exists.
 
     The folder is always complete: another one is filled beside it and renamed. Another process that downloads the same
-    wheels is waited for.
+    wheels is waited for. Raises CpuftError: pip fails, or the cache folder cannot be used.
     """
     cache_folder(environ)
     folder = downloads_folder(python, environ)
@@ -301,7 +303,9 @@ def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] = TARGETS) -> Path:
-    """Compile the kernels for those `targets` that the compiler knows (300 s at most), and write one wheel."""
+    """Compile the kernels for those `targets` that the compiler knows (300 s at most), write one wheel, and return its
+    path. Raises CpuftError: all targets fail, or this is no x86-64.
+    """
     if platform.machine() != "x86_64":
         raise CpuftError(f"kernels are compiled in advance for x86-64 only, and this machine is {platform.machine()}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -314,7 +318,7 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
 
 @cache
 def make_own_wheel() -> tuple[str, bytes]:
-    """Return (file name, contents) of a wheel of this cpuft, which do not depend on when or where it is made."""
+    """Return (file name, contents) of a reproducible wheel of this cpuft. Raises CpuftError: it is not installed."""
     root = Path(cpuft.__file__).parent
     paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
@@ -327,7 +331,7 @@ def make_own_wheel() -> tuple[str, bytes]:
 
 
 def write_own_wheel(folder: Path) -> Path:
-    """Write this cpuft as a wheel into `folder`, which is made if it does not exist; return the path of the wheel."""
+    """Write the wheel of `make_own_wheel`, with its errors, into `folder`, which is made if needed; return the path."""
     return _write_wheel(folder, *make_own_wheel())
 
 

@@ -1,8 +1,8 @@
 """The files in a run's folder through which a function of the user's goes to the ranks, and its results come back.
 
 A pickle can run any code when it is loaded. So a rank loads a call only if its file has the SHA-256 that the plan
-gives, and the launcher loads a result only if its file is signed (HMAC, RFC 2104) with the key in that file, which
-only this user can read. Nothing here loads a pickle.
+gives, and the launcher loads a result only if its file is signed (HMAC, RFC 2104) with the key in that file, which only
+this user can read. Nothing here loads a pickle.
 """
 
 from __future__ import annotations
@@ -53,15 +53,7 @@ def compute_digest(content: bytes) -> str:
 
 
 def read_call(run_dir: str, digest: str) -> tuple[CallHeader, bytes]:
-    """Read the call of a run, and check that it is the one that was planned.
-
-    Returns
-    -------
-    (header, pickle of (function, args, kwargs)). Nothing is loaded yet.
-
-    Raises CpuftError: the file cannot be read, has another digest, belongs to another user, or comes from another
-    version of Python.
-    """
+    """Return header and pickle, not loaded, of a run's call; CpuftError unless it is the planned one of this Python."""
     path = Path(run_dir, CALL_FILE)
     content = _read_own(path)
     if not hmac.compare_digest(compute_digest(content), digest):
@@ -90,10 +82,7 @@ def sign_result(key: str, rank: int, pickled: bytes) -> bytes:
 
 
 def read_result(run_dir: str, rank: int, key: str) -> bytes:
-    """Return the pickle of a rank's result from the run's folder, after its signature has been checked.
-
-    Raises CpuftError: there is no result, or it is not signed with this key for this rank.
-    """
+    """Return the pickle of a rank's result from the run's folder; CpuftError if there is none with its signature."""
     path = _result_path(run_dir, rank)
     signed = _read_own(path)
     signature, pickled = signed[:32], signed[32:]

@@ -34,8 +34,7 @@ from cpuft.rank.process import format_steps
 from cpuft.rank.world import parse_world
 
 CHECK_VARIABLE = "CPUFT_CHECK_CONNECTED"
-"""Environment variable that the launcher sets to 1 where ranks of a script must be connected. Without it nothing is
-changed or checked: for a single rank, and with `--independent`."""
+"""Environment variable that is 1 where ranks of a script must be connected; else nothing is changed or checked."""
 
 _CHECKED_STEPS = (2, 10, 50, 100)
 """Optimizer steps before which the rank notes whether its process group has exchanged data. The flight recorder of
@@ -70,7 +69,6 @@ class _WrappedModel:
     """A model in DistributedDataParallel, and whether the script calls the wrapper, which it may even throw away."""
 
     module: weakref.ref[Any]
-    """The model inside."""
     optimizers: set[int] = field(default_factory=set)
     """The `id()` of each optimizer that has changed its parameters since the model was last called for training."""
     missed: int = 0
@@ -80,53 +78,37 @@ class _WrappedModel:
 
 
 class ConnectionCheck:
-    """Checks that this rank is connected with all others: that they form one process group, and exchange data in it.
-
-    mpi4py's MPI_COMM_WORLD with all ranks counts as both.
-
-    Parameters
-    ----------
-    size: number of ranks of the launch.
-    address: MASTER_ADDR of the launch; "" if it is unknown.
-    """
+    """Checks that this rank forms one process group, or mpi4py's MPI_COMM_WORLD, with all others, and uses it."""
 
     def __init__(self, size: int, address: str = "") -> None:
         self.size = size
         self.address = address
         self.group_size = 0
-        """Size of the largest default process group that this process has formed."""
         self.steps = 0
-        """Number of optimizer steps so far."""
         self.exchanged = False
         """Whether a collective operation other than a barrier was seen."""
         self.advice = ""
         """What to change in the script, if something in it is known to keep the ranks apart."""
         self.wrapped: list[_WrappedModel] = []
-        """The models in DistributedDataParallel, in the order in which they were wrapped."""
         self._process = os.getpid()
         self._store: Any = None
         self._start: dict[str, int] | None = None
         """Number of the last operation of each channel before the first step; None if the ranks train together."""
 
     def note_group(self, size: int, store: Any = None) -> None:
-        """Note that a default process group of `size` ranks was formed over torch's `store`. The largest one counts."""
+        """Note that a default process group was formed over torch's `store`; the largest one counts."""
         if size >= self.group_size:
             self.group_size, self._store = size, store
 
     def note_call(self, model: Any) -> None:
-        """Note that a model in DistributedDataParallel is called for training."""
+        """Note that `model`, a DistributedDataParallel, is called for training: count steps that miss it anew."""
         for wrapped in self.wrapped:
             if wrapped.module() is model.module:
                 wrapped.optimizers.clear()
                 wrapped.missed = 0
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
-        """Count an optimizer step and check before it. Registered as a hook of all optimizers of torch.
-
-        Raises RefusedScriptError: before the first step if no process group of all ranks was formed, and before step
-        100 if no collective operation but barriers was seen; and if the ranks train separate copies of a model in
-        DistributedDataParallel, because the script calls the model inside.
-        """
+        """Count an optimizer step, as a hook of all optimizers of torch; RefusedScriptError if ranks train apart."""
         self.steps += 1
         if self.steps == 1 and not self._is_joined():
             raise RefusedScriptError(self._describe("was stopped before its first optimizer step"))
@@ -143,11 +125,7 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe_unused(f"was stopped before optimizer step {self.steps}"))
 
     def check_end(self) -> None:
-        """Check at the end of a script that has run without an error.
-
-        Raises RefusedScriptError: the ranks never formed a process group of all ranks, or made optimizer steps and
-        exchanged no data, or none after the first of several steps, which not only this rank has made.
-        """
+        """Raise RefusedScriptError after a script without an error whose ranks formed no group or exchanged nothing."""
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
@@ -156,24 +134,12 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe_unused("ended with an error"))
 
     def before_processes(self) -> None:
-        """Refuse that a script starts processes with torch.multiprocessing before it has formed a process group.
-
-        Raises RefusedScriptError: the script does so.
-        """
+        """Raise RefusedScriptError: the script starts processes by torch.multiprocessing without a process group."""
         if not self.group_size:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
 
     def before_group(self, init_method: object, store: object) -> None:
-        """Refuse a process group in a process that the script has started, or on the wrong host.
-
-        Parameters
-        ----------
-        init_method, store: arguments of init_process_group. Without a store, the address of rank 0 is that in
-            "tcp://ADDRESS:PORT", or else MASTER_ADDR.
-
-        Raises RefusedScriptError: this is not the rank's own process, or the address is one of this host, and that of
-        the launch is not.
-        """
+        """Raise RefusedScriptError: the script has started this process itself, or has a wrong address of rank 0."""
         if os.getpid() != self._process:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
         if store or not self.address:
@@ -210,10 +176,7 @@ class ConnectionCheck:
                 )
 
     def _differs(self, key: str, parameters: list[Any]) -> bool:
-        """Whether another rank has stored other parameters under this key. The last rank to come sees all others.
-
-        Nothing waits: ranks need not make the same steps.
-        """
+        """Whether another rank has stored other parameters under this key; nothing waits for other ranks."""
         uint8, checksum = sys.modules["torch"].uint8, 0
         names = [f"cpuft/parameters/{key}/{rank}" for rank in range(self.size)]
         with suppress(RuntimeError, TypeError):  # the store is gone, or a parameter is no plain tensor
@@ -221,6 +184,7 @@ class ConnectionCheck:
                 checksum = zlib.crc32(one.detach().contiguous().reshape(-1).view(uint8).numpy(), checksum)
             own = str(checksum).encode()
             self._store.set(names[int(os.environ["RANK"])], own)
+            # The last rank to come sees all others.
             return any(self._store.get(name) != own for name in names if self._store.check([name]))
         return False
 
@@ -235,7 +199,6 @@ class ConnectionCheck:
         return self.group_size == self.size or _count_mpi_ranks() == self.size
 
     def _is_unused(self) -> bool:
-        """Return whether this rank has exchanged no data with the others."""
         return not self.exchanged and _count_mpi_ranks() != self.size
 
     def _note_exchange(self) -> None:
@@ -271,11 +234,7 @@ class ConnectionCheck:
 
 
 def list_operations() -> set[str] | None:
-    """Return the names of collective operations that this process has started, such as "all_reduce".
-
-    They are all names that cpuft.comm knows and those of the last operations in torch's flight recorder. The set is
-    empty if nothing was started. None: no name is known, and the recorder is off, missing, or cannot be read.
-    """
+    """Return the names of collective operations that this process has started; None if nothing has recorded them."""
     own = read_operations()
     names = {str(name) for name in own.get("names", ())} | {name for _, name in own.get("progress", {}).values()}
     recorded = _read_recorded()
@@ -310,15 +269,7 @@ def _count_mpi_ranks() -> int:
 
 
 def refuse_nccl(backend: object) -> None:
-    """Refuse NCCL as a script's only backend where there is no GPU. torch must have been imported.
-
-    Parameters
-    ----------
-    backend: argument of init_process_group, such as "nccl"; a backend that also names gloo ("cpu:gloo,cuda:nccl") and
-        None pass.
-
-    Raises RefusedScriptError: the backend names nccl and not gloo, and torch finds no GPU.
-    """
+    """Raise RefusedScriptError for NCCL as a script's only backend without a GPU. torch must have been imported."""
     torch = sys.modules["torch"]
     name = str(backend or "").lower()
     if "nccl" in name and "gloo" not in name and not torch.cuda.is_available():
@@ -329,7 +280,6 @@ def refuse_nccl(backend: object) -> None:
 
 
 _current: ConnectionCheck | None = None
-"""The check of this process."""
 
 
 def describe_steps(has_ended: bool) -> str:
@@ -339,10 +289,7 @@ def describe_steps(has_ended: bool) -> str:
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
-    """Return the check for this rank; None with one rank, or with ranks that are meant to be independent.
-
-    It is made if CPUFT_CHECK_CONNECTED is "1" and WORLD_SIZE is a whole number above 1.
-    """
+    """Return the check for this rank; None with one rank, or with ranks that are meant to be independent."""
     global _current
     size = environ.get("WORLD_SIZE", "1")
     _current = (
@@ -354,12 +301,7 @@ def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
 
 
 def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
-    """Return module name -> function that is called with the imported module and patches it.
-
-    The modules belong to torch (optimizers call the check before each step, and models in DistributedDataParallel when
-    they are called), Accelerate, Transformers and Lightning (CPU ranks form one process group). Nothing is imported or
-    patched by this call.
-    """
+    """Return module name -> function that is called with the imported module and patches it."""
     lightning = functools.partial(_use_all_ranks, check=check)
     return {
         "torch.optim.optimizer": functools.partial(_hook_optimizers, check=check),
@@ -379,7 +321,6 @@ def _hook_optimizers(optimizer: Any, check: ConnectionCheck) -> None:
 
 
 def _watch_wrapped_models(distributed: Any, check: ConnectionCheck) -> None:
-    """Tell the check which models DistributedDataParallel wraps, and when they are called."""
     wrapper, torch = distributed.DistributedDataParallel, distributed.torch
     make, forward = wrapper.__init__, wrapper.forward
 
@@ -458,12 +399,7 @@ def _use_all_ranks(connector: Any, check: ConnectionCheck) -> None:
 
 
 def explain_exception(error: BaseException, check: ConnectionCheck | None) -> str:
-    """Return what to change in a script that ended with an exception, if that is known; else "".
-
-    Parameters
-    ----------
-    check: before the first optimizer step, its advice is the result unless the exception itself says more.
-    """
+    """Return what to change in a script that ended with an exception, if that is known; else ""."""
     found = [error.name or ""] if isinstance(error, ImportError) else []
     traceback = error.__traceback__
     while traceback:
@@ -480,7 +416,6 @@ def explain_exception(error: BaseException, check: ConnectionCheck | None) -> st
 
 
 def _is_here(address: str) -> bool:
-    """Return whether a name or an address is one of this host's own."""
     with suppress(OSError, UnicodeError):
         family, kind, _, _, place = socket.getaddrinfo(address or None, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -13,10 +13,7 @@ from typing import Any
 
 
 def describe_run(work: str) -> "dict[str, Any]":
-    """Return what this host has of the run in the folder `work`; an empty dictionary for nothing.
-
-    The names of whole checkpoints are UPDATE.RANK; rank-RANK.last has the last update of a rank.
-    """
+    """Return what this host has of the run in the folder `work`; an empty dictionary for nothing."""
     folder, checkpoints = os.path.dirname(work), f"{work}/checkpoints"
     if not os.path.isdir(folder):
         return {}

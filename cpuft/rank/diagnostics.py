@@ -1,11 +1,8 @@
 """What a rank offers to stack dumps (`cpuft.rank.dump_stacks`), even while it hangs: its stacks and its operations.
 
 faulthandler's signal handler writes the stacks, also while C code holds the GIL. A thread writes the operations twice a
-second, so that those of a rank that is then stopped are known.
-
-The operations of process groups of cpuft.comm come from its own register, those of torch's own gloo groups from torch's
-flight recorder. Neither can replace the other: the recorder does not know groups that are written in Python, and the
-register does not know groups that a user's script makes without cpuft.
+second, so that those of a rank that is then stopped are known. Those of cpuft.comm's groups come from its own register,
+and those of torch's own gloo groups from torch's flight recorder, which knows no groups written in Python.
 """
 
 from __future__ import annotations
@@ -26,15 +23,13 @@ from cpuft.rank.dump_stacks import REPORT_FILE, SIGNAL, STACK_FILE
 from cpuft.rank.process import FAILED_MARK, WAITS_MARK
 
 HANG_MARK = f"{FAILED_MARK} hangs"
-"""The line "cpuft-rank-failed: hangs", with which a rank asks the supervisor to dump the stacks of all ranks before it
-ends any of them."""
+"""The line with which a rank asks the supervisor to dump the stacks of all ranks before it ends any of them."""
 SUPERVISED_VARIABLE = "CPUFT_SUPERVISED"
 """Environment variable that is set, to any text, if there is a supervisor that reads this line."""
 MAX_WAIT_SECONDS = 25.0
 """How long a rank waits for the stack dump: a lost host delays it by ten seconds."""
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "64")
-"""Environment variable that lets torch's gloo groups record their last operations, and its value. The records of some
-kilobytes are read twice a second."""
+"""Variable and value that let torch's gloo groups record their last operations, which are read twice a second."""
 WAIT_SECONDS = 20.0
 """How long a rank of a script waits in an operation until it asks for a diagnosis. Later waits must be twice as long as
 the one before, because ranks may wait regularly while one of them evaluates."""
@@ -42,15 +37,11 @@ _POLL_SECONDS = 0.5
 _MAX_FRAMES = 40
 
 OperationSource = Callable[[], Mapping[str, Any]]
-"""Function that returns the operations of this process as a mapping: `pending` and `progress` in the form of
-`read_recorder`; for groups of cpuft.comm, also `names`, the names of all operations so far."""
-Place = tuple[str, int, str]
-"""File, line and function."""
+"""Returns `pending` and `progress` as `read_recorder` does; for groups of cpuft.comm also the `names` of operations."""
+Place = tuple[str, int, str]  # file, line, function
 
 
 class _Reporter:
-    """The two files in memory, the signal handler and the thread of a process."""
-
     def __init__(self) -> None:
         self.source: OperationSource = read_recorder
         self.raised: list[Place] = []
@@ -88,15 +79,9 @@ _reporter: _Reporter | None = None
 
 
 def start_reporting(source: OperationSource | None = None, reports_waits: bool = False) -> None:
-    """Let this process's stacks and operations be dumped from now on.
+    """Let this process's stacks and operations be dumped from now on; later calls may change the `source`.
 
-    The first call makes two files in memory, lets SIGURG write all stacks to one of them, and starts a daemon thread
-    that writes the operations to the other one twice a second. Later calls only change the source, if they name one.
-
-    Parameters
-    ----------
-    source: of the operations; by default torch's flight recorder (`read_recorder`).
-    reports_waits: whether this process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
+    `reports_waits`: this process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
     """
     global _reporter
     _reporter = _reporter or _Reporter()
@@ -107,22 +92,16 @@ def start_reporting(source: OperationSource | None = None, reports_waits: bool =
 
 
 def read_operations() -> Mapping[str, Any]:
-    """Return what this process's source of operations returns (see `OperationSource`); {} before `start_reporting`."""
+    """Return what this process's source of operations returns; {} before `start_reporting`."""
     return _reporter.source() if _reporter else {}
 
 
 def wait_for_stack_dump(text: str = "", error: BaseException | None = None) -> None:
     """Write `text` to standard error; if there is a supervisor, wait until it has dumped the stacks and ends this rank.
 
-    A rank calls this when it has waited in vain for other ranks. There is a supervisor if CPUFT_SUPERVISED is set and
-    `start_reporting` was called. Then HANG_MARK is written after `text`, and the call sleeps for 25 s
-    (MAX_WAIT_SECONDS) and returns if nobody has ended the rank. Otherwise it returns at once.
-
-    Parameters
-    ----------
-    text: lines with their line breaks.
-    error: what ended the wait. The frames of its traceback are reported, because they no longer exist; and if it is one
-        of torch's gloo, so is the operation that was started last.
+    A rank calls this when it has waited in vain for other ranks; the call returns after MAX_WAIT_SECONDS if nobody has
+    ended it. The traceback of `error`, which ended the wait, is reported, because its frames no longer exist; and if it
+    is one of torch's gloo, so is the operation that was started last.
     """
     is_supervised = bool(os.environ.get(SUPERVISED_VARIABLE)) and _reporter is not None
     os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())
@@ -145,15 +124,7 @@ def _list_main_frames() -> list[Place]:
 
 
 def read_recorder() -> dict[str, Any]:
-    """Return the operations of torch's own process groups, from torch's flight recorder.
-
-    Returns
-    -------
-    A dictionary with the keys of `parse_recorder`: `pending`, the list of unfinished operations, `progress`, channel ->
-    (number, name) of the last operation, and `last`. All are empty if the recorder is off (TORCH_FR_BUFFER_SIZE is 0).
-    The dictionary itself is empty if torch.distributed is not loaded, this torch has no such recorder, or its dump
-    cannot be read.
-    """
+    """Return operations of torch's own process groups, as `parse_recorder` does; {} without its flight recorder."""
     found = dump_recorder()
     return {} if found is None else parse_recorder(found, time.time_ns())
 
@@ -171,22 +142,9 @@ def dump_recorder() -> dict[str, Any] | None:
 def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
     """Return the flight recorder's entries as unfinished operations and as the last operation of each channel.
 
-    A channel is "the world" (the default process group) or "group NAME"; operations between two ranks have a channel of
-    their own, which ends with ", between two".
-
-    Parameters
-    ----------
-    found: what torch's recorder dumps as JSON; without `entries` all results are empty.
-    now: nanoseconds since 1970.
-
-    Returns
-    -------
-    `pending`: list of dictionaries, in the recorder's order, with `channel`, `sequence` (number of the operation in its
-        channel), `name` (such as "all_reduce") and `seconds` since the operation was started.
-    `progress`: channel -> (number, name) of the operation with the highest number.
-    `last`: channel, number and name of the operation that was started last.
-
-    Raises KeyError: an entry lacks a field.
+    A channel is "the world" (the default process group) or "group NAME"; operations between two ranks have one of their
+    own, which ends with ", between two". `now` is in nanoseconds since 1970. `pending` lists unfinished operations;
+    `progress` has by channel the (number, name) of the highest number; `last` is the operation that was started last.
     """
     pending, progress, last = [], dict[str, tuple[int, str]](), list[Any]()
     for entry in found.get("entries", ()):

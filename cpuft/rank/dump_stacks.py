@@ -1,10 +1,9 @@
 """Print what the ranks of a run on this host are doing: their stacks, operations, and state in the kernel.
 
 The launcher sends this file to each host on standard input and runs it there with RUN_DIR and SECONDS as its arguments.
-It imports nothing of cpuft and prints a JSON list of the dictionaries that `dump_stacks` returns.
-
-Each rank has two files in memory (`cpuft.rank.diagnostics`): one for its stacks, which a signal handler in C fills even
-while other code holds the GIL, and one with its operations. Both are found among the rank's file descriptors.
+It imports nothing of cpuft and prints a JSON list. Each rank has two files in memory (`cpuft.rank.diagnostics`), found
+among its file descriptors: one for its stacks, which a signal handler in C fills even while other code holds the GIL,
+and one with its operations.
 """
 
 from __future__ import annotations
@@ -25,16 +24,9 @@ _POLL_SECONDS = 0.02
 
 
 def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, dict[str, str]]:
-    """Return the workers of a run on this host, which are the children of its `cpuft.rank` processes.
+    """Return process number -> environment of a run's workers on this host, the children of its `cpuft.rank` processes.
 
-    Returns process number -> environment variables. The mapping is empty if the run has no process here.
-
-    Parameters
-    ----------
-    run_dir: the run's folder, as its ranks know it (CPUFT_RUN_DIR).
-    hostname: this host's name. Processes with another CPUFT_HOSTNAME, in containers of another simulated host, are left
-        out.
-    proc: where the kernel's process table is mounted.
+    Containers of other simulated hosts have another CPUFT_HOSTNAME. `proc` is where procfs is mounted.
     """
     found = {}
     for name in filter(str.isdecimal, os.listdir(proc)):
@@ -51,12 +43,7 @@ def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
 
     The ranks get SIGURG, whose handler writes their stacks. State and wchan are read before the signal, because it
     wakes a rank. A rank that is stopped, or that has not called `start_reporting`, gets no signal, and its stack is
-    empty.
-
-    Parameters
-    ----------
-    run_dir: the run's folder, as its ranks know it.
-    seconds: how long to wait for the stacks at most. A stack that is not complete by then is returned as far as it is.
+    empty. A stack that is not complete after `seconds` is returned as far as it is.
 
     Returns
     -------
@@ -96,11 +83,8 @@ def _has_written(pid: int, path: str, size: int, threads: list[str]) -> bool:
     """Return whether stacks were written after the first `size` characters, and the handler has ended.
 
     The kernel blocks the signal in the thread that runs its handler, a moment after the signal stops being pending. So
-    only once the file has grown does a signal that is not blocked mean that the handler has ended.
-
-    Parameters
-    ----------
-    threads: those that may run the handler. Others may block the signal for ever, as threads of MPI do.
+    only once the file has grown does a signal that is not blocked mean that the handler has ended. `threads` are those
+    that may run the handler: others may block the signal for ever, as threads of MPI do.
     """
     return len(_read(path)) > size and not any(_find_masks(pid, thread) for thread in threads)
 
@@ -125,7 +109,6 @@ def _find_memory_files(pid: int) -> dict[str, str]:
 
 
 def _list_folder(folder: str) -> list[str]:
-    """Return the names in a folder; [] if it does not exist, because the process has ended."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -133,7 +116,6 @@ def _list_folder(folder: str) -> list[str]:
 
 
 def _read_age(path: str) -> float:
-    """Return the seconds since a file was written; 0 if it does not exist."""
     try:
         return time.time() - os.stat(path).st_mtime
     except OSError:

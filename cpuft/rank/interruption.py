@@ -43,16 +43,8 @@ _is_polled = threading.Event()
 def handle_interruption(is_script: bool = False) -> None:
     """Let SIGUSR1 set the flag that `is_interrupted` returns, instead of ending this process.
 
-    System calls that the signal interrupts are restarted. The flag is set at once if the launcher's request,
-    `$CPUFT_RUN_DIR/logs/interrupt`, is there already.
-
-    Parameters
-    ----------
-    is_script: the process runs a user's script. If the script has never called `is_interrupted` and the launcher's
-        request says SIGINT (the user's Ctrl-C), SIGUSR1 then also raises KeyboardInterrupt, as Ctrl-C would in a
-        terminal.
-
-    Raises ValueError: this is not the main thread.
+    `is_script`: the process runs a user's script. If the script has never called `is_interrupted` and the launcher's
+    request says SIGINT (the user's Ctrl-C), SIGUSR1 then also raises KeyboardInterrupt, as in a terminal.
     """
     signal.signal(SIGNAL, _interrupt_script if is_script else _set_requested)
     signal.siginterrupt(SIGNAL, False)  # system calls of libraries are restarted
@@ -71,27 +63,13 @@ def _interrupt_script(number: int, frame: FrameType | None) -> None:
 
 
 def is_interrupted() -> bool:
-    """Return whether SIGUSR1 or the launcher's request has told this process to stop.
-
-    False before `handle_interruption`. After the first call, SIGUSR1 raises no KeyboardInterrupt any more in a script.
-    """
+    """Return whether this process was told to stop; from then on, SIGUSR1 raises no KeyboardInterrupt in a script."""
     _is_polled.set()
     return _is_requested.is_set()
 
 
 def describe_cause(environ: Mapping[str, str]) -> str:
-    """Return what told this rank to stop, for a message.
-
-    Returns
-    -------
-    The name of the signal in the launcher's request, such as "SIGTERM", if `$CPUFT_RUN_DIR/logs/interrupt` can be read
-    and is not empty. Without a request: "the notice PLACE on HOST" if $CPUFT_NOTICE is set to PLACE (a file or URL),
-    else "SIGUSR1 on HOST". HOST is this host's name. The function does not check whether a notice or a signal has come.
-
-    Parameters
-    ----------
-    environ: where CPUFT_RUN_DIR and CPUFT_NOTICE are looked up; without CPUFT_RUN_DIR there is no request.
-    """
+    """Return what told this rank to stop, for a message: the signal in the request, else the notice or SIGUSR1."""
     if request := _read_request(_find(environ, REQUEST_FILE)):
         return request
     notice = environ.get(NOTICE_VARIABLE, "")
@@ -99,18 +77,13 @@ def describe_cause(environ: Mapping[str, str]) -> str:
 
 
 def _read_request(path: str) -> str:
-    """Return the name of the signal in the launcher's request; "" if there is no request."""
     with suppress(OSError), open(path, encoding="utf-8") as file:
         return file.read().strip()
     return ""
 
 
 def is_host_leaving(environ: Mapping[str, str]) -> bool:
-    """Return whether this rank, which was told to stop, was told so because its host will be taken away.
-
-    True if $CPUFT_NOTICE is set and the launcher's request, `$CPUFT_RUN_DIR/logs/interrupt`, is not there. The notice
-    itself is not checked again.
-    """
+    """Return whether this rank was told to stop because its host will be taken away: by a notice, not by a request."""
     return bool(environ.get(NOTICE_VARIABLE)) and not os.path.exists(_find(environ, REQUEST_FILE))
 
 
@@ -121,15 +94,8 @@ def _find(environ: Mapping[str, str], name: str) -> str:
 def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
     """Start a thread that looks for a request or a notice once a second until the child process is gone.
 
-    When the launcher's request (`$CPUFT_RUN_DIR/logs/interrupt`) or the notice (`$CPUFT_NOTICE`) appears, the thread
-    sends SIGUSR1 to the child once, as soon as the child catches that signal. Only the first rank of each host (local
-    rank 0) checks the notice and touches the heartbeat file `logs/mpirun.log`, both every 5 s. It never makes that
-    file.
-
-    Parameters
-    ----------
-    child: process number of the worker.
-    environ: where CPUFT_RUN_DIR and CPUFT_NOTICE are looked up; each may be missing.
+    When one appears, the thread sends SIGUSR1 to the child once, as soon as the child catches that signal. Only the
+    first rank of each host checks the notice and touches the heartbeat file, which it never makes.
     """
     is_first = world.local_rank == 0
     place, heartbeat = (environ.get(NOTICE_VARIABLE, ""), _find(environ, HEARTBEAT_FILE)) if is_first else ("", "")
@@ -165,12 +131,9 @@ def catches_signal(process: int) -> bool:
 
 
 class InterruptionNotice:
-    """A notice that a host will be taken away.
+    """A notice that a host will be taken away: a file that then appears, or a URL that then answers with status 200.
 
-    Parameters
-    ----------
-    place: path of a file that then appears, or an http(s) URL that then answers with status 200, and with 404 until
-        then. For URLs with the path /latest/meta-data/... a token of EC2's metadata service is requested first.
+    For URLs with the path /latest/meta-data/... a token of EC2's metadata service is requested first.
     """
 
     def __init__(self, place: str) -> None:
@@ -178,11 +141,7 @@ class InterruptionNotice:
         self._is_reported = False
 
     def has_arrived(self) -> bool:
-        """Return whether the file exists now, or the URL answers with status 200. Never raises.
-
-        A URL gets 2 s for each of at most two requests (token, notice), without a proxy. Any failure means False; the
-        first one other than status 404 is reported on standard error.
-        """
+        """Return whether the notice is there; False on a failure, which is reported once unless it is a 404."""
         if not self._place.startswith(("http://", "https://")):
             return os.path.exists(self._place)
         try:

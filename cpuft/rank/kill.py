@@ -20,17 +20,9 @@ SSH_NAME = "ssh-of-start-"
 def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: "int | None" = None) -> "list[int]":
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
-    A process belongs to the run if one NUL-separated entry of its environment is exactly `CPUFT_RUN_DIR=run_dir`, or if
-    it is one of mpirun's processes above such a process, or if its command line names the ssh program of the run's
-    mpirun. This process and its own parents are never among them. The list is empty for an empty `run_dir` and for a
-    run without processes.
-
-    Parameters
-    ----------
-    run_dir: the run's folder, as its ranks know it.
-    owner: the last start of the run whose processes are found; those of later starts are not.
-    proc: where the kernel's process table is mounted.
-    uid: number of the user whose processes are looked at; by default the user who runs this.
+    A process belongs to the run if its environment has exactly `CPUFT_RUN_DIR=run_dir`, or if it is one of mpirun's
+    processes above such a process, or if its command line names the ssh program of the run's mpirun. Processes of
+    starts after `owner`, this process and its own parents are left out. `proc` is where procfs is mounted.
     """
     if not run_dir:
         return []
@@ -58,7 +50,6 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: "int | No
 
 
 def _list_parents(pid: int, proc: str) -> "list[int]":
-    """Return a process, its parent, and so on up to process 1."""
     pids = [pid]
     while pids[-1] > 1:
         # The name before the fields may hold anything, parentheses too: proc(5).

@@ -1,8 +1,7 @@
 """`python -m cpuft.rank COMMAND ...`: check this rank's place, pin it to its cores, and run the worker to its end.
 
-The command is packed by `cpuft.argv`. The environment holds what `cpuft.launch.settings` wrote, MASTER_ADDR and
-MASTER_PORT among it, and the launcher's own variables. The worker gets the names that torch knows as well: RANK,
-WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+The command is packed by `cpuft.argv`. The environment holds what `cpuft.launch.settings` wrote, and the launcher's own
+variables. The worker gets the names that torch knows as well: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 """
 
 from __future__ import annotations
@@ -27,18 +26,16 @@ from typing import Any, NoReturn
 from cpuft import __version__
 from cpuft.argv import unpack_argv
 from cpuft.errors import CpuftError
-from cpuft.files import take_secrets
 from cpuft.rank.interruption import start_host_watch
 from cpuft.rank.world import World, is_started_by_srun, parse_world, world_variables
+from cpuft.secret_variables import take_secrets
 from cpuft.serialization import load, parse_json
 
 FAILED_MARK, STARTED_MARK, ENDED_MARK = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"
 STEPS_MARK, WAITS_MARK, RAISED_MARK = "cpuft-rank-steps:", "cpuft-rank-waits:", "cpuft-rank-raised:"
 MARKS = (FAILED_MARK, STARTED_MARK, ENDED_MARK, STEPS_MARK, WAITS_MARK, RAISED_MARK)
-"""Beginnings of those lines on a rank's standard error that are for the launcher, and are not shown to the user. A rank
-writes `MARK rank N on HOST` when it starts and when it ends with exit code 0; `format_failure` is the line of failed
-ranks, and `format_steps` that of scripts that end. A line with WAITS_MARK asks for a diagnosis of a long wait, and one
-with RAISED_MARK is about the exception of a function, which the function's caller gets."""
+"""Beginnings of the lines on a rank's standard error that are for the launcher, and are not shown to the user.
+WAITS_MARK asks for a diagnosis of a long wait; RAISED_MARK has the exception of a function, which its caller gets."""
 OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
 KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: the kernel has killed no process because memory ran out"
 FOREIGN_STORE_ENTRY = "an entry in torch's store was not written by this run"
@@ -54,12 +51,8 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
 
 def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
-    """Return the hardware threads of a rank from CPUFT_CORES, which holds one entry for each local rank.
-
-    "0,1;2,3" means threads 0 and 1 for local rank 0, and threads 2 and 3 for local rank 1. The tuple is empty if `text`
-    is empty or has no entry for `local_rank`.
-
-    Raises CpuftError: the rank's entry is not a list of whole numbers.
+    """Return the hardware threads of a local rank from CPUFT_CORES, such as "0,1;2,3" for two; () without an entry.
+    Raises CpuftError: they are no numbers.
     """
     ranks = text.split(";")
     if not text or local_rank >= len(ranks):
@@ -71,17 +64,7 @@ def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
 
 
 def _check_place(world: World, environ: Mapping[str, str], hostname: str) -> None:
-    """Check that the rank runs where the plan put it, with the version of cpuft that made the plan.
-
-    The world size must be CPUFT_WORLD_SIZE, the host CPUFT_HOSTNAME and the version CPUFT_VERSION. A variable that is
-    not set is not checked.
-
-    Parameters
-    ----------
-    hostname: name of this host, as `socket.gethostname` returns it.
-
-    Raises CpuftError: one of them differs.
-    """
+    """Check that the rank runs where the plan put it, with the version of cpuft that made the plan."""
     planned = environ.get("CPUFT_WORLD_SIZE", "")
     if planned and planned != str(world.size):
         raise CpuftError(
@@ -103,10 +86,7 @@ def _check_place(world: World, environ: Mapping[str, str], hostname: str) -> Non
 
 
 def refuse_later_start(environ: Mapping[str, str]) -> None:
-    """Raise CpuftError if this host knows a later start of the run, which then works with the same files.
-
-    An mpirun that was frozen, or cut off from the launcher, may start ranks late.
-    """
+    """Raise CpuftError if this host knows a later start of the run: a frozen mpirun may start ranks late."""
     run_dir, owner = environ.get("CPUFT_RUN_DIR", ""), environ.get(OWNER_VARIABLE, "")
     for folder in (run_dir, os.path.dirname(run_dir)) if owner.isdecimal() else ():
         with contextlib.suppress(OSError, ValueError), open(f"{folder}/state.json", encoding="utf-8") as file:
@@ -119,11 +99,8 @@ def refuse_later_start(environ: Mapping[str, str]) -> None:
 def abort_job(environ: Mapping[str, str], code: int) -> None:
     """Tell mpirun to end all ranks and exit with `code`. Hydra does not do so by itself for a rank without MPI_Init.
 
-    The request is written to the file descriptor PMI_FD of `environ` when mpirun has read what this process printed,
-    because it drops the rest. Nothing happens without PMI_FD, for a rank that srun itself started (srun ends the other
-    ranks by itself), or if mpirun is gone. Never raises.
-
-    Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
+    The request is written when mpirun has read what this process printed, because it drops the rest. srun ends the
+    other ranks by itself. Never raises. Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
     """
     if environ.get("PMI_FD", "").isdecimal() and not is_started_by_srun(environ):
         with contextlib.suppress(OSError):
@@ -132,7 +109,6 @@ def abort_job(environ: Mapping[str, str], code: int) -> None:
 
 
 def _wait_until_read(pipes: Collection[int], seconds: float = 5.0) -> None:
-    """Wait until the readers of these pipes have taken what is in them, for at most `seconds`."""
     end = time.monotonic() + seconds
     while any(map(_count_unread, pipes)) and time.monotonic() < end:
         time.sleep(0.01)
@@ -149,24 +125,10 @@ def _count_unread(descriptor: int) -> int:
 
 
 def _run_worker(command: list[str], environ: Mapping[str, str], world: World) -> int:
-    """Run the worker as a child process, wait for its end, and return its exit code.
+    """Run the worker as a child process, wait for its end, and return its exit code as a shell would.
 
-    While the worker runs, a thread watches for the launcher's request to stop and for an interruption notice, and sends
-    the worker SIGUSR1 (`start_host_watch`). If this process dies, the kernel kills the worker. After the worker's end,
-    shared memory that libfabric left of it in /dev/shm is removed.
-
-    Parameters
-    ----------
-    command: argv; a program without a slash is looked up in the PATH of `environ`.
-    environ: all environment variables of the worker.
-    world: the rank's place; only the first rank of a host checks the notice and touches the heartbeat file.
-
-    Returns
-    -------
-    The exit code; 128 + N if signal N ended the worker; 127 if the program does not exist and 126 if it cannot be
-    started, after one line on standard error. After SIGKILL, one line on standard error says whether the kernel killed
-    a process meanwhile because memory ran out (`OUT_OF_MEMORY`) or not (`KILLED_BY_SOMEBODY`); no line if no counter of
-    such kills can be read.
+    If this process dies, the kernel kills the worker. After SIGKILL, one line on standard error says whether the kernel
+    killed a process meanwhile because memory ran out, unless no counter of such kills can be read.
     """
     kills = _count_memory_kills()
     child = os.fork()
@@ -183,7 +145,6 @@ def _run_worker(command: list[str], environ: Mapping[str, str], world: World) ->
 
 
 def _start_program(command: list[str], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a program. If that fails, exit with the codes that shells use, never return."""
     try:
         os.execvpe(command[0], command, dict(environ))
     except OSError as error:
@@ -196,23 +157,14 @@ def _start_program(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 def _count_memory_kills() -> int:
     """Return how many processes the kernel has killed because memory ran out; -1 if nothing counts them.
 
-    This is the counter of the host, which includes kills because a control group reached its limit. Where a container
-    hides it, this is the counter of this process's control group. The kernel's log would name the processes, but only
-    root may read it. Source: mm/oom_kill.c and mm/memcontrol.c.
+    This is the counter of the host or, where a container hides it, that of this process's control group. The kernel's
+    log would name the processes, but only root may read it. Source: mm/oom_kill.c and mm/memcontrol.c.
     """
     return next((count for path in list_memory_counters() if (count := _read_kills(path)) >= 0), -1)
 
 
 def list_memory_counters(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[str]:
-    """Return the paths of files that may count processes killed for memory, in the order in which they are tried.
-
-    The first is /proc/vmstat; the others belong to this process's control groups (version 1 or 2) and need not exist.
-
-    Parameters
-    ----------
-    groups: file that names the control groups; only /proc/vmstat is returned if it cannot be read.
-    root: where control groups are mounted.
-    """
+    """Return the paths that may count processes killed for memory: /proc/vmstat, then those of own control groups."""
     paths = ["/proc/vmstat"]
     with contextlib.suppress(OSError), open(groups, encoding="utf-8") as file:
         for line in file:
@@ -231,16 +183,12 @@ def _read_kills(path: str) -> int:
 
 
 def find_shared_memory(process: int) -> set[str]:
-    """Return the paths of the shared memory that libfabric's shm provider has for a process."""
+    """Return the paths of a process's shared memory, which libfabric names PID:N:N (prov/shm)."""
     return set(glob.glob(f"/dev/shm/{process}:*"))
 
 
 def remove_shared_memory(process: int) -> None:
-    """Remove the shared memory that libfabric's shm provider leaves of a process without exit handlers (64 MB each).
-
-    These are the files /dev/shm/PID:*: the provider names its segments PID:N:N (prov/shm of libfabric). Files that
-    cannot be removed are left; nothing is raised.
-    """
+    """Remove the shared memory (64 MB) that libfabric's shm provider leaves of a process without exit handlers."""
     for path in find_shared_memory(process):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -249,12 +197,8 @@ def remove_shared_memory(process: int) -> None:
 def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> None:
     """Remove shared memory of libfabric that ended processes of this user have left, because their parents were killed.
 
-    Files in `folder` that cannot be read or removed are left; nothing is raised.
-
-    Parameters
-    ----------
-    min_age: seconds since the last change of a segment. Processes in another PID namespace seem to have ended, too, but
-        need these segments only while they start.
+    `min_age` is in seconds since the last change of a segment: processes in another PID namespace seem to have ended,
+    too, but need these segments only while they start.
     """
     for path in glob.glob(f"{folder}/*:*:*"):
         process = os.path.basename(path).partition(":")[0]
@@ -271,19 +215,15 @@ def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> 
 
 
 def raise_open_files_limit(most: int = 65536) -> None:
-    """Raise this process's soft limit of open files to `most`, or to the hard limit if that is lower.
-
-    A higher soft limit stays. A rank needs many files, because it connects to all other ranks.
-    """
+    """Raise the soft limit of open files to at least `most`, or to the hard limit: a rank connects to all others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if 0 <= hard < most else max(soft, most), hard))
 
 
 def format_failure(world: World, hostname: str, code: int, missing: Collection[int] = ()) -> str:
-    """Return the line that tells the launcher, with any mpirun, which rank failed and for which ranks it had waited.
+    """Return the line that tells the launcher which rank failed and for which ranks it had waited.
 
-    For example "cpuft-rank-failed: rank 3 on node1 exit code 1 5 7", where 5 and 7 are the `missing` ranks. No line
-    break.
+    For example "cpuft-rank-failed: rank 3 on node1 exit code 1 5 7", where 5 and 7 are the `missing` ranks.
     """
     return " ".join([f"{FAILED_MARK} rank {world.rank} on {hostname} exit code {code}", *map(str, sorted(missing))])
 
@@ -294,34 +234,25 @@ def format_steps(world: World, hostname: str, has_ended: bool, steps: int) -> st
 
 
 def parse_steps(text: str) -> tuple[int, bool, int] | None:
-    """Return (rank, whether its script has ended normally, optimizer steps) from a rank's standard error, or None."""
+    """Return (rank, whether its script has ended normally, optimizer steps) of a text's last such line, or None."""
     found = re.findall(rf"^{STEPS_MARK} rank (\d{{1,9}}) on \S+ (ended|failed) after (\d{{1,9}})$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1] == "ended", int(found[-1][2])) if found else None
 
 
 def parse_failure(text: str) -> tuple[int, str, int] | None:
-    """Return (rank, host name, exit code) from the last failure line in a rank's standard error; None if there is none.
-
-    Failure lines have the form that `format_failure` writes.
-    """
+    """Return (rank, host name, exit code) from the last failure line in a rank's standard error, or None."""
     found = re.findall(rf"^{FAILED_MARK} rank (\d{{1,9}}) on (\S+) exit code (\d{{1,9}})[ \d]*$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1], int(found[-1][2])) if found else None
 
 
 def parse_missing_ranks(text: str) -> set[int]:
-    """Return the ranks that the failure lines in a rank's standard error name as missing; empty if they name none."""
+    """Return the ranks that the failure lines in a rank's standard error name as missing."""
     found = re.findall(rf"^{FAILED_MARK} .* exit code \d+ (\d{{1,9}}(?: \d{{1,9}})*)$", text, re.MULTILINE)
     return {int(rank) for ranks in found for rank in ranks.split()}
 
 
 def main() -> None:
-    """Run the worker of `sys.argv` as this rank, and exit with its exit code.
-
-    It raises the limit of open files, removes abandoned shared memory, pins this process to its cores if CPUFT_PIN is
-    "rank", and tells the launcher on standard error that the rank has started, ended or failed. After a failure it asks
-    mpirun to end all ranks. The exit code is 2, with one line, if this process is not where the plan put it, the
-    launcher's variables are wrong, or the file with its secret variables is damaged.
-    """
+    """Run the worker of `sys.argv` as this rank, and exit with its exit code, or with 2 if it is not started."""
     end_with_parent()
     hostname, code = socket.gethostname(), 2
     world = World(0, 1, 0, 1)

@@ -19,14 +19,13 @@ _EVALUATION = re.compile(r"evaluation after update ([0-9]{1,18}): (\S+ \S+(?:  \
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """How far a training is."""
+    """How far a training is, after an update."""
 
     update: int
     """Number of updates that are done."""
     updates: int
     """Number of updates of the whole run."""
     loss: float
-    """Loss of the last update."""
     samples_per_second: float = 0.0
     """Speed of the latest updates; 0 while the run warms up."""
     seconds_left: float = 0.0
@@ -58,10 +57,7 @@ def format_evaluation(update: int, metrics: Mapping[str, float]) -> str:
 
 
 def parse_evaluation(line: str) -> tuple[int, dict[str, float]] | None:
-    """Return (number of updates, metrics by name) of a line that `format_evaluation` made; None for any other line.
-
-    The metrics are rounded to four decimal places, as the line shows them.
-    """
+    """Return (number of updates, metrics by name, with four decimal places) of a line that `format_evaluation` made."""
     found = _EVALUATION.fullmatch(line)
     if found is None:
         return None

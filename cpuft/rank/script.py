@@ -61,21 +61,8 @@ def run_script(
 ) -> int:
     """Run a script, or with `-m` a module, as `__main__` in this process, and return its exit code.
 
-    It sets sys.argv and `sys.modules["__main__"]` and inserts the script's folder (with -m the working folder) into
-    sys.path, as Python does. Exceptions of the script are reported on standard error and not raised.
-
-    Parameters
-    ----------
-    argv: the script's path, or -m and the module's name, and its arguments; not empty.
-    refusals: exceptions that are reported in one line instead of a traceback.
-    check: checks at the end of a script with exit code 0 whether the ranks were connected; None for no check.
-
-    Returns
-    -------
-    0 at the end of the script; the low 8 bits of the number of SystemExit (1 for a text, which is printed); 2 after an
-    exception of `refusals` or if `check` finds that the ranks were not connected; 130 after KeyboardInterrupt; 1 after
-    any other exception, also when the file cannot be read. After a time-out of torch the call first waits up to 25 s
-    for the supervisor to dump stacks (`wait_for_stack_dump`).
+    Exceptions of the script are reported on standard error and not raised (see `report_exception`). The exit code is
+    also 2 if `check` finds at the end of a script that the ranks were not connected.
     """
     code = _run_script(argv, refusals, check)
     if check and not code:
@@ -118,17 +105,9 @@ def report_exception(
 ) -> int:
     """Report the exception that ended the user's code on standard error, as Python would, and return the exit code.
 
-    Parameters
-    ----------
-    refusals: exceptions that are reported in one line instead of a traceback, with exit code 2.
-    caller: the file that called the user's code; its frames at the begin of the traceback are left out.
-    mark: begins each line of the report.
-
-    Returns
-    -------
-    The low 8 bits of the number of SystemExit (1 for a text, which is printed); 2 for `refusals`; 130 for
-    KeyboardInterrupt; 1 for any other exception. After a time-out of torch the call first waits up to 25 s for the
-    supervisor to dump stacks (`wait_for_stack_dump`).
+    The exit code is 2 for `refusals`, which are reported in one line instead of a traceback, and otherwise Python's; a
+    KeyboardInterrupt has 130. After a time-out of torch the call first waits for the supervisor to dump stacks. Frames
+    of the file `caller` at the begin of the traceback are left out. `mark` begins each line.
     """
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
@@ -158,30 +137,18 @@ def report_exception(
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether this is torch's error after it has waited too long for other ranks, which may still hang.
-
-    True for a RuntimeError whose message contains "timeout", "time out" or "timed out", in any case of letters.
-    """
+    """Return whether this is torch's error after it has waited too long for other ranks, which may still hang."""
     return isinstance(error, RuntimeError) and bool(re.search(r"tim(ed|e) ?out", str(error), re.IGNORECASE))
 
 
 class ModulePatcher:
-    """An import hook for `sys.meta_path` that patches modules when they are imported.
-
-    Parameters
-    ----------
-    patches: module name -> function that is called once with the imported module. An entry is removed when its import
-        begins.
-    """
+    """An import hook for `sys.meta_path` that patches modules when they are imported, each once."""
 
     def __init__(self, patches: dict[str, Callable[[Any], None]]) -> None:
         self._patches = patches
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the module's spec with a loader that patches it.
-
-        None for all other modules, and for a module that is not installed.
-        """
+        """Return the spec of a module to patch, with a loader that patches it; None for others and missing ones."""
         patch = self._patches.pop(name, None)
         spec = importlib.util.find_spec(name) if patch else None
         if patch and spec and spec.loader:
@@ -214,14 +181,9 @@ def _patch_process_groups(distributed_c10d: Any, check: ConnectionCheck | None) 
 def restrict_stores(rendezvous: Any) -> None:
     """Let the stores of torch.distributed.rendezvous listen only on their own address, and be found there at once.
 
-    It replaces the module's TCPStore, which must be called with host_name and port by name. A rank that does not hold
-    the store waits up to 10 s for the rank that does. If the address is a name, or no address of this host, the store
-    listens on all interfaces as before, because a name may mean the loopback interface on its own host. Calling this
-    again changes nothing.
-
-    Parameters
-    ----------
-    rendezvous: the module.
+    A rank that does not hold the store waits up to 10 s for the rank that does. If the address is a name, or no address
+    of this host, the store listens on all interfaces as before, because a name may mean the loopback interface on its
+    own host. Calling this again changes nothing.
     """
     own = rendezvous.TCPStore
 
@@ -247,11 +209,7 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 
 def wait_for_listener(address: str, port: int, seconds: float = 10.0) -> None:
-    """Wait until a process listens on a TCP port, but at most `seconds`. Return in both cases, and never raise.
-
-    It tries again every 10 ms while the connection is refused. After any other error, such as an unknown name, it
-    returns at once, because torch reports such errors better.
-    """
+    """Wait until a process listens on a TCP port, at most `seconds`, or until an error that torch reports better."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         try:
@@ -264,13 +222,10 @@ def wait_for_listener(address: str, port: int, seconds: float = 10.0) -> None:
 
 
 def prepare_torch() -> ConnectionCheck | None:
-    """Prepare this process for a script that uses torch. This must be called before torch is imported.
+    """Prepare this process for a script that uses torch, before torch is imported; return the check for `run_script`.
 
-    Return the connection check for `run_script`; None with one rank, or with ranks that are meant to be independent.
-
-    The call sets TORCH_FR_BUFFER_SIZE unless it is set, starts the thread and the signal handler for stack dumps, and
-    installs an import hook. With the hook the group of all ranks is never destroyed, torch's store listens on its own
-    address, init_process_group refuses NCCL without GPUs, and libraries connect CPU ranks with each other.
+    With the import hook the group of all ranks is never destroyed, torch's store listens on its own address,
+    init_process_group refuses NCCL without GPUs, and libraries connect CPU ranks with each other.
     """
     os.environ.setdefault(*RECORDER)
     start_reporting(reports_waits=True)
@@ -290,26 +245,18 @@ def keep_forever(thing: object) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process as Python does, with its threads, exit handlers and buffers, but do not finalize Python.
-
-    It waits for all threads that are not daemons. With exit code 0 it also finalizes MPI if mpi4py would have. Never
-    returns.
-    """
+    """End the process as Python does, with its threads, exit handlers and buffers, but do not finalize Python."""
     if code and (backend := sys.modules.get("cpuft.comm.backends.mpi")):
         atexit.unregister(backend._finalize)  # it would wait for ranks that wait for this one
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    if code == 0:
+    if code == 0:  # finalizing waits for the other ranks
         _finalize_mpi()
     flush_and_exit(code)
 
 
 def _finalize_mpi() -> None:
-    """Finalize MPI, as mpi4py does when Python is finalized; without it, mpirun believes that the rank has failed.
-
-    A failed rank does not finalize, because that would wait for the other ranks. Neither does a rank whose mpi4py was
-    told not to, as cpuft.comm does.
-    """
+    """Finalize MPI, as mpi4py does when Python is finalized; without it, mpirun believes that the rank has failed."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and sys.modules["mpi4py"].rc.finalize is not False and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()

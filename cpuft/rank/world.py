@@ -15,11 +15,9 @@ class World:
 
     rank: int
     size: int
-    """Number of ranks of the run."""
     local_rank: int
-    """Rank among the ranks on the same host."""
+    """Rank among the ranks on the same host, of which there are `local_size`."""
     local_size: int
-    """Number of ranks on the same host."""
 
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
@@ -41,13 +39,7 @@ def parse_world(environ: Mapping[str, str]) -> World:
 
     The first launcher whose variables for rank and size are both set counts: Open MPI, Intel MPI or MPICH, torchrun,
     Slurm. A local rank or local size that it did not set is 0 or 1, except that Slurm's local variables are used if
-    Slurm has the same rank and size.
-
-    Parameters
-    ----------
-    environ: the environment variables of the process.
-
-    Raises CpuftError: values are not numbers, or the rank is not smaller than the size.
+    Slurm has the same rank and size. Raises CpuftError if values are not numbers, or the rank is not below the size.
     """
     for names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ:
@@ -58,11 +50,7 @@ def parse_world(environ: Mapping[str, str]) -> World:
 
 
 def is_started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun itself started this rank, and not an mpirun in a Slurm job.
-
-    True if SLURM_STEP_ID is set and MPI_LOCALRANKID is not: ranks of Hydra's mpirun in a job also inherit
-    SLURM_STEP_ID, but have a local rank from mpirun.
-    """
+    """Return whether srun started this rank, and not an mpirun in a Slurm job, which also sets a local rank."""
     return "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ
 
 
@@ -88,10 +76,7 @@ def _count_tasks(text: str, node: str) -> str:
 
 
 def world_variables(world: World) -> dict[str, str]:
-    """Return the variables that torch, the Hugging Face Trainer and Accelerate read.
-
-    The keys are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; the values are the numbers as text.
-    """
+    """Return the variables that torch, the Hugging Face Trainer and Accelerate read, with the numbers as text."""
     return {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),

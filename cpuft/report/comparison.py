@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cpuft.errors import CpuftError, counted
-from cpuft.record import PHASES, Record, StepLine
+from cpuft.record import FILE_NAME, STEP_PHASES, Record, StepLine, drop_warm_up
 from cpuft.report.significance import half_width, is_different, standard_error
 from cpuft.serialization import load
 
@@ -289,7 +289,11 @@ def compare(records: list[Record]) -> Comparison:
 def _refuse_impossible(record: Record) -> None:
     """Raise CpuftError if a time in the record is impossible, because somebody has edited the record."""
     for line in record.steps:
-        seconds = (line.step_seconds, *(getattr(line, f"{name}_seconds") for name in PHASES), *line.compute_seconds)
+        seconds = (
+            line.step_seconds,
+            *(getattr(line, f"{name}_seconds") for name in STEP_PHASES),
+            *line.compute_seconds,
+        )
         if not all(abs(value) < MOST_SECONDS for value in seconds):
             raise CpuftError(
                 f"{record.path}, step {line.step}: the time of this step is impossible: leave the run out of the report"
@@ -359,6 +363,12 @@ def _count_cores(record: Record) -> int:
 def shares_cores(row: Row, base: Row) -> bool:
     """Return whether a run had more ranks than the baseline (`base`) but not more cores (hardware threads)."""
     return row.np > base.np and row.cores <= base.cores
+
+
+def has_equal_cores(row: Row, base: Row) -> bool:
+    """Return whether the ranks of both runs had equal numbers of cores of one host, so that each stands for a host."""
+    is_one_host = row.hosts == base.hosts == 1 and not (row.simulated or base.simulated)
+    return is_one_host and row.np > base.np and row.cores > base.cores and row.cores * base.np == base.cores * row.np
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
@@ -544,25 +554,41 @@ def _note_restarts(records: Sequence[Record]) -> list[str]:
     notes = []
     for record in records:
         ranks = record.header.world_size
-        others = [line for line in record.resumptions if line.world_size != ranks and not line.because]
+        others = [line for line in record.resumptions if line.world_size != ranks and not line.restart_reason]
         if others:
             listed = " and ".join(f"on {counted(one.world_size, 'rank')} after update {one.step}" for one in others)
             notes.append(
                 f"np {ranks} was resumed {listed}: its times, its speedup and its efficiency are not those of "
                 f"{counted(ranks, 'rank')}, so leave it out where they matter."
             )
-        again = [line for line in record.resumptions if line.because]
+        again = [line for line in record.resumptions if line.restart_reason]
         if again:
             lost = f"{sum(line.lost_seconds for line in again):.0f} s"
             made = counted(sum(line.repeated for line in again), "update")
             on = " and ".join(str(line.world_size) for line in again)
-            why = "; ".join(line.because for line in again)
+            why = "; ".join(line.restart_reason for line in again)
             notes.append(
                 f"np {record.header.world_size} was restarted {counted(len(again), 'time')}, on {on} ranks, "
                 "which took "
                 f"{lost} and repeated {made} ({why}): its times are not those of an undisturbed run."
             )
     return notes
+
+
+def _note_limits(row: Row, scaling: str, records: Sequence[Record]) -> list[str]:
+    """Return a note on what kept the ranks of one host from a linear speedup, if they missed a tenth of it."""
+    missing = 1 - row.efficiency
+    if missing < 0.1:
+        return []
+    steps = drop_warm_up(next(record for record in records if record.path == row.path).steps)
+    seconds = sum(line.step_seconds for line in steps)
+    waiting = sum(line.communication_seconds for line in steps) / seconds if seconds > 0 else 0.0
+    batches = "smaller batches, " if scaling == "strong" else ""
+    return [
+        f"np {row.np} misses {missing:.0%} of a linear speedup: it waits for gradients in {waiting:.0%} of its time. "
+        f"What else is missing is slower computing: {batches}memory or a physical core that the ranks share, or other "
+        "programs on this machine."
+    ]
 
 
 def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
@@ -596,6 +622,14 @@ def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> l
         for row in rows[1:]
         if row.efficiency > MOST_EFFICIENCY
     ]
+    if has_equal_cores(rows[-1], base):
+        run = base.path.removesuffix(f"/{FILE_NAME}")
+        shown = f": cpuft estimate {run} --bandwidth 1gbit shows by how much" if base.np == 1 else ""
+        notes.append(
+            f"each rank has {counted(base.cores // base.np, 'core')} of one host, as if it had a host of its own. Such "
+            f"hosts would share no memory, which is faster, and send gradients over a network, which is slower{shown}."
+        )
+        notes += _note_limits(rows[-1], scaling, records)
     same_cores = [row.np for row in rows[1:] if shares_cores(row, base)]
     if same_cores:
         listed = ", ".join(map(str, same_cores))

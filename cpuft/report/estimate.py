@@ -17,12 +17,13 @@ from cpuft.compressions import (
     COMPRESSION_FACTS,
     COMPRESSIONS_WITH_FEEDBACK,
     SHARDED_COMPRESSIONS,
+    TIE_RATIO,
     count_buckets,
     count_coding_seconds,
     count_ring_passes,
 )
 from cpuft.errors import CpuftError, counted, suggest_names
-from cpuft.hardware import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
+from cpuft.network import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Link, Measurement, Record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
@@ -31,7 +32,7 @@ TABLE = Path(__file__).with_name("instances.csv")
 
 
 @dataclass(frozen=True)
-class Instance:
+class InstanceType:
     """One kind of rented host."""
 
     name: str
@@ -47,14 +48,14 @@ class Instance:
     """Date of the price."""
 
 
-INSTANCE_COLUMNS = tuple(Instance.__dataclass_fields__)
+INSTANCE_COLUMNS = tuple(InstanceType.__dataclass_fields__)
 """The head line of a table of instances; amx is yes or no."""
 
 
-def parse_instances(text: str, path: str) -> dict[str, Instance]:
+def parse_instances(text: str, path: str) -> dict[str, InstanceType]:
     """Return the instances of a CSV table (INSTANCE_COLUMNS) by name. Of lines with equal names, the last counts."""
     lines = csv.reader(io.StringIO(text, newline=""))
-    found: dict[str, Instance] = {}
+    found: dict[str, InstanceType] = {}
     try:
         if tuple(next(lines, ())) != INSTANCE_COLUMNS:
             raise ValueError(f"its head is not {','.join(INSTANCE_COLUMNS)}")
@@ -66,17 +67,17 @@ def parse_instances(text: str, path: str) -> dict[str, Instance]:
     return found
 
 
-def _parse_words(words: list[str]) -> Instance:
+def _parse_words(words: list[str]) -> InstanceType:
     if len(words) != len(INSTANCE_COLUMNS):
         raise ValueError(f"{len(words)} columns, not {len(INSTANCE_COLUMNS)}")
     name, cores, amx, rate, price, dated = words
-    made = Instance(name, int(cores), amx == "yes", float(rate), float(price), dated)
+    made = InstanceType(name, int(cores), amx == "yes", float(rate), float(price), dated)
     if not (0 < made.cores < 10**6 and 0 < made.gbits_per_second < 10**6 and 0 <= made.dollars_per_hour < 10**6):
         raise ValueError("cores, rate and price must be positive numbers")
     return made
 
 
-def find_instance(name: str, path: str = "") -> Instance:
+def find_instance(name: str, path: str = "") -> InstanceType:
     """Return the instance of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty."""
     table = Path(path) if path else TABLE
     try:
@@ -90,8 +91,6 @@ def find_instance(name: str, path: str = "") -> Instance:
     return found[name]
 
 
-TIE_RATIO = 1.02
-"""Compression levels whose step times differ by less count as equally fast; equal to that of `cpuft.comm.selection`."""
 RING_EFFICIENCY = 0.87
 """Share of a link's rate that the messages of all-reduces use, because ranks wait for each other between them. In slow
 motion, int8 between 8 hosts with 20 Mbit/s used this share; 2 and 4 simulated hosts used about 0.88."""
@@ -341,7 +340,7 @@ def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
 def find_cores(record: Record) -> float:
     """Return the cores that the ranks could use: as many as they were pinned to and a control group allows."""
     bound = float(len({cpu for rank in record.header.ranks for cpu in rank.cpus}))
-    return min(bound, record.header.cores_allowed or bound)
+    return min(bound, record.header.cpu_quota or bound)
 
 
 def scale_cores(job: Job, cores: float, ranks_per_host: int = 1) -> Job:

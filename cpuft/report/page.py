@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
-from cpuft.report.comparison import Comparison, Row, compare, describe_seeds, group_repeats, shares_cores
+from cpuft.report.comparison import Comparison, compare, group_repeats
 from cpuft.report.estimate import Estimate
+from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
 from cpuft.report.plots import (
     COLOURS,
     draw_learning_curves,
@@ -26,6 +29,7 @@ from cpuft.report.tables import (
     format_markdown,
     format_text,
     format_title,
+    format_verdict,
     seed_columns,
     seed_rows,
     table_columns,
@@ -38,12 +42,18 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _OURS = b'<meta name="generator" content="cpuft">'
 
 
-def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = ()) -> Path:
+def write_page(
+    records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = (), unfinished: Sequence[Record] = ()
+) -> Path:
     """Write the page of these runs and their ideals to `path`, and return `path`. An older page of cpuft is replaced.
 
-    `predictions` are drawn into the figure of the speedup.
+    `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`.
     """
     comparison = compare(list(records))
+    if unfinished:
+        named = ", ".join(f"{folder_of(one)} ({counted(len(one.steps), 'step')} recorded)" for one in unfinished)
+        note = f"left out, because these runs are not finished: {named}."
+        comparison = dataclasses.replace(comparison, notes=(*comparison.notes, note))
     runs = [group[0] for group in group_repeats([one for one in _in_order(records) if not one.header.independent])]
     for run in runs:
         if not run.steps:
@@ -84,65 +94,31 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
     """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
 
     A row of `legend` is (label, number of the colour, whether the line is dashed). `figures` has lists of (caption,
-    SVG) by heading.
+    SVG) by heading, and `drawings` the label, the drawings of hosts and the number of other hosts of each run.
     """
-    columns = table_columns(comparison)
+    settings, other_settings = _list_settings(runs)
     return {
         "title": format_title(comparison),
         "verdict": format_verdict(comparison),
-        "columns": columns,
+        "columns": table_columns(comparison),
         "rows": table_rows(comparison),
         "seed_columns": seed_columns(comparison),
         "seed_rows": seed_rows(comparison),
         "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
         "figures": {
             "Speed": [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)],
-            "Loss and metric": draw_learning_curves(runs, comparison.rows),
+            "Loss and metric": draw_learning_curves(runs),
             "Where the time of a step goes": [draw_phases(runs)],
         },
+        "drawings": list(
+            zip(label_runs(runs), draw_hosts(runs), [max(0, len(run.header.hosts) - MOST_HOSTS) for run in runs])
+        ),
         "hosts": [host_row(run) for run in runs],
         "links": [_link_row(run) for run in runs],
-        "settings": _list_settings(runs),
+        "settings": settings,
+        "other_settings": other_settings,
         "notes": comparison.notes,
     }
-
-
-def format_verdict(comparison: Comparison) -> str:
-    """Return the main result in one or two sentences: how the run with the most ranks compares with the baseline."""
-    base, last = comparison.rows[0], comparison.rows[-1]
-    speed = _judge_speed(base, last)
-    if not last.seeds or last is base:
-        return speed
-    sentence = describe_seeds(last, base)
-    return f"{speed} {sentence[0].upper()}{sentence[1:]}."
-
-
-def _judge_speed(base: Row, last: Row) -> str:
-    metrics = "".join(f", {name} {value:.4f}" for name, value in last.metrics.items())
-    if last.np == base.np:
-        return f"{_name(last)}: {last.samples_per_second:.1f} samples/s{metrics}."
-    ideal = _judge_ideal(last)
-    if abs(last.speedup - 1) <= last.intervals.get("speedup", -1.0):
-        shared = f" on the same {counted(base.cores, 'core')}" if shares_cores(last, base) else ""
-        return f"There is no clear difference in speed between {_name(last)} and {_name(base)}{shared}."
-    off = last.intervals.get("speedup")
-    faster = f"{_name(last)} are {last.speedup:.2f} {f'± {off:.2f} ' if off else ''}times as fast as {_name(base)}"
-    if shares_cores(last, base):
-        shared = counted(base.cores, "core")
-        return f"On the same {shared}, {faster}: more ranks, but no more hardware{ideal}."
-    return f"{faster}: {last.efficiency:.0%} of {last.np / base.np:g} times{ideal}."
-
-
-def _judge_ideal(row: Row) -> str:
-    if row.ideal is None:
-        return ""
-    if abs(row.ideal.efficiency - 1) <= row.intervals.get("ideal", -1.0):
-        return ", with no clear difference from the ideal"
-    return f", and {row.ideal.efficiency:.0%} of the ideal"
-
-
-def _name(row: Row) -> str:
-    return f"{counted(row.np, 'rank')} on {counted(row.hosts, 'simulated host' if row.simulated else 'host')}"
 
 
 def host_row(run: Record) -> list[str]:
@@ -164,16 +140,22 @@ def _link_row(run: Record) -> list[str]:
     return [folder_of(run), run.header.backend, f"{sent / 1e6:.1f}", f"{waited:.3f}", share]
 
 
-def _list_settings(runs: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return pairs of name and value, first of all options, then of the versions of packages."""
-    listed = []
+def _list_settings(runs: Sequence[Record]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return two lists of names and values: options without their defaults, and other options and versions.
+
+    Whatever differs between the runs is in the first list.
+    """
+    defaults = {one.name: _text(one.default) for one in dataclasses.fields(TrainConfig)}
+    special, others = list[tuple[str, str]](), list[tuple[str, str]]()
     for kind in ("options", "versions"):
         found = [getattr(run.header, kind) for run in runs]
         for name in dict.fromkeys(name for values in found for name in values):
             texts = [_text(values.get(name)) for values in found]
             same = len(set(texts)) == 1
-            listed.append((name.replace("_", " "), texts[0] if same else ", ".join(texts)))
-    return listed
+            is_special = not same or (kind == "options" and texts[0] != defaults.get(name))
+            value = texts[0] if same else ", ".join(texts)
+            (special if is_special else others).append((name.replace("_", " "), value))
+    return special, others
 
 
 def _text(value: Any) -> str:

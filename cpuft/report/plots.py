@@ -16,8 +16,8 @@ from typing import Any
 
 from cpuft.errors import CpuftError, install_command
 from cpuft.files import write_atomically
-from cpuft.record import PHASES, Measurement, Record, drop_warm_up, parse_measurements
-from cpuft.report.comparison import MISSING_TIME, Comparison, Row
+from cpuft.record import STEP_PHASES, Measurement, Record, drop_warm_up, parse_measurements
+from cpuft.report.comparison import MISSING_TIME, Comparison
 from cpuft.report.estimate import Estimate
 
 COLOURS = 8
@@ -140,6 +140,8 @@ def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
         drawn.set_ylim(bottom=0)
         drawn.set_xlim(left=0)
         drawn.legend()
+    else:
+        drawn.locator_params(axis="x", nbins=5)  # more labels of six digits would overlap
 
 
 def make_figure(panels: Sequence[Panel]) -> Any:
@@ -184,7 +186,12 @@ _MOST_BARS = 40
 
 
 def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated."""
+    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated.
+
+    Two numbers of ranks without predictions are not drawn: the speedup of the first is 1, and the table has the other.
+    """
+    if len({row.np for row in comparison.rows}) < 3 and not predictions:
+        return []
     return [_draw(panel) for panel in list_speedup_panels(comparison, predictions)]
 
 
@@ -229,9 +236,10 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
     return [("The step of the ideal, and where the missing time of each run went.", figure)]
 
 
-def draw_learning_curves(runs: Sequence[Record], rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Draw the loss and the first two metrics over time and over examples."""
-    return [_draw(panel) for panel in list_learning_panels(runs)]
+def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
+    """Draw the loss and the first two metrics over time and over examples; not a metric that was evaluated once."""
+    panels = list_learning_panels(runs)
+    return [_draw(panel) for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
 
 
 def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
@@ -290,20 +298,20 @@ def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
             ranks = [ordered[0], ordered[-1]]
         bars += [(f"{label}, rank {rank}", phases) for rank, phases in ranks]
     bars = bars[:_MOST_BARS]
-    parts = {name: [phases.get(name, 0.0) for _, phases in bars] for name in PHASES}
+    parts = {name: [phases.get(name, 0.0) for _, phases in bars] for name in STEP_PHASES}
     said = "Mean seconds of a step by phase and rank" + ("." if few else ": the fastest and the slowest of each run.")
     return said, _draw_bars("Phases of a step", "seconds", [label for label, _ in bars], parts)
 
 
 def phases_of(run: Record) -> list[dict[str, float]]:
-    """Return for each rank the mean seconds of a step, by the names in PHASES, without the first tenth of the steps.
+    """Return for each rank the mean seconds of a step, by the names in STEP_PHASES, without the first tenth of steps.
 
     Where the record has no phases of all ranks, because it is old or not complete, the list has rank 0 only.
     """
     if run.footer and run.footer.phases:
         return run.footer.phases
     steady = drop_warm_up(run.steps)
-    return [{name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) for name in PHASES}]
+    return [{name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) for name in STEP_PHASES}]
 
 
 def write_plot(record: str) -> Path:

@@ -15,7 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import SWEEP_PRUNERS, SWEEP_SAMPLERS, LaunchConfig, TrainConfig, format_flag, option_names
+from cpuft.config.fields import format_flag, option_names
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.sweep import SWEEP_PRUNERS, SWEEP_SAMPLERS
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.report.page import render_page
 from cpuft.report.plots import Line, draw_lines

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import textwrap
 from typing import Any
 
-from cpuft.report.comparison import Comparison, Row, judge_seeds
-from cpuft.terminal import format_table
+from cpuft.errors import counted
+from cpuft.report.comparison import Comparison, Row, describe_seeds, has_equal_cores, judge_seeds, shares_cores
+from cpuft.terminal import WIDTH, format_table
+
+_LEAST_UNLIMITED = 0.8
+"""Efficiency of ranks on one host below which sharing the host, rather than cpuft, may be what costs most."""
 
 
 def table_columns(comparison: Comparison) -> list[str]:
@@ -100,22 +105,80 @@ def format_title(comparison: Comparison) -> str:
     return f"{c.task} with {c.model}, {length}, {c.precision}{kind}"
 
 
+def format_verdict(comparison: Comparison) -> str:
+    """Return the main result in a few sentences: how the run with the most ranks compares with the baseline."""
+    base, last = comparison.rows[0], comparison.rows[-1]
+    sentences = [_judge_speed(base, last)]
+    if has_equal_cores(last, base) and _is_clear(last):
+        more = "a second host" if last.np == 2 else counted(last.np - base.np, "more host")
+        more += f" of {counted(last.cores // last.np, 'core')}"
+        is_limited = last.efficiency < _LEAST_UNLIMITED
+        limits = f"The notes say what limits ranks that share a host; {more} may give more."
+        sentences.append(limits if is_limited else f"That is about what {more} would give.")
+    if comparison.scaling == "weak":
+        sentences.append(f"Each update has {last.global_batch} examples instead of {base.global_batch} (weak scaling).")
+    if last.seeds and last is not base:
+        sentence = describe_seeds(last, base)
+        sentences.append(f"{sentence[0].upper()}{sentence[1:]}.")
+    return " ".join(sentences)
+
+
+def _judge_speed(base: Row, last: Row) -> str:
+    metrics = "".join(f", {name} {value:.4f}" for name, value in last.metrics.items())
+    if last.np == base.np:
+        return f"{_name(last)}: {last.samples_per_second:.1f} samples/s{metrics}."
+    is_shared = shares_cores(last, base)
+    name, other = (_name_cores(last), _name_cores(base)) if has_equal_cores(last, base) else (_name(last), _name(base))
+    if not _is_clear(last):
+        shared = f" on the same {counted(base.cores, 'core')}" if is_shared else ""
+        return f"There is no clear difference in speed between {name} and {other}{shared}."
+    off = last.intervals.get("speedup")
+    faster = f"{name} are {last.speedup:.2f} {f'± {off:.2f} ' if off else ''}times as fast as {other}"
+    ideal = _judge_ideal(last)
+    if is_shared:
+        shared = counted(base.cores, "core")
+        return f"On the same {shared}, {faster}: more ranks, but no more hardware{ideal}."
+    return f"{faster}: {last.efficiency:.0%} of {last.np / base.np:g} times{ideal}."
+
+
+def _is_clear(row: Row) -> bool:
+    """Return whether the speed of a row differs from the baseline's by more than its interval."""
+    return abs(row.speedup - 1) > row.intervals.get("speedup", -1.0)
+
+
+def _judge_ideal(row: Row) -> str:
+    if row.ideal is None:
+        return ""
+    if abs(row.ideal.efficiency - 1) <= row.intervals.get("ideal", -1.0):
+        return ", with no clear difference from the ideal"
+    return f", and {row.ideal.efficiency:.0%} of the ideal"
+
+
+def _name(row: Row) -> str:
+    return f"{counted(row.np, 'rank')} on {counted(row.hosts, 'simulated host' if row.simulated else 'host')}"
+
+
+def _name_cores(row: Row) -> str:
+    return f"{counted(row.np, 'rank')} on {counted(row.cores, 'core')}"
+
+
 def format_text(comparison: Comparison) -> str:
-    """Return the comparison as text for a terminal: the title, the table and the notes."""
+    """Return the comparison as text for a terminal: the title, the verdict, the table and the notes."""
+    title = f"{format_title(comparison)}\n{textwrap.fill(format_verdict(comparison), WIDTH)}"
     columns, rows = ([column.replace(" ", "\n", 1) for column in table_columns(comparison)], table_rows(comparison))
     over_seeds = seed_rows(comparison)
     if not over_seeds:
-        return format_table(columns, rows, format_title(comparison), comparison.notes)
+        return format_table(columns, rows, title, comparison.notes)
     headings = [
         column.replace("standard ", "standard\n").replace("from", "\nfrom") for column in seed_columns(comparison)
     ]
     below = format_table(headings, over_seeds, "metrics over seeds", comparison.notes, left=1)
-    return format_table(columns, rows, format_title(comparison)) + "\n" + below
+    return format_table(columns, rows, title) + "\n" + below
 
 
 def format_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown: a heading, the table and a list of the notes."""
-    lines = [f"## {_escape(format_title(comparison))}", ""]
+    """Return the comparison as Markdown: a heading, the verdict, the table and a list of the notes."""
+    lines = [f"## {_escape(format_title(comparison))}", "", f"**{_escape(format_verdict(comparison))}**", ""]
     lines += _format_markdown_table(table_columns(comparison), table_rows(comparison))
     if over_seeds := seed_rows(comparison):
         lines += ["", *_format_markdown_table(seed_columns(comparison), over_seeds)]

@@ -18,6 +18,7 @@ def parse_job(text: str) -> tuple[Scheduler[Any], str]:
     """Return (scheduler, identifier without the scope) of a job as `cpuft submit` prints it, such as "slurm:1234".
 
     Nothing is asked: the job need not exist. The scheduler has the job's scope, as of "kubernetes:NAMESPACE/NAME".
+    Raises CpuftError for any other text.
     """
     word = "[A-Za-z0-9][A-Za-z0-9_-]*"
     if not (found := re.fullmatch(f"({'|'.join(SCHEDULERS)}):(?:({word})/)?({word})", text)):

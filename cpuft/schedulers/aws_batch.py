@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.errors import CpuftError, install_command
 from cpuft.schedulers.base import ContainerOptions, JobLaunch, JobStatus, JobSweep, Scheduler, fill_template
 
@@ -37,14 +37,16 @@ class BatchOptions(ContainerOptions):
 
 
 class AwsBatch(Scheduler[BatchOptions]):
-    """AWS Batch, multi-node parallel jobs on EC2, in one region."""
+    """AWS Batch, multi-node parallel jobs on EC2, in one region. Its methods raise CpuftError if AWS refuses a call."""
 
     name = "batch"
     options = BatchOptions
     help = "Submit a launch to AWS Batch, as a multi-node parallel job."
 
     def render(self, options: BatchOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`."""
+        """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`.
+        Raises CpuftError: the launch is a sweep or has Ref::, --nodes does not fit, or an option is missing.
+        """
         if isinstance(launch, JobSweep):
             raise CpuftError(
                 "cpuft submit batch takes no sweep, because the job ends when one of its nodes is lost: use slurm or "

@@ -37,11 +37,11 @@ import paramiko
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config import is_count
 from cpuft.errors import RESUMABLE, CpuftError, TransientError
 from cpuft.files import hash_text, write_text
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.cluster import JOB
+from cpuft.serialization import is_count
 from cpuft.terminal import detect_dead_peer
 
 Say = Callable[[str], object]
@@ -97,7 +97,10 @@ class Node:
 
 
 def parse_node(environ: Mapping[str, str]) -> Node:
-    """Return this node's place in its job, from the variables of Batch, CPUFT_BATCH_TOKEN and CPUFT_MEET_SECONDS."""
+    """Return this node's place in its job, from the variables of Batch, CPUFT_BATCH_TOKEN and CPUFT_MEET_SECONDS.
+    Raises CpuftError: this is no node of a multi-node job, a variable is not valid, or several nodes have no secret or
+    a short one.
+    """
     shown = ", ".join(f"{name}={environ.get(name, '')[:40]!r}" for name in _NUMBERS)
     # A node's own identifier is that of its job, followed by # and its index.
     job, texts = environ.get(_JOB, "").partition("#")[0], [environ.get(name, "") for name in _NUMBERS]
@@ -158,7 +161,8 @@ def serve(keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str
 
     Whoever has the job's key may log in, but gets neither a terminal nor forwarding. Whatever the command is, `script`
     runs, POSIX shell that has the command in $SSH_ORIGINAL_COMMAND. `folder` is for the server's files, and must be
-    this user's alone.
+    this user's alone. Raises CpuftError: there is no sshd, or it cannot use the port; TransientError: it does not
+    start.
     """
     ssh_config.prepare_sshd()
     try:
@@ -194,7 +198,10 @@ def _listens(place: tuple[str, int]) -> bool:
 
 
 def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
-    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder)."""
+    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder).
+
+    Raises CpuftError: the text is no registration.
+    """
     found = _REGISTRATION.fullmatch(text)
     if not found or int(found[4]) > 65_535 or not (_is_address(found[1]) and _is_address(found[2])):
         raise CpuftError(f"{text[:80]!r} is not the registration of a node: start the same image on all nodes")
@@ -318,7 +325,7 @@ class Registry:
         return sorted(index for index, other in self.nodes.items() if other.is_leaving)
 
     def wait(self) -> None:
-        """Wait until all nodes have registered, at most `Node.seconds`."""
+        """Wait until all nodes have registered. Raises TransientError: a node has gone, or `Node.seconds` are over."""
         end = time.monotonic() + self._node.seconds
         while True:
             self.update()
@@ -385,7 +392,7 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
     """Run the job's command to its end and return its exit code (128 + N if signal N ended it).
 
     It is 75 instead where the command failed after another node had gone. SIGTERM, SIGINT and SIGUSR1 are passed on to
-    the command; their handlers stay.
+    the command; their handlers stay. Raises CpuftError: the command cannot be started.
     """
     try:
         process = execute.start_process(command, environ)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.errors import CpuftError
 from cpuft.execute import run_command
 from cpuft.record import FILE_NAME
@@ -67,7 +67,9 @@ class JobLaunch:
     """Folder of the run that the launch resumes; empty for a new run."""
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
-        """Return (number of hosts, ranks on the host that has most); `nodes` is 0 for as many as np and ppn need."""
+        """Return (number of hosts, ranks on the host that has most); `nodes` is 0 for as many as np and ppn need.
+        Raises CpuftError: `nodes` contradicts them.
+        """
         hosts = nodes or (math.ceil(self.np / self.ppn) if self.ppn else self.np)
         if hosts > self.np or (self.ppn and hosts * self.ppn < self.np):
             raise CpuftError(
@@ -105,7 +107,7 @@ class JobSweep(JobLaunch):
     """Those of its options that `cpuft sweep --resume` accepts, too."""
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
-        """Return (number of hosts of the job, ranks on each of them); the job needs at least the hosts of one run."""
+        """Return (hosts of the job, ranks on each of them). Raises CpuftError: `nodes` is less than one run needs."""
         hosts = self.np // self.ppn
         if not nodes:
             raise CpuftError(
@@ -207,7 +209,9 @@ class Scheduler(ABC, Generic[Options]):
 
 
 def run_client(*argv: str, stdin: str = "") -> str:
-    """Run a scheduler's client, wait for its end for at most 120 s, and return its standard output."""
+    """Run a scheduler's client, wait for its end for at most 120 s, and return its standard output. Raises CpuftError:
+    it failed or took longer.
+    """
     answer = run_command(argv, ANSWER_SECONDS, stdin)
     if answer.exit_code:
         message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
@@ -224,7 +228,7 @@ def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) 
     """Return the text of a YAML template of this folder, filled in.
 
     Each text `$key` becomes the value of that key in `values` or, if it has none, the option of that name. Keys of
-    mappings whose value is None are left out.
+    mappings whose value is None are left out. Raises CpuftError: `options` name no image.
     """
     import yaml
 
@@ -253,7 +257,7 @@ def follow_job(
     """Pass a job's log to `say` as it grows, until the job ends; return the job's exit code.
 
     After a restart the log may begin again; then all of it is passed on. Of 20 failures of the scheduler in a row, the
-    last one is raised.
+    last one is raised. Raises CpuftError, too, for a job that can never start.
     """
     shown, failures = "", 0
     while True:

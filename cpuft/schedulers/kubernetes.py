@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.errors import CpuftError
 from cpuft.execute import run_command
 from cpuft.schedulers.base import (
@@ -46,14 +46,18 @@ class KubernetesOptions(ContainerOptions):
 
 
 class Kubernetes(Scheduler[KubernetesOptions]):
-    """Kubernetes with Kubeflow's MPI operator. Jobs are made by `create`: `apply` would change a job of that name."""
+    """Kubernetes with Kubeflow's MPI operator. Jobs are made by `create`: `apply` would change a job of that name. The
+    methods raise CpuftError if kubectl fails.
+    """
 
     name = "kubernetes"
     options = KubernetesOptions
     help = "Submit a launch or a sweep by kubectl, as an MPIJob of Kubeflow's operator."
 
     def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host."""
+        """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host. Raises
+        CpuftError: the name, namespace or --nodes does not fit, or there is no image.
+        """
         hosts, ranks = launch.count_hosts(options.nodes)
         last_host = f"{options.name}-worker-{hosts - 1}"
         for flag, text, label in (

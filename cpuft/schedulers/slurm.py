@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.errors import CpuftError
 from cpuft.schedulers.base import (
     JobLaunch,
@@ -45,7 +45,9 @@ class SlurmOptions(JobOptions):
 
 
 class Slurm(Scheduler[SlurmOptions]):
-    """Slurm. Of several Slurm clusters, SLURM_CLUSTERS names the one that all of Slurm's programs use."""
+    """Slurm. Of several Slurm clusters, SLURM_CLUSTERS names the one that all of Slurm's programs use. Methods raise
+    CpuftError if these fail.
+    """
 
     name = "slurm"
     options = SlurmOptions
@@ -53,7 +55,9 @@ class Slurm(Scheduler[SlurmOptions]):
     has_submitters_files = True
 
     def render(self, options: SlurmOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return a job script that has its hosts for itself alone and requeues itself after an interruption."""
+        """Return a job script that has its hosts for itself alone and requeues itself after an interruption. Raises
+        CpuftError: --array or --nodes does not fit the launch, or an option cannot stand in a script.
+        """
         if options.array and isinstance(launch, JobSweep):
             raise CpuftError("a sweep trains its runs in one job, and --array submits several jobs: leave out --array")
         if options.array and launch.resume:
@@ -108,6 +112,14 @@ class Slurm(Scheduler[SlurmOptions]):
         worst = max((code or (number and 128 + number) for code, number in codes), default=0)
         worst = worst or int(states != ["COMPLETED"])
         files = [Path(path) for path in re.findall(r"^ *StdOut=(.*)$", text, re.MULTILINE)]
-        log = "".join(file.read_text(errors="replace") for file in files if file.is_file())
+        log = "".join(map(_read_log, files))
         ended = all(state in _FINAL_STATES.split() for state in states)
         return JobStatus(", ".join(states), worst if ended else None, log, next(iter(hopeless), ""))
+
+
+def _read_log(path: Path) -> str:
+    """Return the text of a job's log; "" if it is not there yet, or cannot be read from this machine now."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config import is_count
 from cpuft.errors import CpuftError, counted
 from cpuft.record import FILE_NAME, StepLine, parse_lines
+from cpuft.serialization import is_count
 from cpuft.sweep.queue import Place, find_reason
 
 AUTO = "auto"

@@ -17,7 +17,8 @@ from typing import IO
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config import LaunchConfig, format_flag, parse_arguments
+from cpuft.config.fields import format_flag, parse_arguments
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted, counted
 from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
 from cpuft.hosts.hostfile import Host

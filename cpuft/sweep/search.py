@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from cpuft.config import ALTERNATIVES, TrainConfig, format_flag, option_names, parse_value, refuse_conflicts
+from cpuft.config.conflicts import refuse_conflicts
+from cpuft.config.fields import format_flag, option_names, parse_value
+from cpuft.config.train import ALTERNATIVES, TrainConfig
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.report.sweep import SEED, describe_values
 from cpuft.serialization import load, parse_yaml
@@ -246,7 +248,9 @@ def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], give
     Several tasks in one sweep are refused, too: their metrics cannot be compared, also those of the same name. `given`
     has the names of the options that the command line gives to all runs.
     """
-    from cpuft.launch.plan import refuse_unused_data_options  # imports much that `cpuft sweep --help` does not need
+    from cpuft.config.conflicts import (
+        refuse_unused_data_options,  # imports much that `cpuft sweep --help` does not need
+    )
 
     configs = [apply_assignment(base, assignment) for assignment in assignments]
     if len(tasks := list(dict.fromkeys(config.task for config in configs))) > 1:

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from cpuft.config import TrainConfig, option_names, parse_arguments
+from cpuft.config.fields import option_names, parse_arguments
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, install_command
 from cpuft.launch.active_runs import lock_run
 from cpuft.report.sweep import DONE, FAILED, PRUNED, SEED, SearchSettings, Sweep, Trial

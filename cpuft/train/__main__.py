@@ -6,7 +6,8 @@ import sys
 import time
 import traceback
 
-from cpuft.config import TrainConfig, WorkerConfig, option_names, parse_arguments
+from cpuft.config.fields import option_names, parse_arguments
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import RESUMABLE
 from cpuft.rank.diagnostics import start_reporting
 from cpuft.terminal import protect_streams
@@ -25,13 +26,13 @@ def main() -> None:
     pause_garbage_collection()
     try:
         train, worker = parse_worker(sys.argv[1:])
-        from cpuft.train.checkpoint.policy import Interrupted
+        from cpuft.train.checkpoint.policy import TrainingInterrupted
         from cpuft.train.run import run
 
         try:
             run(train, worker, started)
             code = 0
-        except Interrupted:
+        except TrainingInterrupted:
             code = RESUMABLE
     except Exception as error:
         problem, code = describe_exit(error)
@@ -45,7 +46,9 @@ def main() -> None:
 
 
 def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
-    """Return the configurations from `--name=value` arguments, each of which belongs to the class with its option."""
+    """Return the configurations from `--name=value` arguments, each of which belongs to the class with its option.
+    Raises CpuftError: one is unknown or has no valid value.
+    """
     names = option_names(WorkerConfig)
     is_own = {arg: arg.partition("=")[0][2:].replace("-", "_") in names for arg in argv}
     own, others = ([arg for arg in argv if is_own[arg] == wanted] for wanted in (True, False))

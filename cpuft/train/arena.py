@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cpuft.train.fast.gradient_places import offer_place, withdraw_place
-from cpuft.train.process_group import broadcast_value
+from cpuft.train.ranks import broadcast_value
 
 B = TypeVar("B", bound="Bucket")
 UNUSED_ATTRIBUTE = "_cpuft_unused"

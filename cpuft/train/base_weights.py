@@ -35,7 +35,9 @@ _SCALES = ".scales"
 
 
 def find_weight_files(source: str) -> list[Path]:
-    """Return the safetensors files of the model or adapters in a folder, or of a hub name, which are downloaded."""
+    """Return the safetensors files of the model or adapters in a folder, or of a hub name, which are downloaded. Raises
+    CpuftError: there are none, or one is missing.
+    """
     folder = Path(source)
     if Path(folder, "adapter_config.json").is_file():
         names = ["adapter_model.safetensors"]
@@ -130,7 +132,8 @@ def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
     """Hold the frozen linear weights and token embedding of a peft model in a type, and all other parameters in fp32.
 
     With int8, the token embedding and the head of a language model are bf16, as in LLM.int8. The content of `files`,
-    from which the model was loaded, identifies the converted weights in the cache.
+    from which the model was loaded, identifies the converted weights in the cache. Raises CpuftError: the cache folder
+    cannot be written.
     """
     held = _find_held(model, precision)
     # Weights of another type, and those that adapters were merged into, which are in this rank's memory.

@@ -18,7 +18,7 @@ import torch
 from cpuft.errors import CpuftError
 from cpuft.record import StepLine
 from cpuft.train.checkpoint.policy import Checkpoints, Requests
-from cpuft.train.process_group import gather_numbers
+from cpuft.train.ranks import gather_numbers
 from cpuft.train.setup import TrainingSetup
 
 _SECONDS = 1.0

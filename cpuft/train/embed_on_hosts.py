@@ -18,30 +18,31 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cpuft.config import PredictConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
-from cpuft.files import take_secrets
 from cpuft.rank.diagnostics import start_reporting
 from cpuft.rank.world import World, parse_world
+from cpuft.secret_variables import take_secrets
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 from cpuft.train.write_embeddings import (
     Computed,
     Window,
+    choose_embeddings_file,
     compute_here,
     compute_in_turn,
     make_embedder,
-    name_output,
     open_windows,
     open_writer,
     write_all,
 )
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embedder, Embeddings
+    from cpuft.train.embedder import Embedder, Embeddings
 
 CHECK = "check"
 """First argument of `python -m cpuft.train.embed_on_hosts` that only checks the request, before any rank starts."""
-_WINDOW_TEXTS = 1024
+_WINDOW_TEXTS_ON_HOSTS = 1024
 """Most texts of a window. With smaller windows than those of one process, all ranks end at about the same time."""
 _WINDOWS_AHEAD = 2
 _TIMEOUT_SECONDS = 3600.0
@@ -49,15 +50,16 @@ _TIMEOUT_SECONDS = 3600.0
 
 
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
-    """Compute embeddings as one of the ranks; rank 0 writes the file of `name_output`. Collective.
+    """Compute embeddings as one of the ranks; rank 0 writes the file of `choose_embeddings_file`. Collective.
 
-    The request is the same on all ranks, but only rank 0 needs its --file.
+    The request is the same on all ranks, but only rank 0 needs its --file. Raises CpuftError: the file or the model
+    cannot be used, or the ranks have different models.
     """
     import torch.distributed as dist
 
     from cpuft.hardware import choose_precision
     from cpuft.train.precision import read_cpu
-    from cpuft.train.process_group import check_ranks, checksum_parameters, gather, join_process_group
+    from cpuft.train.ranks import check_ranks, checksum_parameters, gather, join_process_group
 
     with join_process_group(world, "gloo", _TIMEOUT_SECONDS):
         check_ranks(world)
@@ -70,8 +72,8 @@ def embed_on_hosts(request: PredictConfig, world: World) -> None:
         if world.rank:
             _compute_for_rank_0(embedder, request.batch_size)
         else:
-            windows = open_windows(request, _WINDOW_TEXTS)
-            with open_writer(name_output(request), embedder.dimensions, bool(request.id_column)) as write:
+            windows = open_windows(request, _WINDOW_TEXTS_ON_HOSTS)
+            with open_writer(choose_embeddings_file(request), embedder.dimensions, bool(request.id_column)) as write:
                 write_all(write, _compute_on_ranks(embedder, request.batch_size, windows, world.size))
         dist.barrier()  # rank 0, through which ranks notice losses, ends last
 
@@ -151,10 +153,10 @@ def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
 
 
 def check_request(request: PredictConfig) -> None:
-    """Check file, model and output on the host that reads and writes them, without loading the model."""
+    """Raise CpuftError if file, model or output cannot be used on the host that needs them; the model is not loaded."""
     os.environ.update(take_secrets(os.environ, "prepare"))
-    name_output(request)
-    open_windows(request, _WINDOW_TEXTS)
+    choose_embeddings_file(request)
+    open_windows(request, _WINDOW_TEXTS_ON_HOSTS)
 
 
 def main() -> None:

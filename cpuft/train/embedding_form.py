@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import POOLINGS, TrainConfig
+from cpuft.config.train import POOLINGS, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.files import EMBEDDING_FILES, NORMALIZE_FOLDER, POOLING_FOLDER
+from cpuft.model_files import NORMALIZE_FOLDER, POOLING_FOLDER, SENTENCE_TRANSFORMERS_FILES
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.model import find_model
@@ -22,7 +22,7 @@ SIMILARITIES = ("cosine", "dot")
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 """Names under which models store the prompt of documents; the first one that a model has is used."""
 
-_MODULES, _MODEL_SETTINGS, _TRANSFORMER_SETTINGS, _POOLING_SETTINGS, _NORMALIZE_SETTINGS = EMBEDDING_FILES
+_MODULES, _MODEL_SETTINGS, _TRANSFORMER_SETTINGS, _POOLING_SETTINGS, _NORMALIZE_SETTINGS = SENTENCE_TRANSFORMERS_FILES
 _POOLING_KEYS = {
     "mean": "pooling_mode_mean_tokens",
     "cls": "pooling_mode_cls_token",
@@ -60,7 +60,7 @@ class EmbeddingForm:
 
 
 def find_embedding_model(name: str) -> str:
-    """Return the folder of the model in a finished run's folder, or for other names what `find_model` returns."""
+    """Return the model's folder if `name` is a finished run's folder, else what `find_model` returns or raises."""
     is_run = Path(name, MODEL_DIR, "config.json").exists()
     return str(Path(name, MODEL_DIR)) if is_run else find_model(name)
 
@@ -108,13 +108,13 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
 
 
 def has_form(source: str) -> bool:
-    """Return whether a model of `find_model` has files that name a pooling, which rerankers do not have."""
+    """Return whether files of a model name a pooling, as no reranker's do. Raises CpuftError: they are damaged."""
     modules = _read(source, _MODULES, list[dict[str, Any]]) or []
     return any(str(module.get("type", "")).endswith(".Pooling") for module in modules)
 
 
 def read_settings(source: str) -> dict[str, Any] | None:
-    """Return the settings that sentence-transformers has stored with a model; None without any."""
+    """Return what sentence-transformers has stored with a model; None without it. Raises CpuftError: it is damaged."""
     settings: dict[str, Any] | None = _read(source, _MODEL_SETTINGS, dict[str, Any])
     return settings
 
@@ -194,7 +194,7 @@ def choose_form(config: TrainConfig) -> EmbeddingForm:
     """Return how the model that these options train makes embeddings: as the model says, changed by the options.
 
     --pooling, --query-prompt and --document-prompt replace what the model says, and a longer --max-length its length.
-    The longest of --matryoshka has no effect: the model keeps all dimensions.
+    The longest of --matryoshka has no effect: the model keeps all dimensions. Raises as `read_form`.
     """
     pooling = "" if config.pooling == "auto" else config.pooling
     source = "" if config.from_config else find_model(config.model)

@@ -17,7 +17,7 @@ from cpuft.train.data.order import Indices
 from cpuft.train.data.recipe import LOWER_IS_BETTER
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.precision import autocast
-from cpuft.train.process_group import broadcast_value, gather_to_first
+from cpuft.train.ranks import broadcast_value, gather_to_first
 from cpuft.train.setup import TrainingSetup
 
 BatchPredictions = tuple[Indices, Predictions]
@@ -25,7 +25,9 @@ BatchPredictions = tuple[Indices, Predictions]
 
 
 def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
-    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective."""
+    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective. The model is
+    in training mode afterwards.
+    """
     start = time.perf_counter()
     setup.model.eval()
     metrics: dict[str, float] = {}
@@ -103,7 +105,7 @@ def compute_outputs(
 
 
 def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indices]]:
-    """Return the batches of each rank: examples are sorted by length and dealt to the ranks in turn."""
+    """Return each rank's batches: examples sorted by length, the shortest first, and dealt to the ranks in turn."""
     order = np.argsort(tokens.lengths, kind="stable")
     shares = [order[rank::ranks] for rank in range(ranks)]
     return [[share[start : start + batch_size] for start in range(0, len(share), batch_size)] for share in shares]

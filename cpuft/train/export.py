@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import ExportConfig, PredictConfig, parse_arguments
+from cpuft.config.export import ExportConfig
+from cpuft.config.fields import parse_arguments
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_filled, write_folder_atomically, write_text
 from cpuft.tasks import EMBEDDING_KINDS, Task
@@ -45,8 +47,8 @@ VALIDATION_FILE = "validation.json"
 """File with the results of --validate in the folder of the exported model."""
 MAX_DIFFERENCE = 1e-4
 """Largest difference of a logit of an fp32 graph from the model's, relative to the largest logit if that is above 1."""
-MAX_LOSS = 0.01
-"""Loss of a metric above which a line of its own warns of it."""
+MAX_METRIC_DROP = 0.01
+"""Drop of a metric above which a line of its own warns of it."""
 _ROUNDS = 3
 _ROUND_SECONDS = 10.0
 """The passes over the validation examples are timed up to _ROUNDS times, until they have taken this long in all."""
@@ -56,7 +58,7 @@ _TRACED_LENGTHS, _CHECKED_LENGTHS = (3, 5), ((1,), (2, 12, 200), (7, 1, 30, 4, 9
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ValidatedModel:
     """The run's model, or the exported one, on the validation examples."""
 
     name: str
@@ -69,28 +71,31 @@ class Contestant:
 class Validation:
     """What --validate measured."""
 
-    run: Contestant
-    export: Contestant
+    run: ValidatedModel
+    export: ValidatedModel
     examples: int
     batch_size: int
     threads: int
     cpu: str
     largest_difference: float
     """Of an output of the exported model from the same output of the run's model."""
-    stated_loss: float
-    """A metric that loses more than this is named in a line of its own."""
+    stated_drop: float
+    """A metric that drops by more than this is named in a line of its own."""
     versions: dict[str, str]
     """Versions of the packages that made and ran the models."""
 
 
-def name_output(request: ExportConfig) -> Path:
-    """Return the folder that the export makes."""
+def choose_export_folder(request: ExportConfig) -> Path:
+    """Return the folder that the export makes: --output, else one in the folder of the run."""
     return Path(request.output or Path(request.run, request.format + "-int8" * (request.precision == "int8")))
 
 
 def export(request: ExportConfig) -> None:
-    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model."""
-    run, target = read_finished_run(request.run), name_output(request)
+    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model. Raises
+    CpuftError: the run is not finished, the output folder is not empty, a package is missing, or the graph computes
+    other outputs.
+    """
+    run, target = read_finished_run(request.run), choose_export_folder(request)
     refuse_filled(target)
     # Imported here because it imports torch, for which an error about bad input should not wait.
     wanted = PredictConfig(run=request.run, split="validation", data_dir=request.data_dir)
@@ -121,7 +126,7 @@ def export(request: ExportConfig) -> None:
 
 
 def make_sample(task: Task) -> dict[str, Examples]:
-    """Return made-up examples of the task's form (`traced` and `0`, `1`, ...), so that an export needs no data."""
+    """Return made-up examples of the task's form (splits traced, 0 to 2 and ""), so that an export needs no data."""
     names = {"traced": _TRACED_LENGTHS, **{str(n): lengths for n, lengths in enumerate(_CHECKED_LENGTHS)}, "": (1,)}
     return {name: _make_examples(lengths, task) for name, lengths in names.items()}
 
@@ -180,17 +185,17 @@ def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, pr
     both = {"run": (model, precision), request.format: (graph, request.precision)}
     # The batch of the longest examples comes first, so that memory is there when time is measured.
     longest = plan_batches(splits[""], size, 1)[0][-1:]
-    for contestant, its_precision in both.values():
+    for validated, its_precision in both.values():
         with autocast(its_precision):
-            predict_batches(partial(objective.outputs, contestant), objective, splits[""], longest)
+            predict_batches(partial(objective.outputs, validated), objective, splits[""], longest)
     outputs: dict[str, dict[str, Outputs]] = {}
     seconds = dict.fromkeys(both, math.inf)
     begin = time.perf_counter()
     for _ in range(_ROUNDS):
-        for name, (contestant, its_precision) in both.items():
+        for name, (validated, its_precision) in both.items():
             start = time.perf_counter()
             outputs[name] = {
-                suffix: compute_outputs(contestant, objective, tokens, size, run.ranks, its_precision)
+                suffix: compute_outputs(validated, objective, tokens, size, run.ranks, its_precision)
                 for suffix, tokens in splits.items()
             }
             seconds[name] = min(seconds[name], time.perf_counter() - start)
@@ -198,7 +203,7 @@ def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, pr
             break
     examples = sum(map(len, splits.values()))
     own, exported = (
-        Contestant(name, its_precision, examples / seconds[name], measure(objective, prepared, outputs[name]))
+        ValidatedModel(name, its_precision, examples / seconds[name], measure(objective, prepared, outputs[name]))
         for name, (_, its_precision) in both.items()
     )
     difference = max(
@@ -207,7 +212,7 @@ def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, pr
     )
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", *kind.packages)}
     return Validation(
-        own, exported, examples, size, torch.get_num_threads(), read_cpu().model, difference, MAX_LOSS, versions
+        own, exported, examples, size, torch.get_num_threads(), read_cpu().model, difference, MAX_METRIC_DROP, versions
     )
 
 
@@ -228,13 +233,13 @@ def largest_difference(wanted: Outputs, found: Outputs, lengths: NDArray[np.int6
     return float(np.abs(wanted - found).max())
 
 
-def find_losses(validation: Validation) -> dict[str, float]:
-    """Return how much of each metric the exported model loses; negative where it gains."""
+def find_metric_drops(validation: Validation) -> dict[str, float]:
+    """Return how much lower each metric of the exported model is; negative where it is higher."""
     return {name: value - validation.export.metrics[name] for name, value in validation.run.metrics.items()}
 
 
 def format_validation(validation: Validation) -> list[str]:
-    """Return a table of metrics and speed as lines, and a line for each metric that loses more than MAX_LOSS."""
+    """Return a table of metrics and speed as lines, and a line for each metric that drops by more than the limit."""
     both = (validation.run, validation.export)
     rows = [("", *(f"{one.name} {one.precision}" for one in both))]
     rows += [(name, *(f"{one.metrics[name]:.4f}" for one in both)) for name in validation.run.metrics]
@@ -244,11 +249,11 @@ def format_validation(validation: Validation) -> list[str]:
         f"on {counted(validation.examples, 'validation example')} with {counted(validation.threads, 'thread')}; the "
         f"largest difference of an output is {validation.largest_difference:.2g}"
     )
-    for name, loss in find_losses(validation).items():
-        if loss > MAX_LOSS:
+    for name, drop in find_metric_drops(validation).items():
+        if drop > MAX_METRIC_DROP:
             lines.append(
-                f"warning: the exported model loses {loss:.4f} of {name}, more than {MAX_LOSS}: check whether that is "
-                f"acceptable, or export with --precision fp32"
+                f"warning: the exported model loses {drop:.4f} of {name}, more than {MAX_METRIC_DROP}: check whether "
+                f"that is acceptable, or export with --precision fp32"
             )
     return lines
 

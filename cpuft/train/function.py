@@ -84,7 +84,9 @@ def _call_function(world: World, run_dir: str, digest: str, check: ConnectionChe
 
 
 def load_call(pickled: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return (function, args, kwargs) of a call whose digest has been checked."""
+    """Return (function, args, kwargs) of a call whose digest has been checked. Raises CpuftError: a module that it
+    needs is missing on this host.
+    """
     try:
         function, args, kwargs = pickle.loads(pickled)
     except ImportError as error:
@@ -96,7 +98,7 @@ def load_call(pickled: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def pickle_result(header: CallHeader, world: World, result: object) -> bytes:
-    """Return the signed pickle of this rank's result."""
+    """Return the signed pickle of this rank's result. Raises CpuftError: it cannot be pickled."""
     import cloudpickle
 
     try:

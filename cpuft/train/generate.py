@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import PredictConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import write_atomically
 from cpuft.train.data.chat import Message, find_end_of_turn, is_conversation, parse_messages, render, set_chat_template
@@ -45,7 +46,9 @@ class Prompt:
 
 
 def generate(request: PredictConfig) -> None:
-    """Answer all prompts, then write prompts and answers to a file, and print its name."""
+    """Answer all prompts, then write prompts and answers to a file, and print its name. Raises CpuftError: the run, the
+    file or the output cannot be used.
+    """
     run = read_finished_run(request.run)
     path = Path(request.output or Path(request.run, "predictions.csv"))
     check_output(path, request.overwrite, path.suffix in JSON_SUFFIXES)
@@ -65,7 +68,8 @@ def generate(request: PredictConfig) -> None:
 def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
     """Read the prompts of --file: JSON lines with messages, or a column of texts of any table.
 
-    A conversation that ends with an answer is read without it. For a chat, a text is the one message of a user.
+    A conversation that ends with an answer is read without it. For a chat, a text is the one message of a user. Raises
+    CpuftError: there is no such column, or no prompt, or one is not valid.
     """
     if is_chat and not request.text_columns and (found := _read_conversations(Path(request.file))):
         return found
@@ -107,7 +111,9 @@ def _read_conversations(path: Path) -> list[Prompt]:
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of each prompt; the chat template renders conversations up to where the answer begins."""
+    """Return the token ids of each prompt; the chat template renders conversations up to where the answer begins.
+    Raises CpuftError: the template refuses one, or the tokenizer makes no token of one.
+    """
     begin, _ = find_document_marks(tokenizer)  # texts to continue begin as documents did in the training
     found = []
     for prompt in prompts:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from cpuft.errors import CpuftError, install_command
-from cpuft.train.embedding import finish_embeddings, pool
+from cpuft.train.embedder import finish_embeddings, pool
 from cpuft.train.embedding_form import EmbeddingForm
 from cpuft.train.objective.base import Batch
 
@@ -268,7 +268,9 @@ def _quiet() -> Iterator[None]:
 
 
 def find_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
-    """Return the largest difference of the logits of model and graph, and the model's largest absolute logit."""
+    """Return the largest difference of the logits of model and graph, and the model's largest absolute logit. The first
+    one is infinite if their shapes differ.
+    """
     with torch.inference_mode():
         wanted, found = model(**batch.inputs).logits.float(), graph(**batch.inputs).logits
     if wanted.shape != found.shape:

@@ -73,6 +73,7 @@ def follow_labels(model: Any, source: str, rows: Sequence[int], head: Mapping[st
 
     `source` is what the model was loaded from, and `new` has the names of parameters that were not loaded: a head that
     is one of them is not spoken of. `rows` is what `match_labels` returns; where it is -1, the output is untrained.
+    Raises CpuftError: no linear layer of the head has an output for each stored label.
     """
     import torch
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cpuft.comm.tensors import gather_single
+from cpuft.comm.collectives import gather_single
 from cpuft.train.data.order import Indices, select_for_rank
 from cpuft.train.objective.base import Batch
 from cpuft.train.passes import Clock

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from cpuft.comm import take_traffic
 from cpuft.record import EvaluationLine, StepLine
 from cpuft.tasks import EMBEDDING_KINDS
-from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
+from cpuft.train.checkpoint.policy import Checkpoints, Requests, TrainingInterrupted
 from cpuft.train.control import ControlMessages
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
 from cpuft.train.evaluate import evaluate, find_best, should_stop_early
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
 from cpuft.train.passes import Clock
-from cpuft.train.process_group import compare_parameters, gather, gather_numbers, prove_equal_parameters
+from cpuft.train.ranks import compare_parameters, gather, gather_numbers, prove_equal_parameters
 from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, merge_steps
 from cpuft.train.setup import TrainingSetup
 
@@ -41,8 +41,8 @@ def train_and_evaluate(
     Steps and metrics are shown and recorded as they come. The result has all steps of the run, also of those before it
     was resumed, and the model is that of the best evaluation with --save-best.
 
-    Raises Interrupted: the run was asked to stop, and a checkpoint was written. Raises CpuftError: the loss is not
-    finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If they differ only at the end, the
+    Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written. Raises CpuftError: the loss is
+    not finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If they differ only at the end, the
     result says so, because the model can be saved all the same.
     """
     config, exchange, updates = setup.config, setup.exchange, setup.updates
@@ -68,7 +68,7 @@ def train_and_evaluate(
                 if stops():
                     exchange.synchronize_parameters(is_due=False, wait=True)
                     break
-    except Interrupted as interruption:
+    except TrainingInterrupted as interruption:
         reporter.add(interruption.line)
         dist.barrier()  # mpirun ends all ranks when the first one ends
         raise
@@ -137,7 +137,9 @@ def restore_best(
 def train_independently(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, done: int = 0
 ) -> TrainingResult:
-    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective."""
+    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective. Raises as
+    `train`.
+    """
     own: list[StepLine] = []
     for line in train(setup, checkpoints, done):
         own.append(line)
@@ -155,12 +157,13 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
     later, about once per second (`ControlMessages`), but those until an evaluation, a comparison, a checkpoint or the
     end come before it. The caller evaluates and compares when it gets the line of such an update.
 
-    Without `checkpoints`, none is written. Raises Interrupted: a rank was asked to stop, and a checkpoint was written.
+    Without `checkpoints`, none is written. Raises TrainingInterrupted: a rank was asked to stop, and a checkpoint was
+    written; CpuftError: a loss is not finite.
     """
     config, world, exchange, objective = setup.config, setup.world, setup.exchange, setup.objective
     tokens, checkpoints = setup.prepared.train, checkpoints or Checkpoints(exchange)
     exchange.forward_model.train()
-    _warm_up(setup, done)
+    _run_untimed_pass(setup, done)
     take_traffic()  # the bytes sent until now belong to no step
     averaging_updates, control = plan_averages(config, setup.updates), ControlMessages(setup, checkpoints, done)
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
@@ -182,17 +185,20 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         terms = find_terms() or 1.0
         clock.lap("communication")
 
-        # Forward and backward passes. Gradients already travel in the last backward pass. The exchange divides their
-        # sum by the number of ranks, hence the factor.
+        # Forward and backward passes, several with --gradient-accumulation. In the last one, hooks of the exchange send
+        # each bucket of gradients when it is complete. The exchange divides sums by the number of ranks: hence the
+        # factor.
         loss = 0.0
         for number, run_pass in enumerate(passes.functions, start=1):
-            loss += weight * run_pass(weight * world.size / terms, number == len(passes.functions), clock)
+            sends_gradients = number == len(passes.functions)
+            loss += weight * run_pass(weight * world.size / terms, sends_gradients, clock)
 
         # Wait for the mean of the gradients, and exchange what is left: rows of the word embedding by token ids.
         waited = exchange.average_gradients(partial(list_tokens_of_ranks, setup, examples))
         clock.lap("communication")
 
-        # Update, and exchange of parameters where the exchange sends those.
+        # Update, and exchange of parameters where the exchange sends those. The norm that is clipped is that of the
+        # whole mean gradient; with --sync-every, of this rank's own.
         exchange.clip_gradients()
         rate = _set_learning_rate(setup, update)
         setup.optimizer.step()
@@ -200,6 +206,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         clock.lap("update")
         # With --sync-every N, a checkpoint (not a stop) waits for the next average, but for at most N updates.
         may_save = update in averaging_updates or update % config.sync_every == 0
+        # What a rank has asked for (a signal, the time of a checkpoint), agreed on for this update in earlier messages.
         due = Requests() if is_last else control.find_due(may_save)  # after the last update the run saves anyway
         exchange.synchronize_parameters(is_due=update in averaging_updates, wait=due.any or is_last)
         is_pause = (
@@ -214,7 +221,9 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
             observer.end_update(clock, waited)
         own = clock.make_line(update, rate, loss, int(weight) * len(share), int(weight) * passes.tokens, waited)
         control.add(own, own_terms, is_pause)
-        yield from control.take_lines()  # the caller evaluates now, before a checkpoint or stop
+        # Merges the losses of all ranks, and raises CpuftError if one is not finite. The caller compares and evaluates
+        # now, before a checkpoint or stop.
+        yield from control.take_lines()
 
         # Checkpoint and stop, on all ranks after the same update.
         if due.stop:
@@ -264,7 +273,7 @@ def _plan_all_updates(setup: TrainingSetup) -> Iterator[tuple[int, Indices]]:
     return plan_updates(tokens, setup.global_batch, config.seed, setup.updates, is_grouped)
 
 
-def _warm_up(setup: TrainingSetup, done: int) -> None:
+def _run_untimed_pass(setup: TrainingSetup, done: int) -> None:
     """Run one forward and one backward pass on the examples of the first update, and drop their gradients. Collective.
 
     This compiles the C++ kernels (and the model with --compile) and fills caches, which may take seconds, before the

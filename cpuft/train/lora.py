@@ -17,7 +17,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, install_command
 from cpuft.train.fast.architectures import ATTENTION_MODULE_NAMES
 
@@ -45,7 +45,8 @@ def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> An
     """Add adapters to the linear layers of `find_target_layers` in place, freeze the rest, and return peft's model.
 
     The head, and modules whose weights are new, are trained whole. `source` is the folder or hub name that is saved
-    with the adapters, and `new` has the names of the parameters that were not loaded from there.
+    with the adapters, and `new` has the names of the parameters that were not loaded from there. Raises CpuftError:
+    there are no such layers.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -103,7 +104,9 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
 
 
 def merge_adapters(model: Any, folder: str) -> Any:
-    """Merge the adapters in a folder into the weights of `model`, in place, and return the model without adapters."""
+    """Merge the adapters in a folder into the weights of `model`, in place, and return the model without adapters.
+    Raises CpuftError: peft is not installed, or they do not fit the model.
+    """
     _check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel
 

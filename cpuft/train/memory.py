@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS
-from cpuft.config import DEFAULT_LORA_RANK, HostMemory, RunMemory, TrainConfig
+from cpuft.config.train import DEFAULT_LORA_RANK, TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.run_memory import HostMemory, RunMemory
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TEXT_KINDS, find_task
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
@@ -332,7 +333,7 @@ def _describe_shortage(shortage: Shortage) -> str:
 
 
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
-    """Return the first advice of `_list_advice` that makes the run fit, as the end of an error message."""
+    """Return the first advice of `_list_advice` that makes the run fit, else to take a smaller model or other hosts."""
     for text, changes, hosts in _list_advice(config, memory):
         if not find_shortage(replace(config, **changes), replace(memory, hosts=hosts), estimate):
             return text

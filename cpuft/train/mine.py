@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cpuft.errors import CpuftError, counted
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embedder, Embeddings
+    from cpuft.train.embedder import Embedder, Embeddings
 
 _ANCHORS_AT_ONCE, _DOCUMENTS_AT_ONCE = 2048, 8192
 """Size of a block of scores: 64 MB in fp32."""
@@ -75,7 +75,8 @@ class Negatives:
 def make_mining_task(anchors: Sequence[str], positives: Sequence[str], corpus: Sequence[str] | None) -> MiningTask:
     """Return the task for rows of an anchor and a positive; equal anchors share all their positives.
 
-    Without `corpus`, negatives are searched among the positives alone.
+    Without `corpus`, negatives are searched among the positives alone. Raises ValueError: there are not as many anchors
+    as positives.
     """
     documents = {text: number for number, text in enumerate(dict.fromkeys([*(corpus or ()), *positives]))}
     own: dict[str, dict[int, None]] = {}
@@ -93,7 +94,9 @@ def mine_negatives(
     count: int,
     rules: MiningRules = MiningRules(),
 ) -> dict[str, list[str]]:
-    """Return for each different anchor of the rows its negatives, the most similar ones first, `count` or fewer."""
+    """Return for each different anchor of the rows its negatives, the most similar ones first, `count` or fewer. Raises
+    as `check_rules`.
+    """
     task = make_mining_task(anchors, positives, corpus)
     check_rules(task, count, rules)
     queries = embedder.embed(task.anchors, embedder.form.query_prompt)

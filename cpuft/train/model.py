@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
+from cpuft.config.train import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json
@@ -86,7 +86,9 @@ def _find_config(source: str) -> str:
 
 
 def read_config(source: str, **settings: Any) -> Any:
-    """Return the configuration of a model's folder or hub name with these settings; code in the folder never runs."""
+    """Return the configuration of a model's folder or hub name with these settings; code in the folder never runs.
+    Raises OSError or ValueError: it is missing or not valid.
+    """
     import transformers
 
     return transformers.AutoConfig.from_pretrained(_find_config(source), trust_remote_code=False, **settings)
@@ -95,7 +97,8 @@ def read_config(source: str, **settings: Any) -> Any:
 def read_config_file(config: TrainConfig) -> dict[str, Any]:
     """Return the content of the model's config.json, or of the file that --from-config names, without transformers.
 
-    It is empty for a hub name, a size such as bert-base, and a file that cannot be read, which loading refuses.
+    It is empty for a hub name, a size such as bert-base, and a file that cannot be read, which loading refuses. Raises
+    as `find_model`.
     """
     path = Path(config.from_config or f"{_find_config(find_model(config.model))}/config.json")
     try:
@@ -344,7 +347,7 @@ def check_weights(source: str) -> None:
 
 
 def read_stored_tensors(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the type, such as BF16, and the shape of each tensor in a safetensors file."""
+    """Return type (as BF16) and shape of each tensor in a safetensors file. Raises CpuftError: the file is damaged."""
     from safetensors import SafetensorError, safe_open
 
     opened: Any = safe_open
@@ -358,7 +361,9 @@ def read_stored_tensors(path: Path) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def find_base_model(source: str) -> str:
-    """Return the folder or hub name of the model that the adapters in a folder are for; empty if it holds none."""
+    """Return the folder or hub name of the model that the adapters in a folder are for; empty if it holds none. Raises
+    CpuftError: that model is missing, or the adapters name none.
+    """
     path = Path(source, _ADAPTERS)
     if not path.exists():
         return ""
@@ -487,7 +492,9 @@ def _may_be_large_decoder(config: TrainConfig) -> bool:
 
 
 def count_stored_parameters(config: TrainConfig) -> int:
-    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration."""
+    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration.
+    Raises CpuftError: they cannot be read.
+    """
     source = find_model(config.model)
     source = find_base_model(source) or source
     if found := _count_stored_numbers(source):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.tasks import DECODER_KINDS, find_task
 from cpuft.train.fast.architectures import ATTENTION_DROPOUT_SETTINGS, POST_NORM_ARCHITECTURES, SIZE_SETTINGS
 from cpuft.train.model import find_model, load_config, read_config_file
@@ -55,7 +55,7 @@ def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
     """Return the shape of the model that the options name; `vocab_size` is the tokenizer's, for an untrained model.
 
     For an architecture that is not known, and for a model on the hub, it has no layers, and only the parameters in the
-    folder's safetensors files (0 if there are none).
+    folder's safetensors files (0 if there are none). Raises CpuftError: the model or the configuration is missing.
     """
     if config.from_config:
         return _read_shape(config, load_config(config, {}, vocab_size).to_dict()) or ModelShape(0, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.train.engines import ENGINES, optimize_with_engine
@@ -67,7 +67,8 @@ def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -
     The backward pass begins with the last layer, where nothing would be saved. torch's generator is restored for the
     recomputation, so dropout masks repeat and gradients are the same to the bit. The checkpoints are not re-entrant, so
     that each parameter gets its gradient at once. With `uses_fast_path`, `accelerate` follows, and layers which it
-    replaces need not support gradient checkpointing themselves (those of MPNet and ALBERT do not).
+    replaces need not support gradient checkpointing themselves (those of MPNet and ALBERT do not). Raises CpuftError:
+    no layer can recompute.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -90,7 +91,7 @@ def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_deca
     """Return parameter groups of the trainable parameters: for each learning rate the matrices, then all others.
 
     Biases and norms have no weight decay. Without layerwise decay there are two groups, of which one may be empty; with
-    it, groups come from the head down to the embeddings, and none is empty.
+    it, groups come from the head down to the embeddings, and none is empty. Raises as `find_rate_factors`.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     factors = dict.fromkeys(parameters, 1.0)
@@ -113,7 +114,7 @@ def find_rate_factors(model: torch.nn.Module, names: Iterable[str], decay: float
 
     The head, and whatever else is outside of the encoder or follows its layers, has the distance 0, the top layer 1,
     and the embeddings one more than the lowest layer, also if a head shares their weight, as in many decoders. Source:
-    BEiT (Bao et al. 2021, arXiv:2106.08254), after ELECTRA.
+    BEiT (Bao et al. 2021, arXiv:2106.08254), after ELECTRA. Raises CpuftError: the model has no stack of layers.
     """
     stacks = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
     if not stacks:
@@ -160,7 +161,8 @@ def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str =
 
     It rises linearly from 0 during the `warmup` updates, whose last is followed by the peak. The formulas are those of
     transformers (optimization.py: get_linear_schedule_with_warmup and its neighbours): linear and cosine (half a wave)
-    would be 0 for update `updates`; inverse-sqrt falls with the square root of the updates.
+    would be 0 for update `updates`; inverse-sqrt falls with the square root of the updates. Raises KeyError for another
+    `schedule`.
     """
     if update < warmup:
         return update / warmup

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import PredictConfig, TrainConfig, option_names, parse_arguments
+from cpuft.config.fields import option_names, parse_arguments
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_special, write_atomically
 from cpuft.hardware import Precision, choose_precision
@@ -104,7 +106,7 @@ def add_input(examples: Examples, names: Sequence[str], table: Iterator[Cells]) 
 
 
 def format_submission(task: Task, outputs: Outputs) -> Iterator[Cells]:
-    """Yield the table that the GLUE benchmark takes: the label of each example as in its files, or the score."""
+    """Yield the table that the GLUE benchmark takes, with a header: each label as in its files, or a score, 0 to 5."""
     yield ("index", "prediction")
     for index, output in enumerate(outputs):
         score = f"{min(max(float(output[0]), 0.0), _MAX_SCORE):.3f}"
@@ -177,7 +179,7 @@ class FinishedRun:
 
 
 def read_finished_run(run: str) -> FinishedRun:
-    """Read the record and the model's configuration from the folder of a run, but no weights."""
+    """Read a run's record and its model's configuration, no weights. Raises CpuftError: no model was saved there."""
     record = read_record(run)
     header, model = record.header, Path(run, MODEL_DIR)
     last = record.resumptions[-1] if record.resumptions else header
@@ -220,7 +222,7 @@ def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[
     """Read the examples of --file, else of --split; for a run of --task files, that is its validation file.
 
     Returns the task with the columns of the examples, and the examples of each split, by the suffix of its metrics'
-    names (`""`, and for MNLI also `_mismatched`).
+    names (`""`, and for MNLI also `_mismatched`). Raises CpuftError: they cannot be read, or do not fit the task.
     """
     glue_examples = read_glue_file(run.task, Path(request.file)) if request.file and not request.text_columns else None
     if glue_examples:
@@ -251,7 +253,9 @@ def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str])
 
 
 def predict(request: PredictConfig) -> None:
-    """Predict all examples, then write the predictions of each split to its file, and print the names of the files."""
+    """Predict all examples, write the predictions of each split to its file, and print metrics and the names of the
+    files. Raises CpuftError: the run, the examples or the output cannot be used.
+    """
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
     paths = _name_outputs(request, run, list(splits))
@@ -271,7 +275,10 @@ def predict(request: PredictConfig) -> None:
 
 
 def tokenize_splits(run: FinishedRun, task: Task, splits: dict[str, Examples]) -> Prepared:
-    """Tokenise splits of examples as the run did; return them as `Prepared.validation`, with the same suffixes."""
+    """Tokenise splits of examples as the run did; return them as `Prepared.validation`, with the same suffixes.
+    `splits` must have the suffix "", whose tokens are also `Prepared.train`; the checksum is left empty. Raises
+    CpuftError: the tokenizer cannot be used.
+    """
     tokenizer = load_tokenizer(str(run.model), task.kind == "tags")
     tokens = {suffix: tokenize(split, tokenizer, run.train.max_length, task) for suffix, split in splits.items()}
     pad_id = choose_pad_id(run.saved, tokenizer)
@@ -279,7 +286,9 @@ def tokenize_splits(run: FinishedRun, task: Task, splits: dict[str, Examples]) -
 
 
 def make_run_model(run: FinishedRun, prepared: Prepared) -> tuple[Objective, Any]:
-    """Return the objective for these examples, and the run's model in evaluation mode, fp32, without fast path."""
+    """Return the objective for these examples, and the run's model (evaluation mode, fp32, no fast path). Raises
+    CpuftError: it cannot be loaded.
+    """
     from cpuft.train.objective.table import make_objective  # imports torch
 
     objective = make_objective(run.saved, prepared)

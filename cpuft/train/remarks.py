@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.record import EvaluationLine, StepLine
 from cpuft.tasks import LABEL_KINDS
 from cpuft.train.data.archive import UNTAGGED, Prepared

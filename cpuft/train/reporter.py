@@ -12,12 +12,12 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
-from cpuft.config import WorkerConfig
+from cpuft.config.train import WorkerConfig
 from cpuft.errors import counted
 from cpuft.hardware import DECIDING_FLAGS, Cpu
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, ProgressEvent, format_evaluation, format_event
 from cpuft.record import (
-    PHASES,
+    STEP_PHASES,
     EvaluationLine,
     Footer,
     Header,
@@ -31,7 +31,7 @@ from cpuft.record import (
 )
 from cpuft.train.checkpoint.policy import CheckpointWriter
 from cpuft.train.engines import name_packages
-from cpuft.train.exchange.compression import count_sent_numbers
+from cpuft.train.exchange.compression_choice import count_sent_numbers
 from cpuft.train.model import count_parameters, get_model_name
 from cpuft.train.optimizer import describe_fast_path
 from cpuft.train.setup import TrainingSetup
@@ -216,7 +216,7 @@ def make_header(
         independent=setup.independent,
         gradient_sizes=count_sent_numbers(model, setup.objective, config, prepared),
         examples=len(prepared.train),
-        cores_allowed=worker.cpu_quota,
+        cpu_quota=worker.cpu_quota,
         simulated=worker.simulated,
         gradients=setup.compression,
         kernels=kernels,
@@ -241,12 +241,12 @@ def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> Resume
         reset=reset,
         started=header.started,
         lost_seconds=round(max(0.0, time.time() - worker.stopped_at), 1) if worker.stopped_at else 0.0,
-        because=worker.restart_reason,
+        restart_reason=worker.restart_reason,
     )
 
 
 def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
-    """Return the steps of ranks that trained independently as those of one run; other fields are the first rank's."""
+    """Return independent ranks' steps as one run's: mean loss and seconds, sums of samples and tokens, else rank 0."""
     return [
         replace(
             lines[0],
@@ -265,7 +265,7 @@ def average_phases(steps: list[StepLine]) -> dict[str, float]:
     steady = drop_warm_up(steps)
     return {
         name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) if steady else 0.0
-        for name in PHASES
+        for name in STEP_PHASES
     }
 
 

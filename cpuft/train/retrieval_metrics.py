@@ -23,7 +23,8 @@ def compute_retrieval_metrics(
 
     `queries` and `documents` are embeddings, (texts, dimensions); `relevant` has query number, document number and
     relevance of each judgement, (judgements, 3). A document counts as relevant or not; how relevant it is has no
-    effect. Queries without relevant documents are left out; ValueError if there are no others.
+    effect. Queries without relevant documents are left out. Raises ValueError: there are no others, or a metric or the
+    similarity is unknown.
     """
     depths = [(metric, int(depth)) for metric, _, depth in (name.partition("@") for name in names)]
     pairs = np.unique(relevant[relevant[:, 2] > 0, :2].astype(np.int64), axis=0)
@@ -69,7 +70,7 @@ def rank_documents(
 
     The shape is (queries, count), or (queries, documents) if there are fewer documents. Documents with equal scores are
     in the order of their numbers. Scores are computed in blocks, so that memory does not grow with the product of
-    queries and documents.
+    queries and documents. Raises ValueError: the similarity is another one.
     """
     if similarity not in ("cosine", "dot"):
         raise ValueError(f"{similarity} is no similarity of embeddings")

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from cpuft.comm.backend_choice import Choice
 from cpuft.comm.compression.table import resolve_compression, wire_type_name
-from cpuft.comm.selection import Choice
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
-from cpuft.config import TrainConfig, WorkerConfig, refuse_conflicts
+from cpuft.config.conflicts import refuse_conflicts
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import choose_precision
 from cpuft.kernels import kernel_status, plain_torch
@@ -47,7 +48,7 @@ from cpuft.train.lora import check_lora
 from cpuft.train.model import choose_lora
 from cpuft.train.objective.table import make_objective
 from cpuft.train.precision import format_products, measure_products, read_cpu
-from cpuft.train.process_group import (
+from cpuft.train.ranks import (
     check_ranks,
     gather,
     join_process_group,
@@ -69,7 +70,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
     ended. `started` is the perf_counter value at which this process began.
 
     Raises CpuftError: the run is not possible, its loss is not finite, the ranks' parameters differ, or the disk is
-    full while the model is saved. Raises Interrupted: the run was asked to stop, and a checkpoint was written.
+    full while the model is saved. Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written.
     """
     refuse_conflicts(config)
     config, lora_reason = choose_lora(config)
@@ -248,7 +249,7 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
-    """Return what the header records about the kernels, and a warning that names hosts without them, if any.
+    """Return what the header records, `compiled` or `absent`, and a warning that names hosts without kernels, if any.
 
     Each rank's status is `on`, or `off: ` and the reason. With `independent`, hosts that have the kernels use them.
     """
@@ -263,7 +264,7 @@ def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent:
 
 
 def read_earlier_measurements(text: str, ranks: int) -> EarlierMeasurements:
-    """Return what was measured when the run began, from the launcher's JSON; if that is empty, only `ranks`."""
+    """Return what was measured when the run began, by the launcher's JSON ("": `ranks` only). ValueError: not valid."""
     return load(EarlierMeasurements, parse_json(text), "--measurements") if text else EarlierMeasurements(ranks)
 
 
@@ -276,7 +277,7 @@ def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice |
 
 
 def find_products(header: Header, earlier: EarlierMeasurements) -> dict[str, Any]:
-    """Return what matrix products run on, as measured when the run began if CPU, precision and torch are the same."""
+    """Return what products run on, as measured when the run began if CPU, precision and torch are equal, else now."""
     if earlier.products and earlier.products_of == describe_products(header):
         return earlier.products
     return measure_products(header.precision)

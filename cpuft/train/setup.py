@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from cpuft.comm.compression.embedding_rows import check_lookups
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.train.arena import UNUSED_ATTRIBUTE
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import count_updates
 from cpuft.train.data.recipe import find_best_metric
-from cpuft.train.exchange.compression import choose_compression
+from cpuft.train.exchange.compression_choice import choose_compression
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.model import get_model_name
 from cpuft.train.objective.base import Objective

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import PredictConfig, name_embeddings, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.predict import PredictConfig
+from cpuft.embedding_files import name_embeddings
 from cpuft.errors import CpuftError, counted, install_command, suggest_names
 from cpuft.files import write_atomically
 from cpuft.train.data.tables import Table, find_column, read_tables
@@ -34,7 +36,7 @@ from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embedder, Embeddings
+    from cpuft.train.embedder import Embedder, Embeddings
 
 _WINDOW_TEXTS, _TEXT_CHARACTERS = 8192, 2048
 """Most texts of a window, and about the most characters of its texts on average. Texts of similar length in a window
@@ -111,7 +113,7 @@ def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
             yield write
 
 
-def name_output(request: PredictConfig) -> Path:
+def choose_embeddings_file(request: PredictConfig) -> Path:
     """Return the file to write; raise CpuftError if it cannot be written."""
     path = name_embeddings(request)
     check_pyarrow(path)
@@ -125,7 +127,9 @@ def check_pyarrow(path: Path) -> None:
 
 
 def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> str:
-    """Return the column of the texts: `wanted`, a usual name, or the only column; `option` names it in messages."""
+    """Return the column of the texts: `wanted`, a usual name, or the only column; `option` names it in messages. Raises
+    CpuftError: there is no such column, or `wanted` names several.
+    """
     if "," in wanted and wanted not in table.columns:
         raise CpuftError(f"{option} {wanted!r:.80}: name one column, as each text has an embedding of its own")
     if wanted:
@@ -140,7 +144,9 @@ def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> 
 
 
 def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
-    """Return the text of a prompt: that of a name, or `wanted` itself if it is no name (letters, digits and _)."""
+    """Return the text of a prompt: that of a name, or `wanted` itself if it is no name (letters, digits and _). Raises
+    CpuftError: the model has no prompt of that name.
+    """
     known = {"query": form.query_prompt, "document": form.document_prompt, **form.prompts}
     if not wanted or not _PROMPT_NAME.fullmatch(wanted):
         return wanted
@@ -156,7 +162,9 @@ def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
 def read_windows(
     table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = 0
 ) -> Iterator[Window]:
-    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts` (0: 8192)."""
+    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts` (0: 8192). Raises
+    CpuftError: a cell is no text, or there are no rows.
+    """
     limit = window_texts or _WINDOW_TEXTS
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
     for where, cells in table.rows:
@@ -181,7 +189,7 @@ def read_windows(
 
 def make_embedder(request: PredictConfig) -> Embedder:
     """Load the model of a request; raise CpuftError if it cannot be read, or has fewer dimensions."""
-    from cpuft.train.embedding import Embedder  # imports torch
+    from cpuft.train.embedder import Embedder  # imports torch
 
     name = request.model or request.run
     embedder = Embedder(name, request.precision)
@@ -204,7 +212,9 @@ Computer = Callable[[Iterator[Window]], Iterator[Computed]]
 
 @contextmanager
 def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
-    """Load the model, in this process or in --np ones, and yield the number of dimensions and what computes."""
+    """Load the model, in this process or in --np ones, and yield the number of dimensions and what computes. Raises
+    CpuftError: the model cannot be used, or --np is more than the cores.
+    """
     processes = request.np
     if processes == 1:
         embedder = make_embedder(request)
@@ -329,7 +339,9 @@ def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> N
 
 
 def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Window]:
-    """Return the windows of the file of a request; the first one has been read, so that an empty file is found here."""
+    """Return the windows of the file of a request; the first one has been read, so that an empty file is found here.
+    Raises CpuftError: the file, a column or the prompt is missing.
+    """
     table = read_tables(request.file, "--file", request)
     column = choose_column(table, request.text_columns)
     if request.id_column:
@@ -341,8 +353,8 @@ def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Wind
 
 
 def write_embeddings(request: PredictConfig) -> None:
-    """Write the embeddings of all texts of a file, and print the name of the file that was written."""
-    path = name_output(request)
+    """Write the embeddings of a file's texts, and print the output's name. Raises CpuftError: one cannot be used."""
+    path = choose_embeddings_file(request)
     windows = open_windows(request)  # an empty file is found before the model is loaded
     with (
         start_computing(request) as (dimensions, compute),

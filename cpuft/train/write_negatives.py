@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpuft.config import MINED_ENDINGS, MineConfig, PredictConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.mine import MINED_ENDINGS, MineConfig
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_special, write_atomically
-from cpuft.train.data.pairs import choose_pair_columns
+from cpuft.train.data.embedding_pairs import choose_pair_columns
 from cpuft.train.data.tables import find_column, read_tables
 from cpuft.train.embedding_form import find_embedding_model, read_form
 from cpuft.train.startup import run_as_process
@@ -36,7 +38,7 @@ from cpuft.train.write_embeddings import (
 )
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embeddings
+    from cpuft.train.embedder import Embeddings
     from cpuft.train.mine import MiningRules, MiningTask, Negatives
 
 _COLUMNS = ("anchor", "positive")
@@ -45,7 +47,7 @@ _ROWS_AT_ONCE = 4096
 _PROGRESS_SECONDS = 10.0
 
 
-def name_output(request: MineConfig) -> Path:
+def _choose_negatives_file(request: MineConfig) -> Path:
     """Return the file to write; raise CpuftError if it may not or cannot be written."""
     path = Path(request.output)
     if path.suffix not in MINED_ENDINGS:
@@ -61,7 +63,7 @@ def name_output(request: MineConfig) -> Path:
 
 
 def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
-    """Return the anchors and the positives of the rows of --file."""
+    """Return the anchors and the positives of the rows of --file. Raises CpuftError: a column or a text is missing."""
     table = read_tables(request.file, "--file", request)
     columns = choose_pair_columns(table, request.text_columns, True)[:2]
     for name in columns:
@@ -79,7 +81,7 @@ def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
 
 
 def read_corpus(request: MineConfig) -> list[str] | None:
-    """Return the documents of --corpus; None without it."""
+    """Return the documents of --corpus; None without it. Raises CpuftError: it cannot be read."""
     if not request.corpus:
         return None
     table = read_tables(request.corpus, "--corpus", request)
@@ -88,7 +90,7 @@ def read_corpus(request: MineConfig) -> list[str] | None:
 
 
 def make_rules(request: MineConfig) -> MiningRules:
-    """Return the rules that the options state."""
+    """Return the rules that the options state; a limit of 1 or -1 that excludes nothing becomes None."""
     from cpuft.train.mine import MiningRules  # imports torch
 
     return MiningRules(
@@ -123,7 +125,7 @@ def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[str, ...]], ending: str) -> None:
-    """Write rows of texts as CSV, JSON lines or Parquet, by the ending."""
+    """Write rows of texts by the ending: .parquet, .csv (with a header), or else JSON lines."""
     if ending == ".parquet":
         import pyarrow
         from pyarrow import parquet
@@ -141,8 +143,11 @@ def write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[str, ...
 
 
 def write_negatives(request: MineConfig) -> None:
-    """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file."""
-    path = name_output(request)
+    """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file.
+    Makes the output's folder. Raises CpuftError: file, model or output cannot be used, or no anchor has enough
+    negatives.
+    """
+    path = _choose_negatives_file(request)
     anchors, positives = read_anchors(request)
     corpus = read_corpus(request)
     form = read_form(find_embedding_model(request.model))

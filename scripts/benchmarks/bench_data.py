@@ -39,7 +39,7 @@ rows.map(tokenize, batched=True, remove_columns=rows.column_names)
 """What an example script of transformers does: all columns of the tokenizer, in batches of 1000 rows."""
 _PREPARE = """
 import sys
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.prepare import prepare
 
 prepare(TrainConfig(task="files", train_file=sys.argv[1], validation_file=sys.argv[2], max_length=int(sys.argv[3])))

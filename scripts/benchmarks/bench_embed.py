@@ -66,7 +66,7 @@ def read_texts(paths: Sequence[Path], count: int) -> list[str]:
 def make_encoder(name: str, model: str, peer_precision: str) -> Callable[[list[str], int], Any]:
     """Load the model; return the function that embeds texts, given a batch size (0: its own choice)."""
     if name == OWN:
-        from cpuft.train.embedding import Embedder
+        from cpuft.train.embedder import Embedder
 
         embedder = Embedder(model)
         return lambda texts, batch_size: embedder.embed(texts, batch_size=batch_size)

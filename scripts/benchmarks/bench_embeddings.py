@@ -17,7 +17,7 @@ from typing import Any
 
 from cpuft.record import read_record
 from cpuft.train.data.sources import make_pairs
-from cpuft.train.embedding import Embedder
+from cpuft.train.embedder import Embedder
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.precision import read_cpu
 from scripts.benchmarks.train_sentence_transformer import WARM_UP_STEPS

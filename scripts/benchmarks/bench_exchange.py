@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from cpuft.comm import start
 from cpuft.comm.compression.table import TABLE
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.terminal import format_table
 from cpuft.train.exchange.table import choose_exchange

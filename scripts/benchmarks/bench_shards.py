@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification
 
 from cpuft.comm import start, take_traffic
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.terminal import format_table
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import accelerate

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.launch.state import read_state
+from cpuft.launch.run_state import read_state
 from cpuft.record import read_record
 from cpuft.terminal import format_table
 from tests.conftest import GLUE

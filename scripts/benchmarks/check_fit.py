@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.record import Record, drop_warm_up, read_record
 from cpuft.serialization import load
 from cpuft.terminal import format_table

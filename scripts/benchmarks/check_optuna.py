@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.config import format_flag
+from cpuft.config.fields import format_flag
 from cpuft.record import read_record
 from cpuft.report.sweep import (
     DONE,

@@ -47,16 +47,16 @@ from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compress
 from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
 from cpuft.comm.watchdog import register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_coding_seconds, count_ring_passes
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.hardware import CPU_SECONDS_PER_BYTE, ETHERNET
+from cpuft.network import CPU_SECONDS_PER_BYTE, ETHERNET
 from cpuft.record import GradientTime, LayerTimesLine, Record, read_record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import DEAD_PEER_SECONDS
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
-from cpuft.train.process_group import gather_numbers
+from cpuft.train.ranks import gather_numbers
 
 SUMS = [0.0] * 7
 """A rank's numbers for the record in an update: as many as a message of `cpuft.train.control` has."""

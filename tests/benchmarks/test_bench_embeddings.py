@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.train.embedding import Embedder
+from cpuft.train.embedder import Embedder
 from scripts.benchmarks.bench_embeddings import parse_arguments, run_cpuft, run_peer, write_pairs
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
-from cpuft.config import TrainConfig, WorkerConfig
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Writer, read_record

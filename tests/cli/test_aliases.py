@@ -14,6 +14,9 @@ from cpuft.cli import main
 from cpuft.cli.aliases import TOOLS, Alias, read_aliases, suggest_options
 from cpuft.cli.launch import launch as LAUNCH
 from cpuft.cli.options import read_config
+from cpuft.config.fields import option_names
+from cpuft.config.train import TrainConfig
+from cpuft.errors import CpuftError
 from tests.conftest import DATA, run_cpuft
 
 ALL = " (ranks of all hosts; --ppn is those of one)"
@@ -153,3 +156,37 @@ def test_in_a_yaml_file_our_own_names_may_have_underscores(tmp_path: Path) -> No
     path = tmp_path / "options.yaml"
     path.write_text("learning_rate: 1e-4\nmax-steps: 3\n")
     assert read_config(str(path), ["learning_rate", "max_steps"]) == {"learning_rate": "1e-4", "max_steps": "3"}
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (["--lora", "4"], "write --lora-rank instead of --lora"),
+        (["--accumulation=4", "--recompute"], "write --gradient-accumulation instead of --accumulation, --gradient-"),
+        (["--plain"], "write --no-fast-path instead of --plain (in YAML: fast-path: false)"),
+    ],
+)
+def test_an_old_flag_is_refused_with_one_line_that_names_the_new_one(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", *words])
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1)
+    assert problem in said
+
+
+def test_what_follows_two_dashes_may_have_old_names() -> None:
+    with LAUNCH.make_context("launch", ["--", "train.py", "--lora", "4"]) as context:
+        assert context.params["script"] == ("train.py", "--lora", "4")
+
+
+def test_old_names_in_a_yaml_file_are_refused_with_the_new_ones(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("accumulation: 4\nplain: true\ntask: text\n")
+    with pytest.raises(CpuftError) as refused:
+        read_config(str(path), option_names(TrainConfig))
+    assert str(refused.value) == (
+        f"--config {path}: write gradient-accumulation instead of accumulation, no-fast-path instead of plain (in "
+        "YAML: fast-path: false)"
+    )

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from cpuft.cli.options import make_options
-from cpuft.config import DATA_OPTIONS, SECTIONS, TrainConfig, option_names
+from cpuft.config.fields import SECTIONS, option_names
+from cpuft.config.train import DATA_OPTIONS, TrainConfig
 from tests.conftest import run_cpuft
 
 ROWS = "text,label\nthe cat,animal\nthe red,colour\na dog,animal\nthe cat,animal\n"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli.export import check_export, plan_export
-from cpuft.config import ExportConfig, parse_arguments
+from cpuft.config.export import ExportConfig
+from cpuft.config.fields import parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.record import read_record
 from tests.conftest import run_cpuft

@@ -16,7 +16,7 @@ from click.shell_completion import ShellComplete
 
 from cpuft.cli import VERBS as SENTENCES
 from cpuft.cli import cli
-from cpuft.config import SECTIONS
+from cpuft.config.fields import SECTIONS
 from cpuft.record import FILE_NAME
 from cpuft.tasks import TASKS
 from tests.conftest import Golden, run_cpuft

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cpuft.cli.mine import check_mining, plan_mining
-from cpuft.config import MineConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.mine import MineConfig
 from cpuft.errors import CpuftError
 from tests.conftest import run_cpuft
 

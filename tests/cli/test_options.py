@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from cpuft.cli import main
 from cpuft.cli.options import CONFIG_FILE, Verb, make_options, read_config
-from cpuft.config import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names, parse_arguments
+from cpuft.config.fields import format_arguments, option_names, parse_arguments
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
 from cpuft.provision.options import LocalConfig
 from cpuft.train.__main__ import parse_worker

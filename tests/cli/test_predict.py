@@ -17,7 +17,9 @@ import pytest
 
 from cpuft.cli.common import compute_settings
 from cpuft.cli.predict import check_request, embed_on_hosts, needs_launch, plan_prediction
-from cpuft.config import LaunchConfig, PredictConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
 from cpuft.launch import remote
 from cpuft.launch.results import NotStoredError

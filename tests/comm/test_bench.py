@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cpuft.comm.bench import format_table, merge_rounds
-from cpuft.config import BenchConfig, list_bench_cases
+from cpuft.config.bench import BenchConfig, list_bench_cases
 from cpuft.errors import CpuftError
 from cpuft.record import Measurement, bus_factor
 

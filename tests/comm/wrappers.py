@@ -23,7 +23,7 @@ from cpuft import comm
 from cpuft.comm.compression import powersgd
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import compress_gradients
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.zero1 import ShardedExchange
 from tests.comm.ranks import become_rank
 

@@ -60,7 +60,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
         {"interfaces": {"ib0": "10.0.0.3"}, "memlock": 65536, "mtus": {"ib0": 1500}},
     ),
     ("CPUFT-034", {"open_files": 64}),
-    ("CPUFT-038", {"host": Host("node3", slots=1), "lscpu": "0,0,0,0\n1,1,0,0\n2,2,1,1\n3,3,1,1\n"}),
+    ("CPUFT-038", {"host": Host("node3", slots=1), "lscpu": "".join(f"{n},{n},{n // 4},{n // 4}\n" for n in range(8))}),
     ("CPUFT-032", {"leftovers": ["pid 12: python -m cpuft.rank", "/var/tmp/cpuft-0123456789ab"]}),
     ("CPUFT-035", {"listening": {"hydra_pmi_proxy (pid 9), port 40000": "0.0.0.0"}}),
     ("CPUFT-037", {"kernels": ""}),
@@ -175,7 +175,7 @@ def test_equal_findings_share_an_entry_and_errors_come_first() -> None:
     text = format_findings(find_all(state), 4, len(CHECKS))
     assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
     assert "CPUFT-026 warning on node2, node3: 9.0 of 8 cores are busy" in text
-    assert text.endswith("4 hosts, 37 checks: 1 error, 2 warnings\n")
+    assert text.endswith("4 hosts, 38 checks: 1 error, 2 warnings\n")
 
 
 def test_each_build_of_the_kernels_is_named_with_its_hosts() -> None:

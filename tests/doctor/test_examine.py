@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.doctor import examine
 from cpuft.doctor.checks import find_all
 from cpuft.doctor.examine import choose_peers, examine_hosts, is_outside

@@ -15,30 +15,25 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from cpuft import argv, hardware, plan, serialization
+from cpuft import argv, hardware, serialization, steps
 from cpuft.cli.estimate import parse_hosts
 from cpuft.cli.options import read_config
 from cpuft.cli.stacks import format_dumps
-from cpuft.comm.selection import read_choice
-from cpuft.config import (
-    BenchConfig,
-    PredictConfig,
-    TrainConfig,
-    format_arguments,
-    list_bench_cases,
-    option_names,
-    parse_arguments,
-    parse_bit_rate,
-)
+from cpuft.comm.backend_choice import read_choice
+from cpuft.config.bench import BenchConfig, list_bench_cases
+from cpuft.config.fields import format_arguments, option_names, parse_arguments
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts import registry, ssh_config, topology
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import parse_version
 from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
+from cpuft.launch.run_state import format_state, parse_state
 from cpuft.launch.settings import user_variables
 from cpuft.launch.stack_dumps import parse_rank_dump, parse_stack
-from cpuft.launch.state import format_state, parse_state
+from cpuft.network import parse_bit_rate
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.plan import parse_ssh_from
@@ -77,7 +72,7 @@ from cpuft.train.data.chat import (
     read_chat_template,
     scan_chats,
 )
-from cpuft.train.data.pairs import read_pairs
+from cpuft.train.data.embedding_pairs import read_pairs
 from cpuft.train.data.recipe import parse_dimensions
 from cpuft.train.data.relevance import read_documents_to_predict, read_relevance
 from cpuft.train.data.retrieval import read_beir
@@ -341,7 +336,7 @@ _CPUINFO = "processor\t: 0\ncpu family\t: 6\nmodel\t: 1\nmodel name\t: X\nflags\
 _FACTS = vars(make_facts()) | {"allowed_cpus": [0, 1], "cpuinfo": _CPUINFO, "machine": "x86_64"}
 _FACTS = {name: value for name, value in _FACTS.items() if name not in ("cpu_model", "cpu_flags")}
 _PLAN = dataclasses.asdict(
-    plan.RunPlan(prepare=((plan.Step("w", ("a", "b"), (plan.Setting("n", "v", "r"),)),),), notes=("n",))
+    steps.RunPlan(prepare=((steps.Step("w", ("a", "b"), (steps.Setting("n", "v", "r"),)),),), notes=("n",))
 )
 
 _MODEL = {
@@ -426,7 +421,7 @@ PARSERS: dict[str, Parser] = {
     "parse_measurements": Parser(partial(parse_measurements, path="x"), _MEASURED),
     "parse_lines": Parser(partial(parse_lines, path="x"), _MEASURED),
     "load of a plan": Parser(
-        lambda text: serialization.load(plan.RunPlan, serialization.parse_json(text)),
+        lambda text: serialization.load(steps.RunPlan, serialization.parse_json(text)),
         values.damaged_json(_PLAN),
         (ValueError,),
     ),

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import LOCAL, Access, Assignment, Cluster, assign_ranks, gather_cluster, gather_facts
 from cpuft.hosts.hostfile import Host, parse_hostfile

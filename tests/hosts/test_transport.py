@@ -17,7 +17,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer, run_stage
 from cpuft.hosts import ssh_config
@@ -26,7 +26,7 @@ from cpuft.hosts.cluster import Access, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_config import parse_jumps
 from cpuft.hosts.transport import HostError, SshTransport, Transport, map_hosts
-from cpuft.plan import Plan, Setting, Step
+from cpuft.steps import Plan, Setting, Step
 from tests.provision.simulated import needs_root
 
 pytestmark = pytest.mark.real

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
@@ -23,9 +23,9 @@ from cpuft.launch.checkpoint_copies import CheckpointCopier, check_copy, choose_
 from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.results import fetch_and_clean_up, plan_results
 from cpuft.launch.resume import HostCopy, ResumedRun, check_newest_checkpoint, find_checkpoint_here, read_resumed_run
-from cpuft.launch.state import write_state
-from cpuft.plan import RunPlan
+from cpuft.launch.run_state import write_state
 from cpuft.record import Line, format_line
+from cpuft.steps import RunPlan
 from cpuft.train.checkpoint.files import keep_best, write_checkpoint
 from cpuft.transfer import connect, receive
 from tests.launch.test_inputs import AWAY
@@ -212,7 +212,7 @@ def test_a_sent_checkpoint_arrives_whole(tmp_path: Path, monkeypatch: pytest.Mon
     keep_best(write(run, 6))
     prefixes: dict[str, tuple[str, ...]] = {"b": ("sh", "-c")}
     cluster = replace(make_away("b"), command_prefixes=prefixes)
-    job = Job(LaunchConfig(), TRAIN)
+    job = Job(LaunchConfig(np=1), TRAIN)
     plan = plan_run(job, cluster, str(run), {}, ResumedRun(str(run), TRAIN, 1, 6, 64, (HostCopy(Host("b")),)))
     for (step,) in plan.inputs:
         command = [word.replace(cluster.folder, str(own)) for word in step.command]

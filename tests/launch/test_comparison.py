@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from cpuft.config import CompareConfig, TrainConfig
+from cpuft.config.compare import CompareConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Assignment, Cluster
+from cpuft.hosts.facts import gather
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
-from cpuft.launch.comparison import order_runs, refuse_different_precisions
-from cpuft.record import PHASES, read_record
+from cpuft.hosts.topology import HostFacts, parse_lscpu
+from cpuft.launch.comparison import limit_cores, order_runs, refuse_different_precisions
+from cpuft.launch.settings import plan_settings
+from cpuft.record import STEP_PHASES, read_record
 from cpuft.report.comparison import compare
 from tests.conftest import make_facts, run_cpuft
 
@@ -64,6 +73,44 @@ def test_runs_in_different_precisions_are_refused_before_the_first(
         refuse_different_precisions(clusters, TrainConfig(precision=precision), {})
 
 
+def test_with_equal_cores_a_rank_has_its_share_of_the_largest_run_in_every_run() -> None:
+    """Of 32 cores each of four ranks has 8, and so have one rank and each of two; a single core is shared."""
+
+    def list_threads(numbers: tuple[int, ...], facts: HostFacts) -> list[int]:
+        mpi, node = MpiImplementation("mpirun", "intel"), Host("node1")
+        clusters = {ranks: Cluster((Assignment(node, ranks),), (facts,), mpi) for ranks in numbers}
+        planned = [
+            plan_settings(cluster, LaunchConfig(np=ranks), "gloo", {})[1][0]
+            for ranks, cluster in limit_cores(clusters).items()
+        ]
+        return [int(one.value) for settings in planned for one in settings if one.name == "OMP_NUM_THREADS"]
+
+    assert list_threads((1, 2, 4), make_facts()) == [8, 8, 8]
+    assert list_threads((1, 2), replace(make_facts(), allowed_cpus=(5,))) == [1, 1]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_the_quickstart_compares_half_of_the_cores_with_all(cores: int, tmp_path: Path) -> None:
+    """Without its installation, and with a core that two ranks share where there is only one."""
+    found = parse_lscpu(str(gather([])["lscpu"]), tuple(os.sched_getaffinity(0)))
+    cpus = [str(core.threads[0]) for core in found[:cores]]
+    if len(cpus) < cores:
+        pytest.skip("two ranks need two cores")
+    for name, text in (("scripts/install", "exit"), (".venv/bin/cpuft", f'exec {sys.executable} -m cpuft "$@"')):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    shutil.copy(Path(__file__).parents[2] / "scripts/quickstart", tmp_path / "scripts")
+    command = ["taskset", "--cpu-list", ",".join(cpus), str(tmp_path / "scripts/quickstart"), "--dry-run"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    placed = re.findall(r"CPUFT_CORES[ =]'?([\d;,]+)", done.stdout)
+    assert list(dict.fromkeys(placed)) == [cpus[0], f"{cpus[0]};{cpus[-1]}"]
+    assert list(tmp_path.glob("tmp*")) == []
+
+
 def test_each_seed_is_a_round_of_its_own() -> None:
     assert order_runs((1, 2), CompareConfig(seeds=2)) == [(1, False, 1), (2, False, 1), (1, False, 2), (2, False, 2)]
     words = ("compare", "--np", "1", "--seeds", "2", "--seed", "5", "--run-dir", "all", "--dry-run")
@@ -89,7 +136,7 @@ def test_the_ideal_is_measured_with_independent_ranks() -> None:
     assert [len(line.compute_seconds) for line in (*run.steps, *ideal.steps)] == [2] * 8
     assert sum(line.bytes_sent for line in ideal.steps) == 0
     assert run.footer is not None
-    assert [list(phases) for phases in run.footer.phases] == [list(PHASES)] * 2
+    assert [list(phases) for phases in run.footer.phases] == [list(STEP_PHASES)] * 2
     (row,) = compare([run, ideal]).rows
     assert row.ideal is not None
     missing = row.ideal.step_seconds - row.ideal.ideal_seconds

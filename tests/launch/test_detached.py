@@ -21,7 +21,7 @@ from click.shell_completion import ShellComplete
 
 import cpuft
 from cpuft.cli import cli
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access, find_access, read_hosts
@@ -41,12 +41,16 @@ from cpuft.launch.detached import (
 )
 from cpuft.launch.detached_head import Description, Event, Order
 from cpuft.launch.inputs import LaunchNote, plan_secrets, save_note
-from cpuft.launch.state import RunState, write_state
+from cpuft.launch.run_state import RunState, write_state
 from cpuft.record import read_record
 from tests.launch.test_plan import make_cluster
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
+from tests.train.tiny import save_tiny
 
-TEXTS = ("--np", "2", "--task", "text", "--train-file", "book.txt", "--max-length", "32", "--precision", "fp32")
+TEXTS = (
+    *("--np", "2", "--task", "text", "--train-file", "book.txt", "--max-length", "32", "--precision", "fp32"),
+    *("--model", "tiny"),
+)
 QUIET = (
     *("--dropout", "0", "--backend", "gloo", "--no-save-model", "--no-check", "--no-fast-path", "--seed", "7"),
     *("--grad-compression", "none"),
@@ -368,6 +372,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
     ):
         lines = [f"The {word} boat sails past the {word} island in the morning.\n" for word in ("red", "old", "long")]
         (made.folder / "book.txt").write_text("".join(lines) * 60)
+        save_tiny(made.folder / "tiny")
         yield made
 
 
@@ -426,7 +431,7 @@ def test_a_run_goes_on_without_its_launcher_and_is_attached_to_from_elsewhere(
 
 @needs_root
 def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simulated) -> None:
-    run = start(cluster, "long", *TEXTS, *QUIET[:-2], "--batch-size", "2", "--max-steps", "40")
+    run = start(cluster, "long", *TEXTS, *QUIET[:-2], "--batch-size", "2", "--max-steps", "800")
     down = cluster.cpuft("provision", "down", cluster.name)
     assert (down.returncode, run in down.stderr) == (2, True), down.stderr
     wait_for_update(cluster)
@@ -436,12 +441,12 @@ def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simu
     folder = cluster.folder / "long"
     line, *_ = re.findall(rf"continue with (cpuft launch --resume {folder})\n", ended.stderr)
     made = len(read_record(str(folder)).steps)
-    assert 0 < made < 40
+    assert 0 < made < 800
     refused = cluster.cpuft("stop", run)
     assert (refused.returncode, "does not run any more" in refused.stderr) == (2, True)
     resumed = cluster.cpuft(*line.split()[1:], "--no-check")
     assert resumed.returncode == 0, resumed.stderr
-    assert len(read_record(str(folder)).steps) == 40
+    assert len(read_record(str(folder)).steps) == 800
 
 
 SHORT = ("--task", "demo", "--max-train-samples", "32", "--max-steps", "2", "--precision", "fp32")
@@ -469,7 +474,7 @@ def test_a_detached_comparison_and_a_detached_sweep_bring_their_reports(cluster:
 @pytest.mark.proof
 @needs_root
 def test_a_lost_head_host_is_told_with_the_command_that_resumes(cluster: Simulated) -> None:
-    run = start(cluster, "lost", *TEXTS, *QUIET, "--max-steps", "60", "--checkpoint-every", "1")
+    run = start(cluster, "lost", *TEXTS, *QUIET, "--max-steps", "2000", "--checkpoint-every", "1")
     wait_for_step(cluster, run, 10)
     cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "1")
     lost = cluster.cpuft("attach", run)
@@ -482,7 +487,7 @@ def test_a_lost_head_host_is_told_with_the_command_that_resumes(cluster: Simulat
     resumed = cluster.cpuft(*resume.split()[1:], "--train-file", "book.txt", "--no-check")
     assert resumed.returncode == 0, resumed.stderr
     record = read_record(str(cluster.folder / "lost"))
-    assert (len(record.steps), [line.step > 0 for line in record.resumptions]) == (60, [True])
+    assert (len(record.steps), [line.step > 0 for line in record.resumptions]) == (2000, [True])
 
 
 def wait_for_update(cluster: Simulated) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 from cpuft.launch.failures import (
     Failure,
     describe_absent,
@@ -164,6 +165,7 @@ def test_what_libraries_say_about_different_sizes_is_explained(text: str) -> Non
     assert cause == "killed by signal 6, because ranks passed different sizes to a collective operation"
     assert advice.startswith("pass tensors of the same shape and type on all ranks")
     assert explain_exit(1, f"{text}\nretried{RAISED}") == ("exit code 1", "")
+    assert explain_exit(255, text)[0].startswith("exit code 255, because")
     assert explain_exit(1, "Message truncated to 512 tokens") == ("exit code 1", "")
 
 

@@ -20,7 +20,10 @@ import pytest
 from cpuft import transfer
 from cpuft.argv import module_command
 from cpuft.cli import cli
-from cpuft.config import LaunchConfig, PredictConfig, ScriptConfig, TrainConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, TransientError
 from cpuft.execute import Answer, run_stage
 from cpuft.hosts import cluster as clusters
@@ -48,9 +51,9 @@ from cpuft.launch.relay import RelayOrder
 from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
-from cpuft.launch.state import LaterStartError, read_state
-from cpuft.plan import RunPlan, Step
+from cpuft.launch.run_state import LaterStartError, read_state
 from cpuft.serialization import load, parse_json
+from cpuft.steps import RunPlan, Step
 from cpuft.transfer import FILE, FROM_STREAM, connect, send, walk, walk_names
 from tests.conftest import make_facts
 from tests.records import make_state

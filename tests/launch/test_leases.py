@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
@@ -21,7 +22,7 @@ from cpuft.launch import leases
 from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import Job, plan_launch
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, run_launch
-from cpuft.plan import RunPlan
+from cpuft.steps import RunPlan
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
 
@@ -162,9 +163,9 @@ def test_leases_are_renewed_until_the_launch_has_ended(
     long = "fetch_and_clean_up" if is_finished else "run_with_restarts"
     monkeypatch.setattr(f"cpuft.launch.run.{long}", last)
     cluster = replace(AWAY, access=rent("a", "b"))
-    job = None if is_finished else Job(LaunchConfig(), TrainConfig(), ("true",))
+    job = None if is_finished else Job(LaunchConfig(np=1), TrainConfig(), ("true",))
     planned = PlannedLaunch(str(tmp_path / "run"), cluster, RunPlan(), job)
-    request = LaunchRequest(LaunchConfig(), TrainConfig(), ScriptConfig(), ("true",), "", frozenset(), "lines")
+    request = LaunchRequest(LaunchConfig(np=1), TrainConfig(), ScriptConfig(), ("true",), "", frozenset(), "lines")
     assert run_launch(request, planned, {"CPUFT_STATE": str(tmp_path)}, lambda line: None)[0] == 0
     time.sleep(0.3)
     before = len(asked)

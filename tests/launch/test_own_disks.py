@@ -292,7 +292,7 @@ def test_a_run_that_loses_its_head_host_is_restarted_and_finishes(job: tuple[str
     shown = [int(line.split("/")[0].removeprefix("step ")) for line in before if line.startswith("step ")]
     record = read_record(str(cluster.folder / run))
     (resumed,) = record.resumptions
-    assert resumed.because == f"host {cluster.hosts[0].name} was lost"
+    assert resumed.restart_reason == f"host {cluster.hosts[0].name} was lost"
     assert [rank.host for rank in resumed.ranks] == [f"{cluster.name}-{index}" for index in (2, 3)]
     assert resumed.step + resumed.repeated >= max(shown, default=0)
     assert [one.step for one in record.steps] == list(range(1, steps + 1))
@@ -348,7 +348,7 @@ def test_a_run_that_loses_a_worker_and_then_its_head_host_finishes(cluster: Simu
         assert process.wait(10) == 0, "".join(said)
     record = read_record(str(cluster.folder / "lasting"))
     last = record.resumptions[-1]
-    assert last.because == f"host {names[0]} was lost"
+    assert last.restart_reason == f"host {names[0]} was lost"
     taken_back = [f"{cluster.name}-{index}" for index in (2, 3)]
     assert ([rank.host for rank in last.ranks], last.lost_seconds > 0) == (taken_back, True)
     repair(cluster)
@@ -371,8 +371,11 @@ def test_a_host_with_an_interruption_notice_is_left_in_time(cluster: Simulated) 
     assert done.returncode == 0, done.stderr
     record = read_record(str(cluster.folder / "leaving"))
     (resumed,) = record.resumptions
-    assert (resumed.because, resumed.repeated) == (f"host {cluster.hosts[0].name} received an interruption notice", 0)
+    assert (resumed.restart_reason, resumed.repeated) == (
+        f"host {cluster.hosts[0].name} received an interruption notice",
+        0,
+    )
     assert [rank.host for rank in resumed.ranks] == [f"{cluster.name}-2", f"{cluster.name}-3"]
     assert [one.step for one in record.steps] == list(range(1, 17))
     others = ", ".join(host.name for host in cluster.hosts[1:])
-    assert f"cpuft: restart 1 of 3: {resumed.because}; 2 ranks on {others} continue after update " in done.stderr
+    assert f"cpuft: restart 1 of 3: {resumed.restart_reason}; 2 ranks on {others} continue after update " in done.stderr

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.mpi_implementations import MpiImplementation
@@ -25,9 +26,9 @@ from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.remote import run_attempt, run_on_head_host
 from cpuft.launch.results import HeadHostLostError
 from cpuft.launch.resume import ResumedRun
-from cpuft.launch.state import begin_state
+from cpuft.launch.run_state import begin_state
 from cpuft.launch.supervise import StopRequest
-from cpuft.plan import RunPlan, Step
+from cpuft.steps import RunPlan, Step
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
 pytestmark = needs_root
@@ -191,7 +192,7 @@ def test_a_launch_whose_inputs_cannot_be_sent_may_be_repeated(
     here = gather_cluster(LaunchConfig(), is_on_host_disk=True)
     run_dir, send = str(tmp_path / "run"), Step("send rows.csv to localhost", ("false",))
     resumed = ResumedRun(run_dir) if is_resumed else None
-    plan = plan_run(Job(LaunchConfig(), TrainConfig(), ("true",)), here, run_dir, {}, resumed)
+    plan = plan_run(Job(LaunchConfig(np=1), TrainConfig(), ("true",)), here, run_dir, {}, resumed)
     for _ in range(2):
         state = begin_state(here, run_dir, plan.owner)
         with pytest.raises(CpuftError, match=r"send rows\.csv to localhost: failed"):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
@@ -38,11 +39,11 @@ from cpuft.launch.restart import (
 )
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, find_newest_checkpoint
-from cpuft.launch.state import FINISHED, LaterStartError, StateWriter, format_state, write_state
-from cpuft.plan import RunPlan, Step
+from cpuft.launch.run_state import FINISHED, LaterStartError, StateWriter, format_state, write_state
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import read_measurements
+from cpuft.steps import RunPlan, Step
 from tests.launch.test_plan import make_cluster
 from tests.launch.test_resume import HEADER, TRAIN, write_run
 from tests.records import make_state, make_steps
@@ -54,7 +55,7 @@ def cluster() -> Cluster:
 
 
 def script(restarts: int, **options: float) -> Job:
-    return Job(LaunchConfig(max_restarts=restarts, **options), TrainConfig(), ("true",))  # type: ignore[arg-type]
+    return Job(LaunchConfig(**{"np": 1, "max_restarts": restarts} | options), TrainConfig(), ("true",))  # type: ignore[arg-type]
 
 
 def run(
@@ -474,7 +475,7 @@ def test_a_dry_run_shows_the_number_of_restarts(cluster: Cluster) -> None:
     assert describe_limit(script(2), cluster) == (told,)
     assert describe_limit(script(-1), cluster) == ()
     assert describe_limit(script(2, np=3, min_np=2), cluster) == (f"{told}, with at least 2 ranks",)
-    assert find_limit(Job(LaunchConfig(max_restarts=3), TrainConfig(engine="ipex")), cluster) == 0
+    assert find_limit(Job(LaunchConfig(np=1, max_restarts=3), TrainConfig(engine="ipex")), cluster) == 0
     with pytest.raises(CpuftError, match="--min-np 2 is more than --np 1: lower --min-np"):
         describe_limit(script(2, min_np=2), cluster)
 

@@ -25,8 +25,8 @@ from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import results
 from cpuft.launch.results import NotStoredError, fetch_and_clean_up, fetch_results, plan_results
-from cpuft.launch.state import StateWriter, read_state, write_state
-from cpuft.plan import RunPlan, Step
+from cpuft.launch.run_state import StateWriter, read_state, write_state
+from cpuft.steps import RunPlan, Step
 from cpuft.transfer import FROM_STREAM
 from tests.launch.test_inputs import AWAY
 from tests.records import make_state

@@ -15,7 +15,8 @@ from typing import IO, Any
 import pytest
 
 from cpuft.argv import pack_argv
-from cpuft.config import LaunchConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import STATE_FILE, Access, Cluster, gather_cluster, read_host_folder
@@ -36,11 +37,11 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
-from cpuft.launch.state import FINISHED, INTERRUPTED, read_state, write_state
+from cpuft.launch.run_state import FINISHED, INTERRUPTED, read_state, write_state
 from cpuft.launch.supervise import run_on_this_machine
-from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank import describe_run
 from cpuft.record import Line, RecordedRank, ResumedLine, Writer, format_line, read_measurements
+from cpuft.steps import Plan, RunPlan, Step
 from tests.conftest import run_cpuft
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
@@ -534,7 +535,7 @@ def test_the_folder_on_hosts_is_found_from_whichever_machine_has_the_run_folder(
     """A container has another host name than the one before it, and may have the run folder under another path."""
     run, asked = tmp_path / "runs/a 0", list[str]()
     away = replace(make_cluster((1,)), works_remotely=True, command_prefixes={"node1": ("sh", "-c")})
-    job = Job(LaunchConfig(), TRAIN, ("true",))
+    job = Job(LaunchConfig(np=1), TRAIN, ("true",))
     plan = plan_run(job, away, str(run), {})
     ((make,),) = plan.make
     assert claim(plan) == 0
@@ -565,7 +566,7 @@ def test_two_launchers_with_the_same_paths_do_not_share_a_folder_on_hosts() -> N
 def test_a_new_run_does_not_take_an_existing_folder(tmp_path: Path) -> None:
     """Another launch may have made it since the plan was made."""
     away = replace(make_cluster((1,)), works_remotely=True)
-    plan = plan_run(Job(LaunchConfig(), TRAIN, ("true",)), away, str(tmp_path / "run"), {})
+    plan = plan_run(Job(LaunchConfig(np=1), TRAIN, ("true",)), away, str(tmp_path / "run"), {})
     assert (claim(plan), claim(plan)) == (0, 1)
 
 

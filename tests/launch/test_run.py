@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
-from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 from cpuft.hosts.cluster import LOCAL
 from cpuft.launch.resume import HostCopy, ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
-from cpuft.launch.state import FINISHED
+from cpuft.launch.run_state import FINISHED
 from cpuft.record import Record, read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 from tests.records import make_state
+from tests.train.tiny import save_tiny
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 DEMO = ("--task", "demo", "--max-train-samples", "128", "--max-steps", "4", "--batch-size", "16")
@@ -52,7 +54,7 @@ def test_a_resumed_run_stays_on_the_disk_of_the_host_where_it_began(
     finished_on = LOCAL.name if copy.is_finished else ""
     resumed = ResumedRun(str(tmp_path / "run"), host_copies=(copy,), finished_on=finished_on)
     monkeypatch.setattr("cpuft.launch.run.gather_resumed_run", lambda *given: resumed)
-    request = LaunchRequest(LaunchConfig(), TrainConfig(), ScriptConfig(), ("true",), "run", frozenset(), "lines")
+    request = LaunchRequest(LaunchConfig(np=1), TrainConfig(), ScriptConfig(), ("true",), "run", frozenset(), "lines")
     with ExitStack() as sessions:
         planned = plan_request(request, {}, print, None, sessions)
     assert planned.cluster.works_remotely == is_on_host_disk
@@ -241,7 +243,8 @@ def test_the_printed_plan_trains_too(tmp_path: Path) -> None:
 
 
 def test_compare_reports(tmp_path: Path) -> None:
-    done = run_cpuft("compare", "--np", "1,2", "--scaling", "strong", "--run-dir", "all", *SHORT)
+    tiny = save_tiny(tmp_path / "tiny")
+    done = run_cpuft("compare", "--np", "1,2", "--scaling", "strong", "--run-dir", "all", *SHORT, "--model", tiny)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"report: {tmp_path}/all/report.md"
     report = json.loads(run_cpuft("report", "all", "--json").stdout)

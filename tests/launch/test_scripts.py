@@ -243,7 +243,7 @@ def test_a_rank_that_runs_out_of_memory_is_named_with_the_cause(small_group: Pat
 DIFFERENT = """
 import os, torch
 from cpuft.rank.world import parse_world
-from cpuft.train.process_group import join_process_group, prove_equal_parameters
+from cpuft.train.ranks import join_process_group, prove_equal_parameters
 from cpuft.errors import CpuftError
 model, world = torch.nn.Linear(2, 2), parse_world(os.environ)
 with join_process_group(world, "gloo", 30):
@@ -264,7 +264,7 @@ def test_different_parameters_name_the_rank() -> None:
 MOVED = """
 import os
 from cpuft.rank.world import parse_world
-from cpuft.train.process_group import join_process_group, check_ranks
+from cpuft.train.ranks import join_process_group, check_ranks
 os.environ["RANK"] == "1" and os.sched_setaffinity(0, {0, 1})
 world = parse_world(os.environ)
 with join_process_group(world, "gloo", 30):

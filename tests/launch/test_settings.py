@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import has_efa
 from cpuft.hosts.topology import Interface, RankCores, choose_interface
@@ -15,13 +16,15 @@ from cpuft.launch.settings import (
     forwarded_settings,
     host_settings,
     keep_user_values,
+    plan_settings,
     shared_settings,
     unexportable_names,
     user_set_names,
     user_variables,
 )
-from cpuft.plan import Setting
+from cpuft.steps import Setting
 from tests.conftest import make_facts
+from tests.launch.test_plan import make_cluster, settings_of
 
 
 def test_interface_is_the_one_that_routes_to_the_others() -> None:
@@ -115,3 +118,48 @@ def test_allocators_are_set_to_keep_freed_memory(libraries: dict[str, str], expe
     facts = dataclasses.replace(make_facts(1), libraries=libraries)
     settings = host_settings(facts, loopback, (RankCores((0, 1)),), True, "")
     assert [s.name for s in settings if s.name.startswith(("GLIBC_", "LD_", "MALLOC_"))] == expected
+
+
+def test_the_recipes_settings_on_its_machine() -> None:
+    """Of 32 cores, four are for communication and 28 for OpenMP, as in the published recipe."""
+    (first, _) = settings_of(make_cluster((1, 1)), LaunchConfig(np=2), "ccl")
+    assert first["OMP_NUM_THREADS"] == "28"
+    assert first["I_MPI_PIN_DOMAIN"] == "[0xfffffff0]"
+    assert first["CCL_WORKER_COUNT"] == "4"
+    assert first["CCL_WORKER_AFFINITY"] == "0,1,2,3"
+    assert first["MASTER_ADDR"] == "10.0.0.1"
+    assert first["GLOO_SOCKET_IFNAME"] == "ens5"
+
+
+def test_each_host_has_settings_from_its_own_cores() -> None:
+    cluster = make_cluster((1, 1))
+    small = make_facts(2, sockets=1, cores=8, target="10.0.0.1")
+    cluster = dataclasses.replace(cluster, facts=(cluster.facts[0], small))
+    threads = [host["OMP_NUM_THREADS"] for host in settings_of(cluster, LaunchConfig(np=2), "gloo")]
+    assert threads == ["32", "8"]
+
+
+def test_either_mpirun_or_cpuft_pins_the_ranks() -> None:
+    (host,) = settings_of(make_cluster((2,)), LaunchConfig(np=2), "gloo")
+    assert ("I_MPI_PIN_DOMAIN" in host, "CPUFT_PIN" in host) == (True, False)
+    (host,) = settings_of(make_cluster((2,), "openmpi"), LaunchConfig(np=2), "gloo")
+    assert ("I_MPI_PIN_DOMAIN" in host, host["CPUFT_PIN"]) == (False, "rank")
+    (host,) = settings_of(make_cluster((2,)), LaunchConfig(np=2), "gloo", I_MPI_PIN_DOMAIN="socket")
+    assert (host["I_MPI_PIN_DOMAIN"], "CPUFT_CORES" in host) == ("socket", False)
+
+
+@pytest.mark.parametrize(
+    "hosts, boots, expected",
+    ((1, 1, ("shm", "1")), (2, 2, ("shm:ofi", "1")), (2, 1, ("ofi", "0"))),
+    ids=("one host", "two hosts", "two hosts that are one machine"),
+)
+def test_when_ranks_use_shared_memory(hosts: int, boots: int, expected: tuple[str, str]) -> None:
+    cluster = make_cluster((2 // hosts,) * hosts)
+    facts = tuple(dataclasses.replace(one, boot_id=str(at % boots)) for at, one in enumerate(cluster.facts))
+    shared = settings_of(dataclasses.replace(cluster, facts=facts), LaunchConfig(np=2), "gloo")[0]
+    assert (shared["I_MPI_FABRICS"], shared["CCL_ATL_SHM"]) == expected
+
+
+def test_too_many_comm_cores() -> None:
+    with pytest.raises(CpuftError, match="16 ranks on 32 cores have 2 cores each, and communication takes 2"):
+        plan_settings(make_cluster((16,)), LaunchConfig(np=16, comm_cores=2), "ccl", {})

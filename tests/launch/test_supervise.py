@@ -27,8 +27,8 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch import supervise
 from cpuft.launch.remote import AttemptOrder
 from cpuft.launch.resume import remove_empty_run
+from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
 from cpuft.launch.stack_dumps import Diagnosis
-from cpuft.launch.state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
 from cpuft.launch.supervise import (
     LogTail,
     NotStartedError,
@@ -37,12 +37,12 @@ from cpuft.launch.supervise import (
     Watchdog,
     run_on_this_machine,
 )
-from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank import kill
 from cpuft.rank.diagnostics import HANG_MARK
 from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.process import ENDED_MARK, STARTED_MARK, WAITS_MARK, format_failure
 from cpuft.rank.world import World
+from cpuft.steps import RunPlan, Setting, Step
 from cpuft.transfer import open_locked
 from tests.launch.test_failures import error_log
 from tests.records import make_state

@@ -15,13 +15,13 @@ from click.testing import CliRunner
 
 from cpuft import execute
 from cpuft.cli.provision import make_verb, provision
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import Entry, format_entry
-from cpuft.plan import Plan, Step
 from cpuft.provision.base import PROVIDERS, Kind, Provider, lock, reconcile, run_stages
 from cpuft.provision.cluster_files import plan_file, plan_removal
+from cpuft.steps import Plan, Step
 
 STEP = Step("make it", ("true",))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.plan import Plan
 from cpuft.provision.image import (
     ImageFacts,
     format_install,
@@ -23,6 +22,7 @@ from cpuft.provision.image import (
 )
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.wheels import EXTRAS, Supply, Wheel, make_own_wheel, make_stamp
+from cpuft.steps import Plan
 
 AMI = Path(__file__).parents[2] / "ami"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import parse_bit_rate
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import format_entry, read_entry
+from cpuft.network import parse_bit_rate
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.options import LocalConfig
 from cpuft.provision.simulated import (

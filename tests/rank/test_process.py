@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.files import take_secrets
 from cpuft.rank.process import (
     FAILED_MARK,
     abort_job,
@@ -22,6 +21,7 @@ from cpuft.rank.process import (
     refuse_later_start,
     remove_abandoned_memory,
 )
+from cpuft.secret_variables import take_secrets
 
 
 def _segment(folder: Path, name: str, age: float) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cpuft.record import EvaluationLine, Record
-from tests.records import make_record, make_steps
+from tests.records import make_record, make_steps, with_rate
 
 
 def make_runs(numbers: tuple[int, ...], steps: int = 345, ideal: bool = True) -> list[Record]:
@@ -34,3 +34,11 @@ def make_runs(numbers: tuple[int, ...], steps: int = 345, ideal: bool = True) ->
             alone = replace(runs[-1], header=replace(header, independent=True), steps=apart, evaluations=[])
             runs.append(replace(alone, path=f"runs/ideal-{ranks}"))
     return runs
+
+
+def make_equal_cores(speedup: float, **changes: Any) -> list[Record]:
+    """One rank on 8 of 16 cores, and two on all of them, which wait for a tenth of the time."""
+    two = make_record(2, 1, **changes)
+    one = with_rate(make_record(1), 10.0)
+    one = replace(one, header=replace(one.header, ranks=two.header.ranks[:1]))
+    return [one, replace(with_rate(two, 10 * speedup), steps=make_steps(20, [0.3], 0.4))]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from cpuft.cli import cli
 from cpuft.errors import CpuftError
 from cpuft.record import EvaluationLine, Line, Record, ResumedLine, StepLine, format_line
 from cpuft.report.comparison import MISSING_TIME, compare, compare_with_ideal, count_common
-from cpuft.report.page import find_runs, format_verdict, host_row, write_page, write_report
+from cpuft.report.page import find_runs, host_row, write_page, write_report
 from cpuft.report.significance import half_width
-from cpuft.report.tables import format_markdown, format_text, format_title, table_rows, to_json
+from cpuft.report.tables import format_markdown, format_text, format_title, format_verdict, table_rows, to_json
 from tests.conftest import Golden
 from tests.records import make_record, make_steps, with_rate
 
@@ -356,8 +357,8 @@ def test_a_run_that_was_started_again_says_what_that_took() -> None:
     record = make_record(4)
     line = ResumedLine(12, 3, 3, record.header.ranks[:3], "ccl", "bf16", "", "2026-01-01T00:00:00+00:00")
     again = [
-        dataclasses.replace(line, lost_seconds=21.4, because="host node2 was lost"),
-        dataclasses.replace(line, repeated=1, world_size=4, lost_seconds=10.2, because="the master was lost"),
+        dataclasses.replace(line, lost_seconds=21.4, restart_reason="host node2 was lost"),
+        dataclasses.replace(line, repeated=1, world_size=4, lost_seconds=10.2, restart_reason="the master was lost"),
     ]
     same = dataclasses.replace(line, world_size=4)
     assert compare([dataclasses.replace(record, resumptions=[same])]).notes == compare([record]).notes
@@ -393,7 +394,7 @@ def test_names_are_neither_cells_nor_html_in_markdown() -> None:
     assert text.startswith("## mrpc with &lt;b&gt;a\\|b&lt;/b&gt; x, 3 epochs, bf16\n")
     assert "&lt;i&gt;\\|" in text
     assert "<" not in text
-    heading, line, row = (text.splitlines()[at].replace("\\|", "").count("|") for at in (2, 3, 4))
+    heading, line, row = (text.splitlines()[at].replace("\\|", "").count("|") for at in (4, 5, 6))
     assert heading == line == row
 
 
@@ -476,6 +477,11 @@ def test_a_folder_of_many_runs_is_a_table_for_each_job(tmp_path: Path, monkeypat
     assert done.stderr == "skipped, because these runs are not finished: runs/unfinished\n"
     page = CliRunner().invoke(cli, ["report", "runs", "--html"])
     assert "runs/a/record.jsonl and runs/c/record.jsonl are not the same job" in str(page.exception)
+    shutil.rmtree("runs/c")
+    page = CliRunner().invoke(cli, ["report", "runs", "--html"])
+    assert page.exit_code == 0, page.output
+    told = "<li>left out, because these runs are not finished: unfinished (1 step recorded).</li>"
+    assert told in Path("runs/report.html").read_text(encoding="utf-8")
     named = CliRunner().invoke(cli, ["report", "runs/a", "runs/unfinished"])
     assert "runs/unfinished/record.jsonl is not complete" in str(named.exception)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cpuft.compressions import count_buckets, count_coding_seconds
 from cpuft.errors import CpuftError
-from cpuft.hardware import ETHERNET
+from cpuft.network import ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Measurement, Record, ResumedLine
 from cpuft.report import estimate
 from cpuft.report.estimate import (
@@ -279,8 +279,8 @@ def test_with_error_feedback_a_host_sends_its_own_rows_and_receives_the_means_of
 
 
 def test_a_control_group_allows_less_than_the_cores_there_are() -> None:
-    assert read_job(recorded(cores_allowed=0.5)).cores == 0.5
-    assert read_job(recorded(cores_allowed=64.0)).cores == 16
+    assert read_job(recorded(cpu_quota=0.5)).cores == 0.5
+    assert read_job(recorded(cpu_quota=64.0)).cores == 16
 
 
 def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:

@@ -17,14 +17,15 @@ import pytest
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError, install_command
-from cpuft.record import EvaluationLine
+from cpuft.record import EvaluationLine, ResumedLine
 from cpuft.report.comparison import compare
 from cpuft.report.estimate import Estimate, estimates_to_json
-from cpuft.report.page import format_verdict, read_estimates, write_page
+from cpuft.report.page import read_estimates, write_page
 from cpuft.report.plots import label_runs, phases_of, thin
+from cpuft.report.tables import format_text, format_verdict
 from tests.conftest import run_cpuft
-from tests.records import make_record, with_rate
-from tests.report.page import make_runs
+from tests.records import make_record, make_steps, with_rate
+from tests.report.page import make_equal_cores, make_runs
 from tests.report.test_comparison import write_record
 
 ESTIMATES = [Estimate(hosts, 1.3, 24.0 * hosts, 20.0 * hosts, 27.0 * hosts, 0.9, 100, 0, 0, 0) for hosts in (1, 2, 16)]
@@ -82,6 +83,9 @@ def test_values_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
         assert write_page([changed], tmp_path / "page.html").exists()
 
 
+WEAK = " Each update has 64 examples instead of 32 (weak scaling)."
+
+
 @pytest.mark.parametrize(
     "rates, verdict",
     [
@@ -98,25 +102,26 @@ def test_values_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
 )
 def test_the_verdict(rates: list[tuple[float, float]], verdict: str) -> None:
     records = [with_rate(make_record(np, np), rate) for pair in rates for np, rate in zip((1, 2), pair)]
-    assert format_verdict(compare(records)) == verdict
+    assert format_verdict(compare(records)) == verdict + WEAK
 
 
 def test_the_verdict_says_that_the_ranks_share_cores() -> None:
     one, two = with_rate(make_record(1), 100.0), with_rate(make_record(2, 1), 119.0)
     assert format_verdict(compare([one, two])) == (
         "On the same 16 cores, 2 ranks on 1 host are 1.19 times as fast as 1 rank on 1 host: more ranks, but no more "
-        "hardware."
+        f"hardware.{WEAK}"
     )
     again = [with_rate(make_record(1), 100.0), with_rate(make_record(2, 1), 90.0)]
     assert format_verdict(compare([one, two, *again])) == (
         "There is no clear difference in speed between 2 ranks on 1 host and 1 rank on 1 host on the same 16 cores."
+        f"{WEAK}"
     )
 
 
 def test_verdicts_of_one_run_and_against_the_ideal() -> None:
     alone = with_rate(make_record(2, 1), 18.0)
     assert format_verdict(compare([alone])) == "2 ranks on 1 host: 18.0 samples/s, accuracy 0.7700, f1 0.8400."
-    assert format_verdict(compare(make_runs((1, 2)))).endswith("and 86% of the ideal.")
+    assert format_verdict(compare(make_runs((1, 2)))).endswith(f"and 86% of the ideal.{WEAK}")
 
 
 def test_a_verdict_claims_nothing_inside_the_ideals_interval() -> None:
@@ -126,7 +131,93 @@ def test_a_verdict_claims_nothing_inside_the_ideals_interval() -> None:
         ideal, steps=[dataclasses.replace(line, compute_seconds=[1.2, 1.2]) for line in ideal.steps]
     )
     verdict = format_verdict(compare([run for runs in rounds for run in runs]))
-    assert verdict.endswith("87% of 2 times, with no clear difference from the ideal.")
+    assert verdict.endswith(f"87% of 2 times, with no clear difference from the ideal.{WEAK}")
+
+
+def test_ranks_with_equal_cores_of_one_host_stand_for_hosts() -> None:
+    comparison = compare(make_equal_cores(1.9, global_batch=32))
+    assert format_verdict(comparison) == (
+        "2 ranks on 16 cores are 1.90 times as fast as 1 rank on 8 cores: 95% of 2 times. That is about what a second "
+        "host of 8 cores would give."
+    )
+    assert " ".join(format_text(comparison).splitlines()[1:3]) == format_verdict(comparison)
+    (note,) = [
+        note for note in comparison.notes if note.startswith("each rank has 8 cores of one host, as if it had a")
+    ]
+    assert note.endswith("which is slower: cpuft estimate runs/np-1 --bandwidth 1gbit shows by how much.")
+    assert not [note for note in comparison.notes if "misses" in note]
+    one, two = make_equal_cores(1.9)
+    few = dataclasses.replace(one.header.ranks[0], cpus=[0, 1])
+    uneven = dataclasses.replace(one, header=dataclasses.replace(one.header, ranks=[few]))
+    assert format_verdict(compare([uneven, two])).startswith(
+        "2 ranks on 1 host are 1.90 times as fast as 1 rank on 1 host"
+    )
+    four = dataclasses.replace(two.header, world_size=4, ranks=make_record(4, 2).header.ranks)
+    apart = format_verdict(compare([one, with_rate(dataclasses.replace(two, header=four), 19.0)]))
+    assert apart.startswith("4 ranks on 2 hosts are 1.90 times as fast as 1 rank on 1 host")
+
+
+def test_what_limits_ranks_of_one_host_is_told() -> None:
+    one, two = make_equal_cores(1.5, global_batch=32)
+    two = dataclasses.replace(two, steps=make_steps(20, [0.3], 0.4, waited=0.04))
+    said = (
+        "np 2 misses 25% of a linear speedup: it waits for gradients in 10% of its time. What else is missing is "
+        "slower computing: smaller batches, memory or a physical core that the ranks share, or other programs on this "
+        "machine."
+    )
+    comparison = compare([one, two])
+    assert said in comparison.notes
+    assert format_verdict(comparison).endswith(
+        "75% of 2 times. The notes say what limits ranks that share a host; a second host of 8 cores may give more."
+    )
+
+
+def test_without_a_clear_difference_nothing_is_promised_of_a_second_host() -> None:
+    verdict = format_verdict(
+        compare([*make_equal_cores(1.9, global_batch=32), *make_equal_cores(0.5, global_batch=32)])
+    )
+    assert verdict == "There is no clear difference in speed between 2 ranks on 16 cores and 1 rank on 8 cores."
+
+
+def list_headings(page: Path) -> list[str]:
+    return re.findall("<h2>(.*?)</h2>", page.read_text(encoding="utf-8"))
+
+
+def test_a_single_point_is_no_plot(tmp_path: Path) -> None:
+    """Of two numbers of ranks one speedup is 1; what was evaluated once stands in the table."""
+    runs = make_runs((1, 2), ideal=False)
+    page = write_page(runs, tmp_path / "page.html")
+    assert "Speed" not in list_headings(page)
+    assert "accuracy over examples." in page.read_text(encoding="utf-8")
+    once = [dataclasses.replace(run, evaluations=run.evaluations[-1:]) for run in runs]
+    text = write_page(once, page).read_text(encoding="utf-8")
+    assert "Loss over examples." in text
+    assert "accuracy over" not in text
+    assert "<td>0.8000</td>" in text
+    write_page([dataclasses.replace(run, steps=run.steps[:1]) for run in once], page)
+    assert "Loss and metric" not in list_headings(page)
+    write_page(runs, page, ESTIMATES)
+    assert "Speed" in list_headings(page)
+
+
+def test_options_with_their_defaults_are_folded(tmp_path: Path) -> None:
+    runs = make_runs((1, 2), ideal=False)
+    options = runs[0].header.options | {"backend": "auto"}
+    runs[0] = dataclasses.replace(runs[0], header=dataclasses.replace(runs[0].header, options=options))
+    text = write_page(runs, tmp_path / "page.html").read_text(encoding="utf-8")
+    shown, folded = text[text.index("<h2>Settings</h2>") :].split("<details>")
+    # The second record does not tell the backend.
+    told = [("learning rate", "2e-05"), ("backend", "auto, null")]
+    assert re.findall("<tr><td>(.*?)</td><td>(.*?)</td></tr>", shown) == told
+    assert "<td>epochs</td>" in folded
+    assert "<td>torch</td>" in folded
+
+
+def test_a_page_tells_restarts(tmp_path: Path) -> None:
+    (run,) = make_runs((2,), ideal=False)
+    line = ResumedLine(12, 3, 1, run.header.ranks[:1], "ccl", "bf16", "", "2026-01-01T00:00:00+00:00", 21.4, "a & b")
+    page = write_page([dataclasses.replace(run, resumptions=[line, line])], tmp_path / "page.html")
+    assert "was restarted 2 times, on 1 and 1 ranks" in page.read_text(encoding="utf-8")
 
 
 def test_older_records_and_runs_of_one_size() -> None:
@@ -194,13 +285,15 @@ onload = () => {
   const page = document.querySelector("iframe").contentDocument, root = page.documentElement;
   const out = [...page.querySelectorAll("body *")].filter(one => !one.closest(".wide > *")
     && one.getBoundingClientRect().right > root.clientWidth + 0.5).map(one => one.tagName);
-  const small = [...page.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().height < 50).length;
+  const small = [...page.querySelectorAll(".figures svg")].filter(
+    one => one.getBoundingClientRect().height < 50).length;
   const ink = page.defaultView.getComputedStyle(page.querySelector("svg text")).fill;
   const paper = page.defaultView.getComputedStyle(page.body).backgroundColor;
   const clip = [...page.querySelectorAll("svg")].flatMap(svg => [...svg.querySelectorAll("text")].filter(text =>
     text.getBoundingClientRect().right > svg.getBoundingClientRect().right + 2).map(text => text.textContent));
   document.querySelector("pre").textContent = JSON.stringify({ width: root.clientWidth, scroll: root.scrollWidth,
-    figures: page.querySelectorAll("svg").length, out, small, clip, ink, paper });
+    figures: page.querySelectorAll(".figures svg").length,
+    hosts: page.querySelectorAll(".hosts svg").length, out, small, clip, ink, paper });
 };
 </script>"""
 
@@ -235,6 +328,7 @@ def test_a_browser_shows_it(width: int, dark: bool, ink: str, paper: str, tmp_pa
         "width": width,
         "scroll": width,
         "figures": 7,
+        "hosts": 7,
         "out": [],
         "small": 0,
         "clip": [],

@@ -354,6 +354,19 @@ def test_the_state_of_a_slurm_job_is_shown(
     assert run(capsys, "status", "slurm:12") == (0, f"slurm:12 {told}: step 2\n", "")
 
 
+def test_a_log_that_cannot_be_read_now_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_slurm("RUNNING")
+    Path("x 12.out").write_text("step 1\n")
+
+    def fail(path: Path, **how: str) -> str:
+        raise OSError(116, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert run(capsys, "status", "slurm:12") == (0, "slurm:12 RUNNING\n", "")
+
+
 def test_a_slurm_job_is_cancelled(capsys: pytest.CaptureFixture[str]) -> None:
     add_slurm("RUNNING")
     add_program("scancel", SAY)

@@ -21,7 +21,7 @@ from typing import Any, cast
 import pytest
 
 from cpuft import execute
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, Interrupted
 from cpuft.execute import Answer
 from cpuft.hosts.hostfile import Host

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.comm.compression.embedding_rows import find_embedding
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World, parse_world
 from cpuft.train.data.archive import read_prepared
@@ -28,7 +28,7 @@ from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import train
 from cpuft.train.model import find_model
 from cpuft.train.objective.table import make_objective
-from cpuft.train.process_group import prove_equal_parameters
+from cpuft.train.ranks import prove_equal_parameters
 from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import become_rank
 from tests.train.tiny import WORDS

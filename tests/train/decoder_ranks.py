@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import train
 from cpuft.train.objective.table import make_objective
-from cpuft.train.process_group import prove_equal_parameters
+from cpuft.train.ranks import prove_equal_parameters
 from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import become_rank
 

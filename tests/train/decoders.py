@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.checkpoint.policy import CheckpointWriter, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.loop import train
-from cpuft.train.process_group import checksum_parameters
+from cpuft.train.ranks import checksum_parameters
 from cpuft.train.setup import TrainingSetup
 from tests.train.checkpoint.training import HEADER
 from tests.train.decoder_ranks import ALONE, make_setup

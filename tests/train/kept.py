@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.optimizer import make_optimizer
 from cpuft.train.precision import autocast
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForMaskedLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Prepared, read_prepared
 from cpuft.train.data.order import plan_updates
 from cpuft.train.model import find_model

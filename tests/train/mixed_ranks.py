@@ -24,7 +24,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402  (torch reads the variables)
 
 from cpuft.comm.registration import exit_process  # noqa: E402
-from cpuft.config import TrainConfig, WorkerConfig  # noqa: E402
+from cpuft.config.train import TrainConfig, WorkerConfig  # noqa: E402
 from cpuft.errors import CpuftError  # noqa: E402
 from cpuft.train import evaluate  # noqa: E402
 from cpuft.train.checkpoint.policy import Checkpoints  # noqa: E402

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from tests.train.tiny import save_tiny
 
 COLOURS = ("red", "green", "blue", "white", "black", "brown")

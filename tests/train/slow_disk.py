@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.config import WorkerConfig
+from cpuft.config.train import WorkerConfig
 from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.run import finish
 from tests.comm.ranks import become_rank

@@ -18,7 +18,7 @@ import transformers
 from torch._C._distributed_c10d import HashStore
 
 from cpuft.comm.compression.embedding_rows import check_lookups, find_embedding
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare, warn_of_unknown

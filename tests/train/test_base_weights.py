@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from cpuft.config import TrainConfig, refuse_conflicts
+from cpuft.config.conflicts import refuse_conflicts
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import kernels_for, plain_torch
 from cpuft.train.base_weights import find_weight_files
@@ -349,7 +350,7 @@ _SHARING = """
 import json, sys, time
 from pathlib import Path
 import torch
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.kernels import plain_torch
 from cpuft.train.objective.next_token import Chat

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Prepared
 from cpuft.train.fast.acceleration import patch_model
 from cpuft.train.lora import add_adapters

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from transformers import AutoTokenizer
 
-from cpuft.config import TrainConfig, refuse_conflicts
+from cpuft.config.conflicts import refuse_conflicts
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
 from cpuft.train.data.archive import read_prepared

@@ -16,7 +16,8 @@ import torch
 from pyarrow import parquet
 
 import cpuft.train.write_embeddings
-from cpuft.config import PredictConfig, format_arguments
+from cpuft.config.fields import format_arguments
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
 from cpuft.train.embed_on_hosts import CHECK, check_request, refuse_other_models
@@ -29,15 +30,15 @@ TEXTS = [f"a cat number {number} \u00e9 " * (number % 5) for number in range(500
 RANK = """
 # Only rank 0 is told which file it is.
 import os, sys
-from cpuft.train import embed_on_hosts, embedding
-own, calls = embedding.Embedder.embed_encoded, []
+from cpuft.train import embed_on_hosts, embedder
+own, calls = embedder.Embedder.embed_encoded, []
 def fail(*words):
     calls.append(words)
     if len(calls) == 2:
         raise MemoryError("a rank without memory")
     return own(*words)
 if os.environ["PMI_RANK"] == os.environ.get("FAILING_RANK"):
-    embedding.Embedder.embed_encoded = fail
+    embedder.Embedder.embed_encoded = fail
 if os.environ["PMI_RANK"] != "0":
     sys.argv.append("--file=none")
 embed_on_hosts.main()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import ENGINES as NAMES
-from cpuft.config import TrainConfig
+from cpuft.config.train import ENGINES as NAMES
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.engines import ENGINES, IPEX, ORT, check_engine, find_problem, name_packages
 from tests.conftest import run_cpuft

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.record import EvaluationLine, Record, read_record
 from cpuft.train.data.sources import read_data
 from cpuft.train.evaluate import find_best, should_stop_early

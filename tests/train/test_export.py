@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.config import ExportConfig
+from cpuft.config.export import ExportConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
-from cpuft.train.embedding import Embedder
+from cpuft.train.embedder import Embedder
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.export import (
     MAX_DIFFERENCE,
-    Contestant,
+    ValidatedModel,
     Validation,
     check_graph,
+    choose_export_folder,
     export,
-    find_losses,
+    find_metric_drops,
     format_validation,
     largest_difference,
     make_sample,
-    name_output,
 )
 from cpuft.train.graphs import Graph, GraphOutput, OnnxGraph
 from cpuft.train.predict import make_run_model, read_finished_run, tokenize_splits
@@ -129,7 +129,9 @@ def test_other_kinds_formats_and_precisions(kind: str, format: str, precision: s
     _, evaluation = learn(make_config(tmp_path, kind), "fp32", tmp_path / "run")
     export(ExportConfig(run="run", format=format, precision=precision, validate=True))
     kept = json.loads(
-        (name_output(ExportConfig(run="run", format=format, precision=precision)) / "validation.json").read_text()
+        (
+            choose_export_folder(ExportConfig(run="run", format=format, precision=precision)) / "validation.json"
+        ).read_text()
     )
     assert kept["run"]["metrics"] == evaluation.metrics
     limit = 1e-6 if precision == "fp32" else 0.1
@@ -201,20 +203,20 @@ def test_no_folder_can_be_made_there(output: str, tmp_path: Path) -> None:
 
 
 VALIDATION = Validation(
-    Contestant("run", "fp32", 100.0, {"accuracy": 0.9, "f1": 0.8}),
-    Contestant("onnx", "int8", 250.04, {"accuracy": 0.88, "f1": 0.81}),
+    ValidatedModel("run", "fp32", 100.0, {"accuracy": 0.9, "f1": 0.8}),
+    ValidatedModel("onnx", "int8", 250.04, {"accuracy": 0.88, "f1": 0.81}),
     examples=408,
     batch_size=64,
     threads=2,
     cpu="x",
     largest_difference=0.123,
-    stated_loss=0.01,
+    stated_drop=0.01,
     versions={},
 )
 
 
 def test_a_loss_is_stated() -> None:
-    assert find_losses(VALIDATION) == pytest.approx({"accuracy": 0.02, "f1": -0.01})
+    assert find_metric_drops(VALIDATION) == pytest.approx({"accuracy": 0.02, "f1": -0.01})
     table = [
         "           run fp32  onnx int8",
         "accuracy     0.9000     0.8800",
@@ -239,9 +241,9 @@ def test_outputs_of_padding_are_not_compared() -> None:
 
 
 def test_folders_are_named_after_format_and_precision() -> None:
-    assert str(name_output(ExportConfig(run="r"))) == "r/onnx"
-    assert str(name_output(ExportConfig(run="r", format="openvino", precision="int8"))) == "r/openvino-int8"
-    assert str(name_output(ExportConfig(run="r", output="x"))) == "x"
+    assert str(choose_export_folder(ExportConfig(run="r"))) == "r/onnx"
+    assert str(choose_export_folder(ExportConfig(run="r", format="openvino", precision="int8"))) == "r/openvino-int8"
+    assert str(choose_export_folder(ExportConfig(run="r", output="x"))) == "x"
 
 
 @pytest.mark.parametrize(

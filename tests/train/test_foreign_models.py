@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.model import check_trainable, check_weights, describe_load_failure, find_model, load_config

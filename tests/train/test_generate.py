@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.config import PredictConfig, TrainConfig, WorkerConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
 from cpuft.hardware import Cpu
 from cpuft.kernels import plain_torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cpuft.config import EXPORT_FORMATS
+from cpuft.config.export import EXPORT_FORMATS
 from cpuft.errors import CpuftError
 from cpuft.train.graphs import GRAPHS, check_packages
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.head import match_labels
 from cpuft.train.objective.base import Objective

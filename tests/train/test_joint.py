@@ -23,13 +23,14 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.config import TrainConfig, format_arguments
+from cpuft.config.fields import format_arguments
+from cpuft.config.train import TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import Record, read_record
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import prepare
-from cpuft.train.embedding import Embedder
+from cpuft.train.embedder import Embedder
 from cpuft.train.joint import deal, make_joint_batches
 from cpuft.train.loop import list_tokens_of_ranks, train
 from cpuft.train.objective.embeddings import EmbeddingObjective

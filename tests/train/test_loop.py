@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
@@ -27,7 +27,7 @@ from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import train, train_and_evaluate
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.passes import Clock
-from cpuft.train.process_group import checksum_parameters
+from cpuft.train.ranks import checksum_parameters
 from cpuft.train.reporter import Progress, RunReporter
 from cpuft.train.setup import TrainingSetup
 from tests.train.tokens import make_tokens
@@ -140,7 +140,7 @@ def test_ranks_are_compared_after_the_first_updates_and_the_last(monkeypatch: py
         found.append(when)
         return "", ""
 
-    monkeypatch.setattr("cpuft.train.process_group.compare_parameters", note)
+    monkeypatch.setattr("cpuft.train.ranks.compare_parameters", note)
     monkeypatch.setattr("cpuft.train.loop.compare_parameters", note)
     averaged, short = replace(CONFIG, sync_every=2), replace(CONFIG, max_steps=2)
     for config, done in ((CONFIG, 0), (CONFIG, 1), (averaged, 0), (short, 0)):

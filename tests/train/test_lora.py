@@ -20,7 +20,9 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
-from cpuft.config import TrainConfig, format_arguments, parse_arguments, refuse_conflicts
+from cpuft.config.conflicts import refuse_conflicts
+from cpuft.config.fields import format_arguments, parse_arguments
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, install_command
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.fast.acceleration import accelerate
@@ -136,14 +138,14 @@ def test_what_was_chosen_is_told_with_the_number_of_parameters(tmp_path: Path, m
     folder = save_decoder(tmp_path / "tiny", "qwen3")
     config, count = TrainConfig(task="chat", model=folder), make_decoder("qwen3").num_parameters()
     assert count_stored_parameters(config) == count
-    monkeypatch.setattr("cpuft.config.LARGE_DECODER", count)
+    monkeypatch.setattr("cpuft.config.train.LARGE_DECODER", count)
     same, reason = choose_lora(config)
     assert (same.lora_rank, reason) == (
         0,
         "all weights are trained, because the model has 0 million parameters, at most 200 million; --lora-rank 16 "
         "trains LoRA adapters",
     )
-    monkeypatch.setattr("cpuft.config.LARGE_DECODER", count - 1)
+    monkeypatch.setattr("cpuft.config.train.LARGE_DECODER", count - 1)
     chosen, reason = choose_lora(config)
     assert (chosen.lora_rank, chosen.learning_rate) == (16, 2e-4)
     assert reason.startswith("LoRA adapters of rank 16 are trained, because the model has 0 million parameters, more")
@@ -161,7 +163,7 @@ def test_large_decoders_have_adapters_for_labels_and_encoders_have_none(
     config = TrainConfig(task="files", model=folder)
     assert choose_lora(config) == (config.choose_lora(0), "")  # it is small
     monkeypatch.setattr("cpuft.train.model.LARGE_DECODER", 1000)
-    monkeypatch.setattr("cpuft.config.LARGE_DECODER", 1000)
+    monkeypatch.setattr("cpuft.config.train.LARGE_DECODER", 1000)
     chosen, reason = choose_lora(config)
     assert (chosen.lora_rank, chosen.learning_rate) == ((16, 2e-4) if is_adapted else (0, 2e-5))
     assert reason.startswith("LoRA adapters of rank 16 are trained") == is_adapted

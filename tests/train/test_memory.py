@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
-from cpuft.config import HostMemory, RunMemory, TrainConfig, format_run_memory, split_run_memory
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.run_memory import HostMemory, RunMemory, format_run_memory, split_run_memory
 from cpuft.train.data.archive import Prepared
 from cpuft.train.memory import (
     KNOWN_ERROR,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import cpuft.train.mine
 from cpuft.errors import CpuftError
-from cpuft.train.embedding import Embeddings
+from cpuft.train.embedder import Embeddings
 from cpuft.train.embedding_form import EmbeddingForm
 from cpuft.train.mine import (
     MiningRules,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.record import Record, read_record
 from tests.comm.ranks import mpirun
 from tests.train.fast.test_kernels import build_for

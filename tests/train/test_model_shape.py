@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.model_shape import ModelShape, find_shape, read_encoder_shape
 from tests.train.fast.encoders import DEBERTA, KINDS, make_model
 from tests.train.fast.encoders import SIZES as ENCODER_SIZES

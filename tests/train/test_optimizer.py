@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, get_scheduler
 
-from cpuft.config import LR_SCHEDULES, TrainConfig
+from cpuft.config.train import LR_SCHEDULES, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.optimizer import (
     count_warm_up_updates,
@@ -29,7 +29,7 @@ from tests.train.fast.encoders import make_model
 
 CODE = """
 import os, torch
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.optimizer import make_optimizer
 make_optimizer(torch.nn.Linear(2, 2), TrainConfig(compile=True), "fp32")
 from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.config import PredictConfig
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
 from cpuft.record import format_metrics

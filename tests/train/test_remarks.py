@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.record import EvaluationLine
 from cpuft.train.data.archive import UNTAGGED, Prepared
 from cpuft.train.objective.table import make_objective

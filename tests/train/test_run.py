@@ -12,19 +12,19 @@ from typing import Any, cast
 import pytest
 import torch
 
-from cpuft.comm.selection import Choice
-from cpuft.config import TrainConfig, WorkerConfig
+from cpuft.comm.backend_choice import Choice
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.rank.world import World
 from cpuft.record import EarlierMeasurements, describe_products, read_measurements
 from cpuft.train.checkpoint.files import FOLDER
 from cpuft.train.checkpoint.policy import Checkpoints
-from cpuft.train.exchange.compression import choose_compression
+from cpuft.train.exchange.compression_choice import choose_compression
 from cpuft.train.objective.table import make_objective
 from cpuft.train.reporter import TrainingResult, average_phases, make_footer, merge_steps
 from cpuft.train.run import choose_earlier_backend, find_products, finish, read_earlier_measurements
 from tests.comm.ranks import mpirun
 from tests.records import make_record, make_steps
-from tests.train.exchange.test_compression import PREPARED
+from tests.train.exchange.test_compression_choice import PREPARED
 
 
 def test_ranks_that_trained_apart_are_recorded_as_one_run() -> None:

@@ -52,7 +52,7 @@ print(len(set(losses)), losses == again, all(torch.equal(weights[name], others[n
 
 TWO_RANKS = """
 import json, os, sys, torch, torch.distributed as dist
-from cpuft.train.process_group import checksum_parameters
+from cpuft.train.ranks import checksum_parameters
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -14,10 +14,10 @@ from pyarrow import parquet
 
 import cpuft.train.write_embeddings
 from cpuft.api import Run
-from cpuft.config import PredictConfig
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
-from cpuft.train.embedding import Embedder
+from cpuft.train.embedder import Embedder
 from cpuft.train.embedding_form import EmbeddingForm, read_form, write_form
 from cpuft.train.write_embeddings import (
     Window,

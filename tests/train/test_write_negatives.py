@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import MineConfig
+from cpuft.config.mine import MineConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
-from cpuft.train.data.pairs import choose_pair_columns
+from cpuft.train.data.embedding_pairs import choose_pair_columns
 from cpuft.train.data.tables import read_table
-from cpuft.train.embedding import Embedder
+from cpuft.train.embedder import Embedder
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.mine import MiningRules, mine_negatives
 from cpuft.train.write_negatives import make_rules, write_negatives

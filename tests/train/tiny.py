@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cpuft.config import TrainConfig, WorkerConfig
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.hardware import Cpu
 from cpuft.rank.world import World
 from cpuft.record import EvaluationLine, RecordedRank, StepLine, Writer

@@ -17,11 +17,9 @@ class GroupMembership:
     label: str
     """Name of the group in messages, for example "the world" or "group 3"."""
     rank: int
-    """This process's rank within the group."""
     ranks: tuple[int, ...]
     """World ranks of the members, in the group's order."""
     is_world: bool
-    """Whether this is the group of all ranks."""
 
     @property
     def size(self) -> int:
@@ -33,15 +31,14 @@ class Backend(abc.ABC):
     """The blocking collectives of one group of ranks, which `process_group.CollectiveGroup` runs on its threads.
 
     Constructors take (store, rank, size, label): a torch store that all members share, this process's rank in the
-    group, the number of ranks, and a name of the group that is the same on all of them. All members call the
-    constructor together.
+    group, the number of ranks, and a name of the group that is the same on all of them. All members call them together.
 
-    Addresses are memory addresses of contiguous buffers, sizes are in bytes, counts are in elements, and ranks are
-    ranks of the group. Nothing is checked here: `arguments` has checked the types and sizes of the caller's tensors,
-    and the ranks have compared theirs (`tensors.check_ranks_agree`). Every call releases the GIL, blocks until this
-    rank's part is done, and raises RuntimeError (or the library's own exception) on failure. Calls on different groups
-    come from several threads at once, and so do `send` and `recv` of one group. All other calls of one group come one
-    after another, in the same order on every rank.
+    Addresses are memory addresses of contiguous buffers, sizes are in bytes, counts in elements, and ranks are ranks of
+    the group. Nothing is checked here: `arguments` has checked the caller's tensors, and the ranks have compared theirs
+    (`tensors.check_ranks_agree`). Every call releases the GIL, blocks until this rank's part is done, and raises
+    RuntimeError (or the library's own exception) on failure. Calls on different groups come from several threads at
+    once, and so do `send` and `recv` of one group. All other calls of one group come one after another, in the same
+    order on every rank.
     """
 
     name: ClassVar[str]
@@ -51,8 +48,8 @@ class Backend(abc.ABC):
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
         """Return whether the library itself can apply this reduction to this type.
 
-        The other methods are called only with types and reductions for which this is true; `tensors.py` works around
-        the rest. `reduction` is sum, product, min, max, band, bor or bxor.
+        The other methods are called only with types and reductions for which this is true; `collectives.py` works
+        around the rest. `reduction` is sum, product, min, max, band, bor or bxor.
         """
 
     @abc.abstractmethod
@@ -61,10 +58,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `size * count` elements at `source`, and write the r-th `count` results to `target` on rank r.
-
-        `size` is the number of ranks. `source` does not change.
-        """
+        """Reduce `size * count` elements of `source`, and write the r-th `count` results to `target` on rank r."""
 
     @abc.abstractmethod
     def broadcast(self, address: int, nbytes: int, root: int) -> None:
@@ -72,10 +66,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
-        """Write the `nbytes` of rank r to the r-th place of `target`, on every rank.
-
-        `source` may already be this rank's place in `target`.
-        """
+        """Write the `nbytes` of rank r to the r-th place of `target` on every rank; `source` may be that place."""
 
     @abc.abstractmethod
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
@@ -86,10 +77,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Send bytes to rank `peer`, which receives them with the same tag.
-
-        The call may return before the peer has received them.
-        """
+        """Send bytes to rank `peer`, which receives them with the same tag; it may return before they are received."""
 
     @abc.abstractmethod
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
@@ -100,5 +88,5 @@ class Backend(abc.ABC):
         """
 
     def close(self) -> None:
-        """Release the group. Must not wait for other ranks. By default nothing is released before the process ends."""
+        """Release the group without waiting for other ranks. By default nothing is released before the process ends."""
         return

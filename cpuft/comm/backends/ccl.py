@@ -39,15 +39,7 @@ _SLACK_MICROSECONDS = 500
 
 
 def _find_library(name: str, distribution: str) -> str:
-    """Return the path of a shared library of an installed wheel, or `name` if the dynamic loader must search it.
-
-    It is searched among the wheel's files, then in lib below CCL_ROOT and below Python's prefix.
-
-    Parameters
-    ----------
-    name: file name, for example libccl.so.1.
-    distribution: name of the wheel, for example oneccl-cpu. It need not be installed.
-    """
+    """Return the path of a shared library of an installed wheel, or `name` if the dynamic loader must search it."""
     try:
         files = metadata.files(distribution) or []
     except metadata.PackageNotFoundError:
@@ -70,12 +62,10 @@ def _preload(name: str, distribution: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """Load oneCCL and return the shim, the library of C functions `cpuft_ccl_*`. Later calls only return it.
+    """Load oneCCL once, and return the shim, the library of C functions `cpuft_ccl_*`.
 
-    Variables of `worker_settings` that are not set yet are set in os.environ.
-
-    Raises CpuftError: the shim was not built, or oneCCL or libfabric is missing. Raises OSError: the shim itself cannot
-    be loaded. Raises ValueError: CCL_WORKER_COUNT or a launcher's local size is not a number.
+    Variables of `worker_settings` that are not set yet are set in os.environ. Raises CpuftError if the shim was not
+    built, or oneCCL or libfabric is missing.
     """
     shims = sorted(Path(__file__).parent.glob("_ccl_shim*.so"))
     if not shims:
@@ -100,19 +90,7 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
     """Return the environment variables that oneCCL needs in a process that `cpuft launch` has not started.
 
     `cpuft launch` sets all of them with more knowledge of the host. The caller must keep the values that are set.
-
-    Parameters
-    ----------
-    environment: this process's environment variables.
-    cores: the hardware threads that this rank may use, at least one.
-
-    Returns
-    -------
-    CCL_WORKER_OFFLOAD, CCL_WORKER_AFFINITY, CCL_ATL_TRANSPORT and CCL_ATL_SHM; also CCL_YIELD if a worker shares a core
-    with computing, and CCL_PROCESS_LAUNCHER, CCL_LOCAL_RANK and CCL_LOCAL_SIZE if neither Intel MPI's nor MPICH's
-    mpirun has started the process.
-
-    Raises ValueError: CCL_WORKER_COUNT, LOCAL_WORLD_SIZE or MPI_LOCALNRANKS is not a number.
+    `cores` are the hardware threads that this rank may use, at least one.
     """
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("MPI_LOCALNRANKS") or "1"
     workers = int(environment.get("CCL_WORKER_COUNT", "1")) * int(local_size)
@@ -142,11 +120,7 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
 
 
 class CclBackend(Backend):
-    """Collectives over a oneCCL communicator. Failed calls raise RuntimeError with oneCCL's message.
-
-    oneCCL's sends have no tags, so each message is preceded by a header with its tag and size. The constructor raises
-    CpuftError if oneCCL cannot be loaded.
-    """
+    """Collectives over a oneCCL communicator, whose sends have no tags: a header with tag and size comes first."""
 
     name = "ccl"
 
@@ -172,24 +146,15 @@ class CclBackend(Backend):
         self._remove_names(find_shared_memory(os.getpid()) - others)
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
-        """Return true for sum, product, min and max of int8, int16, int32, int64, uint8, fp16, bf16, fp32 and fp64.
-
-        It is false for bitwise reductions and for bool.
-        """
+        """Return true for sum, product, min and max of integers and floats; not for bool or bitwise reductions."""
         return dtype in _TYPES and reduction in _REDUCTIONS
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `count` elements over the ranks in place, by ccl::allreduce.
-
-        Raises KeyError unless `can_reduce` is true.
-        """
+        """Reduce `count` elements over the ranks in place, by ccl::allreduce."""
         self._call("all_reduce", _pointer(address), _size(count), _TYPES[dtype], _REDUCTIONS[reduction])
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `size * count` elements, and write the r-th `count` results to `target` on rank r.
-
-        This is ccl::reduce_scatter. Raises KeyError unless `can_reduce` is true.
-        """
+        """Reduce elements, and write the r-th `count` results to `target` on rank r, by ccl::reduce_scatter."""
         reduce = _size(count), _TYPES[dtype], _REDUCTIONS[reduction]
         self._call("reduce_scatter", _pointer(source), _pointer(target), *reduce)
 
@@ -202,19 +167,13 @@ class CclBackend(Backend):
         self._call("all_gather", _pointer(source), _pointer(target), _size(nbytes))
 
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
-        """Send the r-th piece of `source` to rank r, and receive the r-th piece of `target` from it, by ccl::alltoallv.
-
-        Sizes are the bytes of each rank's piece.
-        """
+        """Send the r-th piece of `source` to rank r, and receive the r-th of `target` from it, by ccl::alltoallv."""
         sizes = ctypes.c_size_t * self._size
         sent, received = sizes(*source_sizes), sizes(*target_sizes)
         self._call("all_to_all", _pointer(source), sent, _pointer(target), received, self._size)
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Send a header (tag, size) and then the bytes to rank `peer`, by ccl::send.
-
-        Sends to one peer wait for each other.
-        """
+        """Send a header (tag, size) and then the bytes by ccl::send. Sends to one peer wait for each other."""
         header = (ctypes.c_int64 * 2)(tag, nbytes)
         with self._sending[peer]:
             self._call("send", header, _size(_HEADER_BYTES), peer)
@@ -222,12 +181,9 @@ class CclBackend(Backend):
                 self._call("send", _pointer(address), _size(nbytes), peer)
 
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Call ccl::recv until a message with the tag arrives, and return `peer`.
+        """Call ccl::recv until a message with the tag arrives; those with other tags are kept for their own recv.
 
-        Messages with other tags are kept for their own recv.
-
-        Raises CpuftError: `peer` is None, because oneCCL cannot receive from any rank. Raises ValueError: the message
-        has not `nbytes`.
+        Raises CpuftError if `peer` is None, and ValueError if the message has not `nbytes`.
         """
         if peer is None:
             raise CpuftError("backend ccl cannot receive from any rank: give the source rank, or use --backend mpi")

@@ -20,20 +20,15 @@ from cpuft.comm.watched_group import WatchedGroup
 _GLOO_EXTRA_SECONDS = 60.0
 """gloo's own timeout is this much longer than the watchdog's, whose message says more."""
 MAX_PAIRWISE_RANKS = 16
-"""Up to this many ranks gather in pairs. With more ranks, Python would start very many messages one by one."""
+"""Up to this many ranks gather in pairs; with more, Python would start very many messages one by one."""
 _GATHER_TAG = 1 << 30
-"""Tag of the messages of a pairwise gather."""
 
 
 class GlooWork(dist.Work):
     """Works of gloo whose futures never complete (send, recv, reduce_scatter), watched while someone waits for them.
 
-    Parameters
-    ----------
-    works: gloo's own works.
-    begin: registers the operation before the wait.
-    finish: called once, after all works are done.
-    outputs: what the future returns; by default the result of the first work.
+    `begin` registers the operation before the wait; `finish` is called once, after all works are done. The future
+    returns `outputs`, by default the result of the first work.
     """
 
     def __init__(
@@ -46,42 +41,39 @@ class GlooWork(dist.Work):
     ) -> None:
         super().__init__()
         self._group, self._works, self._begin, self._finish, self._outputs = group, works, begin, finish, outputs
-        self._done: bool | None = None
-        """What gloo's works have returned: gloo waits for ever, or divides nothing, if it is asked twice."""
+        self._done: bool | Exception | None = None
+        """How gloo's works have ended: gloo waits for ever, or divides nothing, if it is asked twice."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all works are done, and return True. Raises gloo's RuntimeError. `timeout` is ignored.
-
-        The operation is watched from the begin to the end of the first call.
-        """
+        """Block until all works are done, while the watchdog watches; raises gloo's errors. `timeout` is ignored."""
         if self._done is None:
             operation = self._begin()
             try:
                 done = [work.wait() for work in self._works]
             except Exception as error:
+                self._done = error
                 self._group.end(operation, error)
                 raise
             self._group.end(operation)
             self._finish()
             self._done = all(done)
+        if isinstance(self._done, Exception):
+            raise self._done
         return self._done
 
     def is_completed(self) -> bool:
-        """Return whether gloo reports all works as done, successful or not. Does not wait."""
+        """Return whether gloo reports all works as done, successful or not."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Wait, and return a completed future of the outputs: gloo finishes these works only in wait().
-
-        Raises gloo's RuntimeError instead of returning a failed future.
-        """
+        """Wait, and return a completed future: gloo finishes these works only in wait(). Raises gloo's errors."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(list(self._outputs) or self._works[0].result())
         return future
 
     def source_rank(self) -> int:
-        """Return the rank of the group from which data was received. It has a meaning for receives only."""
+        """Return the rank of the group from which data was received."""
         return int(self._works[0].source_rank())
 
     _source_rank = source_rank
@@ -90,10 +82,8 @@ class GlooWork(dist.Work):
 class WatchedGlooGroup(WatchedGroup):
     """A process group that passes every operation on to gloo, and registers its begin and end.
 
-    gloo uses the interfaces of GLOO_SOCKET_IFNAME; several names, separated by commas, mean several connections. Its
-    own timeout is a minute longer than that of the watchdog, and stays as it was if that is set. The collectives
-    (`allreduce`, `broadcast` and so on) have torch's signatures and are added at the end of this module. They return a
-    Work at once.
+    gloo uses the interfaces of GLOO_SOCKET_IFNAME; several names, separated by commas, mean several connections. The
+    collectives have torch's signatures, are added at the end of this module, and return a Work at once.
     """
 
     def __init__(self, membership: GroupMembership, store: Store, timeout: float) -> None:
@@ -108,7 +98,7 @@ class WatchedGlooGroup(WatchedGroup):
                 group._set_default_backend(ProcessGroup.BackendType.GLOO)
 
     def name(self) -> str:
-        """Return the library's name, "gloo"."""
+        """Return the library's name."""
         return "gloo"
 
     def getBackendName(self) -> str:
@@ -116,16 +106,13 @@ class WatchedGlooGroup(WatchedGroup):
         return "cpuft_gloo"
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Start to send a tensor to rank `peer` of the group. The Work's wait() raises gloo's RuntimeErrors."""
+        """Start to send a tensor to rank `peer` of the group. RuntimeError: wrong arguments."""
         arguments.check_message("send", self._membership, tensors, peer, tag)
         work = self._gloo.send(tensors, peer, tag)
         return self._watch_point_to_point("send", tensors, self._membership.rank, peer, tag, work)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Start to receive a tensor from rank `peer` of the group, sent with the same tag; it is there after wait().
-
-        The Work's wait() raises gloo's errors as RuntimeError.
-        """
+        """Start to receive a tensor from rank `peer` with this tag, until wait(). RuntimeError: wrong arguments."""
         arguments.check_message("recv", self._membership, tensors, peer, tag)
         work = self._gloo.recv(tensors, peer, tag)
         return self._watch_point_to_point("recv", tensors, peer, self._membership.rank, tag, work)
@@ -139,8 +126,7 @@ class WatchedGlooGroup(WatchedGroup):
     def _run_on_copies(self, name: str, method: Method, given: tuple[Any, ...]) -> GlooWork:
         """Run an operation on contiguous copies of its tensors, and copy the outputs, its first argument, back.
 
-        The mean of reduce_scatter is a sum that wait() divides: torch 2.8's gloo returns the sum of a tensor where the
-        mean was requested, without an error.
+        A mean of reduce_scatter is a sum that wait() divides, since torch 2.8's gloo returns a sum without an error.
         """
         copies, opts = [_to_contiguous(value) for value in given], given[-1]
         is_mean = method.operation == "reduce_scatter" and opts.reduceOp == dist.ReduceOp.AVG
@@ -177,7 +163,6 @@ class WatchedGlooGroup(WatchedGroup):
         return GlooWork(self, works, partial(self.begin, "all_gather", own.nbytes), outputs=[output])
 
     def _watch(self, name: str, call: Callable[[], dist.Work], nbytes: int) -> dist.Work:
-        """Start an operation of gloo, which is registered until its future completes."""
         operation = self.begin(name, nbytes)
         try:
             work = call()
@@ -206,14 +191,12 @@ def _make_plain_group(store: Store, membership: GroupMembership) -> ProcessGroup
 
 
 def _to_contiguous(value: Any) -> Any:
-    """Return a tensor, or nested lists of tensors, with contiguous copies of those that are not contiguous."""
     if isinstance(value, torch.Tensor):
         return value.contiguous()
     return [_to_contiguous(part) for part in value] if isinstance(value, list) else value
 
 
 def _is_contiguous(value: Any) -> bool:
-    """Return whether a tensor, or all tensors in nested lists, are contiguous or sparse."""
     if isinstance(value, torch.Tensor):
         return value.is_sparse or value.is_contiguous()
     return all(map(_is_contiguous, value))
@@ -233,7 +216,6 @@ _UNSAFE_IF_STRIDED = ("allreduce", "broadcast", "reduce", "scatter")
 
 
 def _make_method(name: str, key: str) -> Callable[..., dist.Work]:
-    """Return a method of WatchedGlooGroup."""
     method = METHODS[key]
 
     def start(self: WatchedGlooGroup, *given: Any) -> dist.Work:

@@ -23,9 +23,7 @@ from cpuft.errors import CpuftError, install_command
 from cpuft.rank.world import parse_world
 
 FINALIZE_SECONDS = 5.0
-"""How long MPI_Finalize may take at exit."""
 _SPIN_SECONDS = 5e-5
-"""How long a rank polls without sleeping."""
 _SLEEP_SECONDS = 1e-3
 """Longest sleep between two polls. A socket's buffers hold more than a fast network delivers in this time. With four
 hosts and 40 all-reduces of 1 MiB at 1 Gbit/s, a rank needs 53 ms of CPU time for them instead of 328 without sleeping,
@@ -35,15 +33,10 @@ _SUM_OF_HALVES = {torch.bfloat16: (0x3FC0, 0x4010, 0x4070), torch.float16: (0x3E
 
 
 def half_precision_handles(library: str) -> dict[torch.dtype, int]:
-    """Return the MPI datatype handles of bfloat16 and float16; an empty dict for a library without them, as Open MPI.
+    """Return the MPI datatype handles of bfloat16 and float16 in a library with this MPI_Get_library_version.
 
     mpi4py has no names for these types. In Intel MPI 2021 they are MPIX_C_FLOAT16 and MPIX_C_BF16 of its mpi.h, in
-    MPICH 4 MPIX_BFLOAT16; Open MPI has none. Because a wrong handle would silently sum other bits, each handle is
-    tested before it is used.
-
-    Parameters
-    ----------
-    library: the text of MPI_Get_library_version, which begins with "Intel(R) MPI" or "MPICH".
+    MPICH 4 MPIX_BFLOAT16; Open MPI has none. Each is tested before use: a wrong one would silently sum other bits.
     """
     if library.startswith("Intel(R) MPI"):
         return {torch.bfloat16: 0x4C000247, torch.float16: 0x4C000246}
@@ -54,12 +47,9 @@ def half_precision_handles(library: str) -> dict[torch.dtype, int]:
 
 @functools.lru_cache(maxsize=1)
 def load() -> Any:
-    """Initialize MPI with thread support, and return the module mpi4py.MPI.
+    """Initialize MPI with MPI_THREAD_MULTIPLE once, and return the module mpi4py.MPI; `_finalize` runs at exit.
 
-    Later calls only return it. At the exit of the process, MPI is finalized, or given up after 5 s; a process that ends
-    with an exception exits with code 1 instead.
-
-    Raises CpuftError: mpi4py or its MPI library is missing, or the library has no MPI_THREAD_MULTIPLE.
+    Raises CpuftError if mpi4py or its MPI library is missing, or the library lacks these threads.
     """
     try:
         import mpi4py
@@ -82,7 +72,7 @@ def load() -> Any:
 
 
 def _finalize(mpi: Any) -> None:
-    """Finalize MPI, as mpirun expects, within FINALIZE_SECONDS.
+    """Finalize MPI, as mpirun expects, with a time limit.
 
     A rank that has failed exits at once instead, so that the other ranks notice.
     """
@@ -98,7 +88,6 @@ def _finalize(mpi: Any) -> None:
 
 
 def _sums_correctly(mpi: Any, handle: Any, dtype: torch.dtype) -> bool:
-    """Return whether the library sums numbers of this type correctly with this handle."""
     first, second, total = (torch.tensor([bits], dtype=torch.int16) for bits in _SUM_OF_HALVES[dtype])
     try:
         if handle.Get_size() != 2:
@@ -130,10 +119,7 @@ def _datatypes() -> dict[torch.dtype, Any]:
 
 
 def _wait_sleeping(is_done: Callable[[], bool]) -> None:
-    """Poll `is_done` until it returns True, however long that takes.
-
-    After the first 50 microseconds, sleep between polls for an eighth of the time waited so far, at most 1 ms.
-    """
+    """Poll with sleeps of an eighth of the time waited so far, after a first moment without sleeping."""
     started = time.perf_counter()
     while not is_done():
         waited = time.perf_counter() - started
@@ -145,9 +131,7 @@ class MpiBackend(Backend):
     """Collectives over an MPI communicator of the group's ranks.
 
     Failed calls raise mpi4py.MPI.Exception, which is a RuntimeError. Between hosts a rank sleeps while it waits for a
-    collective; on one host it spins.
-
-    Raises CpuftError: MPI has fewer ranks than the group, or cannot be loaded.
+    collective; on one host it spins. Making one raises CpuftError if MPI has fewer ranks than the group.
     """
 
     name = "mpi"
@@ -181,26 +165,16 @@ class MpiBackend(Backend):
         }
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
-        """Return true for int8, int16, int32, int64, uint8, fp32 and fp64, and for fp16 and bf16 if MPI has them.
-
-        For bitwise reductions, it is true for the integers only. 16-bit floats count if this library sums them
-        correctly. It is false for bool.
-        """
+        """Return true for integers and, but for bitwise reductions, floats; 16-bit ones if MPI sums them correctly."""
         return dtype in self._types and not (reduction.startswith("b") and dtype.is_floating_point)
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `count` elements over the ranks in place, by MPI_Allreduce.
-
-        Raises KeyError for a type without `can_reduce`.
-        """
+        """Reduce `count` elements over the ranks in place, by MPI_Allreduce."""
         data = self._typed(address, count, dtype)
         self._run("allreduce", self._mpi.IN_PLACE, data, op=self._operations[reduction])
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `size * count` elements, and write the r-th `count` results to `target` on rank r.
-
-        This is MPI_Reduce_scatter_block. Raises KeyError for a type without `can_reduce`.
-        """
+        """Reduce elements, and write the r-th `count` results to `target` on rank r, by MPI_Reduce_scatter_block."""
         # MPI wants the count of one rank, for the sent buffer, too.
         whole = [self._memory(source, count * self._comm.size * dtype.itemsize), count, self._types[dtype]]
         self._run("reduce_scatter_block", whole, self._typed(target, count, dtype), op=self._operations[reduction])
@@ -210,20 +184,14 @@ class MpiBackend(Backend):
         self._run("bcast", self._bytes(address, nbytes), root=root)
 
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
-        """Write the `nbytes` of rank r to the r-th place of `target`, on every rank, by MPI_Allgather.
-
-        `source` may already be this rank's place in `target`.
-        """
+        """Write the `nbytes` of rank r to the r-th place of `target`, on every rank, by MPI_Allgather."""
         # MPI wants the received count of one rank.
         whole = [self._memory(target, nbytes * self._comm.size), nbytes, self._mpi.BYTE]
         is_in_place = source == target + self._comm.rank * nbytes  # FSDP2 does this, and MPI must know
         self._run("allgather", self._mpi.IN_PLACE if is_in_place else self._bytes(source, nbytes), whole)
 
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
-        """Send the r-th piece of `source` to rank r, and receive the r-th piece of `target` from it, by MPI_Alltoallv.
-
-        Sizes are the bytes of each rank's piece.
-        """
+        """Send the r-th piece of `source` to rank r, and receive the r-th of `target` from it, by MPI_Alltoallv."""
         self._run("alltoallv", self._pieces(source, source_sizes), self._pieces(target, target_sizes))
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
@@ -231,10 +199,7 @@ class MpiBackend(Backend):
         self._comm.Send(self._bytes(address, nbytes), dest=peer, tag=tag)
 
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Receive bytes by MPI_Recv from rank `peer`, or from any rank if it is None; return the sender's rank.
-
-        Raises mpi4py.MPI.Exception: the message is longer than `nbytes`. A shorter one is not noticed.
-        """
+        """Receive bytes by MPI_Recv, and return the sender's rank. A message shorter than `nbytes` is not noticed."""
         status = self._mpi.Status()
         source = self._mpi.ANY_SOURCE if peer is None else peer
         self._comm.Recv(self._bytes(address, nbytes), source=source, tag=tag, status=status)
@@ -243,13 +208,10 @@ class MpiBackend(Backend):
     # close() releases nothing, because MPI_Comm_free is collective.
 
     def _run(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Run the collective of a lower-case name.
-
-        MPI's blocking calls spin, on a core that may also have to compute. Between hosts the rank sleeps instead.
-        """
         if not self._sleeps_while_waiting:
             getattr(self._comm, name.capitalize())(*arguments, **options)
             return
+        # MPI's blocking calls spin, on a core that may also have to compute.
         request = getattr(self._comm, f"I{name}")(*arguments, **options)
         _wait_sleeping(request.Test)
 

@@ -1,10 +1,4 @@
-"""Exchange of word embedding gradients by rows: only the rows of an update's tokens are sent.
-
-All other rows are zero on every rank, so the result is that of the complete exchange, to the bit if rows are sent in
-bf16, fp16 or fp32. A word embedding has half of a small encoder's parameters and a fifth of BERT-base's. Its gradient
-is the last one of the backward pass, so nothing hides its exchange, unless an update applies the mean of the rows of
-the update before (`LateRows`).
-"""
+"""Exchange of word embedding gradients by rows: all rows but those of an update's tokens are zero on every rank."""
 
 from __future__ import annotations
 
@@ -30,13 +24,7 @@ _OTHER_LOOKUPS = "_cpuft_other_lookups"
 
 
 def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
-    """Return the word embedding whose gradient can be exchanged by rows, or None if there is none.
-
-    It must be a trained torch.nn.Embedding, returned by the model's get_input_embeddings(), whose weight no other
-    module uses: a weight that an output layer or a second embedding shares has gradients in every row. It must not look
-    up more than input ids, which is known after `check_lookups`. For a model without get_input_embeddings(), such as a
-    SentenceTransformer, the only module in it that has this method is asked; with none or several, there is none.
-    """
+    """Return the trained word embedding whose gradient can be exchanged by rows, or None if there is none."""
     owners = list(_list_embedding_owners(model))
     try:
         module = owners[0].get_input_embeddings() if len(owners) == 1 else None
@@ -44,12 +32,13 @@ def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
         return None
     if type(module) is not torch.nn.Embedding or not module.weight.requires_grad:
         return None
+    # A weight that an output layer or a second embedding shares has gradients in every row.
     users = [owner for owner in model.modules() if any(p is module.weight for p in owner.parameters(recurse=False))]
     return module if len(users) == 1 and not hasattr(module, _OTHER_LOOKUPS) else None
 
 
 def _list_embedding_owners(model: torch.nn.Module) -> Iterator[Any]:
-    """The outermost modules that have get_input_embeddings()."""
+    """Yield the outermost modules that have get_input_embeddings(): in a SentenceTransformer, one that it contains."""
     if hasattr(model, "get_input_embeddings"):
         yield model
         return
@@ -60,14 +49,8 @@ def _list_embedding_owners(model: torch.nn.Module) -> Iterator[Any]:
 def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Callable[[], object]) -> bool:
     """Run a forward pass and return whether it looks up the word embedding by nothing but a batch's input ids.
 
-    If not, `find_embedding` returns None for this model from now on, so that its gradient is exchanged whole. GPT-2,
-    for example, also looks up token types in its word embedding: an exchange of the rows of input ids would lose the
-    gradients of these rows. The result is True if `find_embedding` returns None already, or if nothing is looked up.
-
-    Parameters
-    ----------
-    input_ids: of the batch, int64, any shape.
-    forward: runs a forward pass of the model on the batch. It is called once; its exceptions are passed on.
+    If not, `find_embedding` returns None for this model from now on. GPT-2, for example, also looks up token types in
+    its word embedding, and an exchange of the rows of input ids would lose their gradients.
     """
     embedding = find_embedding(model)
     if embedding is None:
@@ -93,31 +76,25 @@ def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Call
 class RowRoutes:
     """Which rows of an update a rank sends to whom, and which ones it receives.
 
-    Of n ranks, rank r averages the rows r, r + n, r + 2n and so on. So a row is always averaged by the same rank, which
-    keeps the rounding error of the row's last mean and adds the error to the next one. Contiguous shares would be
-    uneven: small token ids are frequent, so that most ranks would send to rank 0.
+    Of n ranks, rank r averages the rows r, r + n, r + 2n and so on, in every update, because it keeps the rounding
+    error of a row's mean for the next one. Contiguous shares would be uneven: small token ids are frequent.
     """
 
     rows: torch.Tensor
     """All rows of the update, int64: first those that rank 0 averages, ascending, then those of rank 1, and so on."""
     row_counts: list[int]
-    """How many of them each rank averages."""
+    """How many of `rows` each rank averages."""
     own: torch.Tensor
     """The rows of this rank's tokens, int64, in the same order."""
     own_counts: list[int]
-    """How many of them each rank averages."""
+    """How many of `own` each rank averages."""
     received: list[torch.Tensor]
-    """For each sending rank, the rows that arrive from there: int64, ascending indices into the rows that this rank
-    averages. Empty for this rank itself."""
+    """For each sending rank, ascending int64 indices into the rows that this rank averages; none for this rank."""
 
 
 def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> RowRoutes:
-    """Return what a rank sends and receives.
-
-    Parameters
-    ----------
-    tokens: the token ids of each rank, in the order of ranks: int64, one-dimensional, with repetitions.
-    vocabulary: number of rows of the embedding.
+    """Return what a rank sends and receives, given each rank's token ids: int64, one-dimensional, with repetitions.
+    Raises IndexError: an id is not below `vocabulary`.
     """
     ranks, flat = len(tokens), torch.cat(list(tokens))
     rows = _find_rows([flat], vocabulary)
@@ -137,10 +114,7 @@ def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) 
 
 
 def _find_rows(tokens: Sequence[torch.Tensor], vocabulary: int) -> torch.Tensor:
-    """Return the rows of all tokens: int64, one-dimensional, ascending, without repetitions.
-
-    Raises IndexError: a token is not in the vocabulary.
-    """
+    """Return the rows of all tokens, ascending and each once; IndexError if a token is not in the vocabulary."""
     is_used = torch.zeros(vocabulary, dtype=torch.bool)
     for one in tokens:
         is_used[one] = True
@@ -152,18 +126,9 @@ def average_rows(
 ) -> torch.Tensor:
     """Return the mean of embedding rows over a group whose ranks each have only some of the rows.
 
-    Each rank receives the rows that it averages from the ranks that have them, and sends their mean to all ranks. The
-    messages are blocks of codes. Collective; it blocks until the mean is there.
-
-    Parameters
-    ----------
-    own: the gradient of this rank's rows, in the order of `routes.own`: fp32 or bf16, (rows, width).
-    routes: what `plan_row_routes` returned for this rank, with at least one row.
-    unsent: rounding errors of earlier updates: fp32, (vocabulary, width). Those of the rows that this rank sends or
-        averages are added, and replaced by the new errors.
-    bits: of a code, 8 or 4.
-
-    Returns the mean in the order of `routes.rows` and in the type of `own`: (rows, width), the same bits on all ranks.
+    Collective; it blocks until the mean is there. `own`, (rows, width), is in the order of `routes.own`, and the mean
+    in that of `routes.rows`, with the same bits on all ranks. Of `unsent`, fp32, (vocabulary, width), the rounding
+    errors of the rows that this rank sends or averages are added, and replaced by the new ones.
     """
     ranks, rank, width = group.size(), group.rank(), own.shape[1]
     summed = own.float().add_(unsent[routes.own])
@@ -212,12 +177,9 @@ def average_rows(
 class LateRows:
     """Averages embedding rows while the next update computes: that update applies the mean.
 
-    The first EXACT_UPDATES updates apply their own mean. In the update after them, the gradient of the embedding is
-    zero. The mean of the last update is not applied.
-
-    Parameters
-    ----------
-    group: of all ranks that average. Nothing else may use it, because a thread sends and receives at any time.
+    The first EXACT_UPDATES updates apply their own mean; in the update after them, the gradient of the embedding is
+    zero. The mean of the last update is not applied. Nothing else may use the group, because a thread sends and
+    receives at any time.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -225,23 +187,14 @@ class LateRows:
         self._thread = ProgressThread("embedding rows")
         self._updates = 0
         self._rows = torch.empty(0, dtype=torch.int64)
-        """The rows of `_mean`."""
         self._mean: Future[torch.Tensor] | None = None
-        """The mean that was not applied yet; it may still be under way."""
+        """The mean of the rows `_rows` that was not applied yet; it may still be under way."""
 
     def average(self, gradient: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int) -> torch.Tensor:
-        """Start to average the gradient's rows, and write the mean of the update before to the gradient instead.
+        """Start to average the gradient's rows, and write the mean of the update before into the gradient instead.
 
-        It waits until that mean is there. In the first updates, it writes the mean of this update, and waits for it.
-
-        Parameters
-        ----------
-        gradient: of the embedding, (vocabulary, width), zero outside of `routes.rows`. It is overwritten.
-        routes, unsent, bits: see `average_rows`. A thread changes `unsent` until `wait` has returned.
-
-        Returns the rows that may differ from zero: int64, ascending, without repetitions.
-
-        Raises what the thread raised, for example RuntimeError if a rank is lost.
+        It returns the rows that may differ from zero, and raises what the thread raised. The gradient must be zero
+        outside of `routes.rows`, and the thread changes `unsent` until `wait` has returned.
         """
         own, mean = gradient[routes.own], Future[torch.Tensor]()
         self._updates += 1
@@ -266,7 +219,7 @@ class LateRows:
             mean.set_exception(error)
 
     def wait(self) -> None:
-        """Wait until no message is under way. Raises what `average` raises."""
+        """Wait until no message is under way, and raise what the thread raised."""
         if self._mean is not None:
             self._mean.result()
 
@@ -274,16 +227,8 @@ class LateRows:
 class RowExchange:
     """Averages the gradient of a model's word embedding over the ranks, instead of DistributedDataParallel.
 
-    Making one is collective. It must be made before the model is wrapped. DistributedDataParallel then ignores the
+    Making one is collective, and must come before the model is wrapped. DistributedDataParallel then ignores the
     parameter and its initial value, so all ranks must have the same value.
-
-    Parameters
-    ----------
-    embedding: what `find_embedding` returned for the model.
-    compression: a value of --grad-compression other than auto: rows are sent as bf16 or fp16 for these names, as blocks
-        of codes with error feedback for int8 and powersgd, and in the gradient's own type otherwise.
-    hosts: what `make_host_groups` returned for the same compression and group. If it is given, rows are averaged within
-        each host first.
     """
 
     def __init__(
@@ -310,24 +255,14 @@ class RowExchange:
 
     @property
     def _bits(self) -> int:
-        """Bits of a code in this update."""
         return P_BITS if self._compression == "powersgd" and self._updates > EXACT_UPDATES else 8
 
     @torch.no_grad()
     def average(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Average the gradient in place. All ranks call this after the backward pass, before anything reads it.
+        """Average the gradient in place, and return the rows that may differ from zero: int64, ascending, each once.
 
-        It blocks until all ranks' rows are there, or with late rows those of the update before (`LateRows`). The weight
-        must have a gradient.
-
-        Parameters
-        ----------
-        tokens: for each rank of the group all tokens that it may have looked up since the gradient was zero: int64, of
-            any shape, with repetitions. They are the same on all ranks.
-
-        Returns the rows that may differ from zero: int64, one-dimensional, ascending, without repetitions.
-
-        Raises IndexError: a token is not in the vocabulary.
+        All ranks call this after the backward pass, before anything reads the gradient, with the same `tokens`: for
+        each rank, all that it may have looked up since the gradient was zero.
         """
         gradient = self.weight.grad
         assert gradient is not None
@@ -353,14 +288,7 @@ class RowExchange:
     def _average_on_leaders(
         self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, leaders: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return the mean over the leaders of the rows of their hosts: fp32, in the shape and order of `packed`.
-
-        Parameters
-        ----------
-        rows: all rows of the update, ascending.
-        tokens: of each host.
-        packed: the mean of this host's ranks, fp32, (rows, width).
-        """
+        """Return the mean over the leaders of `packed`, their hosts' means of `rows`: fp32, (rows, width)."""
         assert self._unsent is not None
         routes = plan_row_routes(tokens, len(self._unsent), leaders.rank())
         own = packed[torch.searchsorted(rows, routes.own)]
@@ -369,7 +297,7 @@ class RowExchange:
         return mean
 
     def wait(self) -> None:
-        """Wait until no message of this rank is under way. The next update applies the mean that was under way."""
+        """Wait until no message of this rank is under way; the next update still applies that mean."""
         if self._late is not None:
             self._late.wait()
 
@@ -381,15 +309,6 @@ class RowExchange:
 def make_row_exchange(
     model: torch.nn.Module, compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None
 ) -> RowExchange | None:
-    """Return the row exchange of a model, or None if its word embedding cannot be exchanged by rows.
-
-    With a row exchange, a DistributedDataParallel that is made later leaves the word embedding alone. It can be
-    exchanged by rows if it is trained, a torch.nn.Embedding, and its weight is not shared.
-
-    Parameters
-    ----------
-    compression: a value of --grad-compression other than auto.
-    hosts: what `make_host_groups` returned for the same compression and group.
-    """
+    """Return the row exchange of a model, or None without a word embedding for it; call it before DDP is made."""
     embedding = find_embedding(model)
     return None if embedding is None else RowExchange(model, embedding, compression, group, hosts)

@@ -1,9 +1,7 @@
 """Hierarchical means: gradients are averaged within each host first, and then between the hosts in compressed form.
 
-If each of several ranks on a host sent its own compressed gradients to the other hosts, the host would send them as
-often as it has ranks. Here the ranks of a host add up their gradients in fp32 on the host itself. Its first rank, the
-leader, averages them with the leaders of the other hosts, and copies the mean to the ranks of its host. The mean of
-equally many ranks per host is the mean of all ranks. Error feedback is kept by the leaders.
+Otherwise a host would send compressed gradients once for each of its ranks. The ranks add up their gradients in fp32;
+the host's first rank, its leader, averages them with the other leaders, keeps the error feedback, and copies the mean.
 """
 
 from __future__ import annotations
@@ -35,12 +33,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
     """Return the number of ranks on each host if means can be hierarchical, else 0.
 
-    They can be if there are several hosts, all of them have the same number of ranks, this number is above 1, and the
-    ranks of each host are consecutive.
-
-    Parameters
-    ----------
-    places: local rank and number of ranks on the same host, of all ranks in their order.
+    `places` are each rank's local rank and number of ranks on its host. Numbers must be equal and ranks consecutive.
     """
     local_size = places[0][1]
     if not 1 < local_size < len(places) or len(places) % local_size:
@@ -49,14 +42,7 @@ def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
 
 
 def find_ranks_per_host(world: World, group: dist.ProcessGroup) -> int:
-    """Return the number of ranks on each host if means over `group` can be hierarchical, else 0.
-
-    Collective: all ranks of `group` must call it together, and get the same number. See `count_ranks_per_host`.
-
-    Parameters
-    ----------
-    world: the place of this rank.
-    """
+    """Return the number of ranks on each host if means over `group` can be hierarchical, else 0. Collective."""
     size = group.size()
     if world.size != size or world.local_size == size:
         return 0
@@ -84,29 +70,19 @@ class HostGroups:
     ranks: int
     """Number of all ranks."""
     timeout: timedelta
-    """How long a mean may take."""
 
     def begin_mean(self) -> Operation:
-        """Register that this rank has arrived at a mean, for which it waits for all ranks, and return the operation.
+        """Register that this rank waits for all ranks in a mean; give the operation to `register.end` afterwards.
 
         The operations of the subgroups name only some ranks. With this one, the watchdog of each rank notices the loss
-        of any rank and names that rank. The caller must give the operation to `register.end`.
+        of any rank and names that rank.
         """
         return register.begin(_CHANNEL, "mean", 0, range(self.ranks), self.timeout.total_seconds())
 
     def average(
         self, numbers: torch.Tensor, average_between_hosts: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the mean of each rank's numbers, with the same bits on all ranks. All ranks must call it together.
-
-        It blocks until the mean is there.
-
-        Parameters
-        ----------
-        numbers: fp32, contiguous, of the same shape on all ranks. They are overwritten.
-        average_between_hosts: takes the mean of a host's ranks and the group of leaders; returns the mean over the
-            leaders. It is called on the leaders only.
-        """
+        """Return the mean of all ranks' fp32 numbers, which are overwritten; all ranks get the same bits. It blocks."""
         operation = self.begin_mean()
         try:
             dist.reduce(numbers, self.leader, group=self.sums)
@@ -121,16 +97,8 @@ class HostGroups:
 def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups | None:
     """Make the groups of hierarchical means, or return None where gradients are averaged among all ranks at once.
 
-    Collective: all ranks of `group` must call it together, and all of them get groups, or all None. Means are
-    hierarchical if the compression has error feedback (int8 and powersgd; MPI does the same by itself for gradients
-    that are sent as they are, and gloo and oneCCL do not), `group` is the group of all ranks, and
-    `count_ranks_per_host` is not 0. The places of the ranks are those of the launcher's environment variables.
-
-    Parameters
-    ----------
-    compression: a value of --grad-compression other than auto.
-
-    Raises CpuftError: the launcher's environment variables are wrong.
+    Collective: all ranks get groups, or all None. Only compressions with error feedback have hierarchical means: of
+    gradients that are sent as they are, MPI does the same by itself, and gloo and oneCCL do not.
     """
     if compression not in COMPRESSIONS_WITH_FEEDBACK or group is not dist.group.WORLD:
         return None
@@ -148,12 +116,7 @@ def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups |
 
 
 class _HostBucket:
-    """A DDP bucket whose numbers are the mean of a host's ranks, for the code that averages buckets between hosts.
-
-    Parameters
-    ----------
-    numbers: fp32, contiguous, the mean of the host's ranks in the order of the bucket's buffer.
-    """
+    """A DDP bucket whose numbers are the mean of a host's ranks, for the code that averages buckets between hosts."""
 
     def __init__(self, bucket: Any, numbers: torch.Tensor) -> None:
         self._bucket, self._numbers = bucket, numbers
@@ -175,8 +138,6 @@ class _HostBucket:
 
 @dataclass(eq=False)
 class _BucketUnderWay:
-    """A bucket whose mean is under way."""
-
     bucket: Any
     numbers: torch.Tensor
     """This rank's gradients in fp32, and on the leader the sum of the host's ranks when `added` is done."""
@@ -190,14 +151,9 @@ class _BucketUnderWay:
 
 
 class HierarchicalReducer:
-    """Averages DDP's buckets over all ranks, within each host first.
+    """Averages DDP's buckets over all ranks, within each host first. One reducer belongs to one model.
 
-    The backward pass only starts the sums. Everything else is done by two threads, so that it waits for no message.
-    One reducer belongs to one model.
-
-    Parameters
-    ----------
-    reduce_between_hosts: averages buckets over the leaders; None on ranks that are no leaders.
+    The backward pass only starts the sums; two threads do everything else, so that it waits for no message.
     """
 
     def __init__(self, hosts: HostGroups, reduce_between_hosts: Reduce | None) -> None:
@@ -209,11 +165,9 @@ class HierarchicalReducer:
 
     @torch.no_grad()
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
+        """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
 
-        It does not wait. It returns a future of the bucket's buffer, which holds the mean in its own type when the
-        future is complete. If an operation of a bucket fails, waiting for this future, or for that of any bucket that
-        is under way, raises the error.
+        If a bucket's operation fails, waiting for the future of any bucket that is under way raises the error.
         """
         # A sum in bf16 would lose more than int8 does. The sum may overwrite an fp32 buffer, as the mean does later.
         numbers = bucket.buffer().float()
@@ -227,7 +181,6 @@ class HierarchicalReducer:
         return future
 
     def _send_to_hosts(self, one: _BucketUnderWay) -> None:
-        """Wait for the sum of the host's ranks, and start the mean over the hosts."""
         try:
             one.added.wait()
             if self._reduce_between_hosts is not None:
@@ -239,7 +192,6 @@ class HierarchicalReducer:
             self._copies.put(lambda: self._copy_to_ranks(one))
 
     def _copy_to_ranks(self, one: _BucketUnderWay) -> None:
-        """Wait for the mean over the hosts, and copy it to the ranks of the host."""
         buffer = one.bucket.buffer()
         try:
             if one.mean is not None:

@@ -1,10 +1,9 @@
-"""int8: means over ranks in a quarter of the bytes of fp32, as blocks of 8-bit numbers with error feedback. powersgd
-sends some of its numbers with 4 bits in the same way.
+"""Means over ranks as blocks of 8-bit numbers with error feedback: int8. powersgd also sends blocks of 4-bit numbers.
 
 Blocks with a scale each are those of Dettmers et al. 2021 (arXiv:2110.02861). Error feedback, which adds the rounding
 error of an update to the next one, is that of Seide et al. 2014 (1-bit SGD) and Karimireddy et al. 2019
-(arXiv:1901.09847). Integers of several ranks cannot be summed without overflow. So each rank receives its share of all
-ranks' numbers, sums them in fp32, rounds the mean again, and sends it to all ranks.
+(arXiv:1901.09847). Sums of codes would overflow, so each rank receives its share of all ranks' numbers, sums them in
+fp32, rounds the mean again, and sends it to all ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from cpuft.comm.backends.gloo import MAX_PAIRWISE_RANKS
+from cpuft.comm.collectives import gather_single
 from cpuft.comm.process_group import ProgressThread, QueuedWork
-from cpuft.comm.tensors import gather_single
 from cpuft.kernels import kernels_for
 
 BLOCK = 256
@@ -32,20 +31,10 @@ _DIRECT_BYTES = 2**15
 def all_gather(
     output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Gather equally large tensors of all ranks, in the order of ranks. Collective.
+    """Gather equally large contiguous tensors of all ranks, in the order of ranks; return torch's Work if `async_op`.
 
-    In groups of more than MAX_PAIRWISE_RANKS ranks, small tensors are sent directly to each rank. gloo would send them
-    in a ring: as many messages as there are other ranks, one after the other, each of which waits behind larger
-    messages on the same link. Larger tensors use the library's own all-gather, which does not copy the tensor for each
-    rank.
-
-    Returns torch's Work, which waits for the messages, if `async_op`. Otherwise it waits itself, and returns None.
-
-    Parameters
-    ----------
-    output: contiguous, as large as the tensors of all ranks.
-    own: this rank's tensor, contiguous.
-    group: None for all ranks.
+    gloo sends in a ring: as many messages as there are other ranks, one after the other, each of which waits behind
+    larger messages on the same link. So in large groups, small tensors are sent directly to each rank.
     """
     ranks = dist.get_world_size(group)
     if ranks <= MAX_PAIRWISE_RANKS or own.nbytes > _DIRECT_BYTES:
@@ -54,11 +43,7 @@ def all_gather(
 
 
 def encoded_bytes(count: int, ranks: int, bits: int = 8) -> int:
-    """Return the size of `count` numbers as blocks, which each of `ranks` ranks sends in each direction.
-
-    Each rank's share is padded to whole blocks of 256 numbers, at least one: of 260 bytes with codes of 8 bits, of 132
-    with 4 bits. So even 0 numbers have `260 * ranks` or `132 * ranks` bytes.
-    """
+    """Return the bytes that each of `ranks` ranks sends in each direction for a mean of `count` numbers."""
     return ranks * _message_bytes(_share_length(count, ranks), bits)
 
 
@@ -72,21 +57,12 @@ def _message_bytes(length: int, bits: int) -> int:
 
 
 def encode(shares: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Encode numbers as codes of 8 or 4 bits, and scales.
+    """Encode fp32 numbers, (n, length), as codes and scales: int8, (n, length * bits / 8 + length / 256 * 4).
 
-    A scale is the largest magnitude in a block of 256 numbers divided by the largest code, which is 127 or 7, and a
-    code is the number divided by it, rounded. The error of a number is at most 1/254 or 1/14 of the largest magnitude
-    in its block. A block with an infinity or a NaN becomes NaN.
-
-    Parameters
-    ----------
-    shares: fp32, shape (n, length), contiguous.
-    bits: of a code.
-
-    Returns the messages: int8, shape (n, length * bits / 8 + length / 256 * 4), with the codes first and then the bytes
-    of the fp32 scales. With 4 bits, a byte has code j of a block in its low half, and code j + 128 in its high half.
-
-    Raises RuntimeError: the length is not a multiple of BLOCK.
+    A scale is the largest magnitude in a block of 256 numbers divided by the largest code, 127 or 7. So a number's
+    error is at most 1/254 or 1/14 of that magnitude. A block with an infinity or a NaN becomes NaN. Codes come first,
+    then the bytes of fp32 scales. With 4 bits, a byte has code j of a block in its low half, and code j + 128 in its
+    high half.
     """
     count = len(shares)
     blocks = shares.view(count, -1, BLOCK)
@@ -100,14 +76,7 @@ def encode(shares: torch.Tensor, bits: int = 8) -> torch.Tensor:
 
 
 def decode(message: torch.Tensor, length: int, bits: int = 8) -> torch.Tensor:
-    """Return the numbers of messages of `encode`: fp32, shape (n, length).
-
-    Parameters
-    ----------
-    message: int8, shape (n, bytes).
-    length: of what was encoded, a multiple of BLOCK.
-    bits: of a code.
-    """
+    """Return the numbers of messages of `encode`, (n, bytes): fp32, shape (n, length)."""
     scales = message[:, length * bits // 8 :].contiguous().view(torch.float32)
     codes = message[:, : length * bits // 8].reshape(len(message), -1, BLOCK * bits // 8)
     if bits == 4:
@@ -118,10 +87,7 @@ def decode(message: torch.Tensor, length: int, bits: int = 8) -> torch.Tensor:
 def _encode_numbers(
     numbers: torch.Tensor, unsent: torch.Tensor | None, error: torch.Tensor, ranks: int, bits: int
 ) -> torch.Tensor:
-    """Encode the shares of all ranks of `numbers + unsent`, and write the errors to `error`, which may be `unsent`.
-
-    Returns one message for each rank, as `encode` does.
-    """
+    """Return the messages of `numbers + unsent`, one for each rank, as `encode` does; `error` may be `unsent`."""
     count, length = len(numbers), _share_length(len(numbers), ranks)
     kernels = kernels_for(numbers)
     if kernels is not None:
@@ -136,11 +102,7 @@ def _encode_numbers(
 
 
 def _average_messages(received: torch.Tensor, length: int, error: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the message of the mean of all ranks' messages: int8, shape (1, bytes).
-
-    Rounding the mean loses as much of every rank's numbers, so the loss of all of them is added to `error`: fp32, at
-    most `length` numbers of this rank's share.
-    """
+    """Return the message of the mean, (1, bytes), and add what rounding it loses of all ranks' numbers to `error`."""
     ranks = len(received)
     kernels = kernels_for(error)
     if kernels is not None:
@@ -152,12 +114,12 @@ def _average_messages(received: torch.Tensor, length: int, error: torch.Tensor, 
         first += numbers
     mean = first.div_(ranks)[None]
     message = encode(mean, bits)
+    # Rounding the mean loses as much of every rank's numbers.
     error += mean.sub_(decode(message, length, bits)).mul_(ranks)[0, : len(error)]
     return message
 
 
 def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor, bits: int) -> None:
-    """Write the numbers of the messages of all ranks' shares to `numbers`: fp32 or bf16, one-dimensional."""
     kernels = kernels_for(numbers)
     if kernels is not None:
         kernels.run("decode_blocks", numbers.dtype, messages, numbers, len(numbers), len(messages), length, bits)
@@ -166,13 +128,7 @@ def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor, 
 
 
 def encode_message(numbers: torch.Tensor, error: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Return a message of blocks: int8, one-dimensional, with `encoded_bytes(len(numbers), 1, bits)` bytes.
-
-    Parameters
-    ----------
-    numbers: one-dimensional, contiguous, fp32 or bf16.
-    error: fp32, of the same shape: what the message lacks of the numbers is written to it.
-    """
+    """Return a message of contiguous fp32 or bf16 numbers, and write what it lacks of them to `error`: fp32."""
     return _encode_numbers(numbers, None, error, 1, bits)[0]
 
 
@@ -184,15 +140,8 @@ def decode_message(message: torch.Tensor, numbers: torch.Tensor, bits: int = 8) 
 class BlockMean:
     """The mean of each rank's numbers over a group, computed in steps between which the rank can do other work.
 
-    All ranks must make one, which encodes the numbers, and then call `send`, `average_share` and `finish`, once each
-    and in the same order.
-
-    Parameters
-    ----------
-    numbers: one-dimensional, contiguous, of the same length on all ranks. They are not changed.
-    unsent: fp32, contiguous, of the same shape, or None: what was not sent before, and is added to the numbers. It is
-        overwritten with `error`, which has the same memory.
-    bits: of a code, 8 or 4.
+    All ranks make one, which encodes `numbers`, one-dimensional and contiguous, and then call `send`, `average_share`
+    and `finish`, once each. `unsent`, fp32, is what was not sent before: it is added, and `error` has its memory.
     """
 
     def __init__(
@@ -201,15 +150,13 @@ class BlockMean:
         self._bits = bits
         self._group, self._length = group, _share_length(len(numbers), group.size())
         self.error = torch.empty(len(numbers), dtype=torch.float32) if unsent is None else unsent
-        """What the mean lacks of this rank's numbers, which must be added to the next ones: fp32, shape of the numbers.
-
-        It is complete after `average_share`."""
+        """What the mean lacks of this rank's numbers, to be added to the next ones; complete after `average_share`."""
         self._message = _encode_numbers(numbers, unsent, self.error, group.size(), bits)
         self._received = torch.empty_like(self._message)
         self._work: dist.Work | None = None
 
     def send(self) -> None:
-        """Start to send each rank its share of the numbers. It does not wait."""
+        """Start to send each rank its share of the numbers, without waiting."""
         self._work = dist.all_to_all_single(self._received, self._message, group=self._group, async_op=True)
 
     def average_share(self) -> None:
@@ -223,11 +170,7 @@ class BlockMean:
         self._work = all_gather(self._message, message, group=self._group, async_op=True)
 
     def finish(self, numbers: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait for the mean and return it, with the same bits on all ranks.
-
-        It is written to `numbers` if that is given, which has the shape of this rank's numbers and is contiguous, and
-        to a new fp32 tensor otherwise.
-        """
+        """Wait for the mean, the same bits on all ranks; return it in `numbers`, contiguous, or in new fp32 memory."""
         assert self._work is not None
         self._work.wait()
         mean = torch.empty_like(self.error) if numbers is None else numbers
@@ -236,14 +179,7 @@ class BlockMean:
 
 
 class BackgroundMean:
-    """A mean of int8 blocks that is computed while the calling thread does something else. All ranks must make one.
-
-    Parameters
-    ----------
-    numbers: fp32, one-dimensional, of the same length on all ranks. They are not changed.
-    group: no other operation may be under way on it.
-    thread: waits for the other ranks.
-    """
+    """A mean of int8 blocks of fp32 numbers in the background; no other operation may be under way on the group."""
 
     def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, thread: ProgressThread) -> None:
         self._mean = BlockMean(numbers, group)
@@ -259,21 +195,13 @@ class BackgroundMean:
             self._averaged.set_exception(error)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait, and return (the mean, this rank's error), both fp32 in the shape of the numbers.
-
-        The error must be added to this rank's next numbers. Raises what the background thread raised, for example
-        RuntimeError if a rank is lost.
-        """
+        """Wait, and return the mean and this rank's error, which must be added to its next numbers."""
         self._averaged.result()
         return self._mean.finish(), self._mean.error
 
 
 def measure_coding_seconds() -> float:
-    """Return this rank's seconds per number to encode and decode in a mean over ranks.
-
-    It measures 2**21 numbers within some milliseconds. Like gradients, these numbers do not fit into the second-level
-    cache. No other rank takes part.
-    """
+    """Return seconds per number to encode and decode 2**21 numbers, which the second-level cache does not hold."""
     parts = list(zip(torch.ones(8, 2**18), torch.zeros(8, 2**18), strict=True))
     for numbers, error in parts:
         _code(numbers, error)
@@ -292,25 +220,21 @@ def _code(numbers: torch.Tensor, error: torch.Tensor) -> None:
 
 @dataclass
 class _BucketUnderWay:
-    """A bucket of gradients whose mean is under way."""
-
     bucket: GradBucket
     mean: BlockMean
     work: QueuedWork
-    """Is done when the mean is in the bucket."""
 
 
 class BlockReducer:
-    """Averages DDP's buckets over a group's ranks as int8 blocks with error feedback.
+    """Averages DDP's buckets over a group's ranks as int8 blocks with error feedback. One reducer belongs to one model.
 
-    Gradients are encoded in the backward pass. Everything else is done by a thread, so that the backward pass waits for
-    no message, and each message is sent as soon as it can be. One reducer belongs to one model.
+    Gradients are encoded in the backward pass; a thread does the rest, so that the backward pass waits for no message.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._unsent: dict[torch.Tensor, torch.Tensor] = {}
-        """Parameter -> what was not sent of its gradients. DDP changes its buckets after the first step."""
+        """Parameter -> what was not sent of its gradients, because DDP changes its buckets after the first step."""
         self._thread = ProgressThread("int8")
         # Only the thread uses these two lists. It waits for a bucket's message after it has sent the next bucket's, so
         # that a message is always under way.
@@ -321,11 +245,10 @@ class BlockReducer:
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
+        """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
 
-        It does not wait. It returns a future of the bucket's buffer, which holds the mean in its own type when the
-        future is complete. No other operation of the group may start before the futures of all buckets are complete. If
-        a rank is lost, waiting for the future raises the error of the operation that failed.
+        It returns a future of the bucket's buffer, which then holds the mean in its own type. No other operation of the
+        group may start before the futures of all buckets are complete. Waiting for one raises an error of the exchange.
         """
         mean = BlockMean(bucket.buffer(), self._group, self._collect_unsent(bucket))
         one = _BucketUnderWay(bucket, mean, QueuedWork(bucket.buffer()))
@@ -335,10 +258,7 @@ class BlockReducer:
         return future
 
     def _advance(self, one: _BucketUnderWay, is_last: bool) -> None:
-        """Start to send a bucket, and continue with the buckets before it; after the last one, until all are done.
-
-        The order of messages depends only on the order of the buckets, so that it is the same on all ranks.
-        """
+        """Send a bucket and continue those before it, in an order of messages that is the same on all ranks."""
         self._sent.append(one)
         try:
             one.mean.send()
@@ -366,10 +286,7 @@ class BlockReducer:
         self._averaged.pop(0).work.complete()
 
     def take_unsent(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return what was not sent of a parameter's gradients, and forget it: fp32, one-dimensional; None for nothing.
-
-        The parameter must not be in a bucket that is under way.
-        """
+        """Return and forget what was not sent of a parameter's gradients, or None; its bucket must not be under way."""
         unsent = self._unsent.pop(parameter, None)
         return None if unsent is None else unsent.clone()  # a clone, because it is a view of a whole bucket's
 

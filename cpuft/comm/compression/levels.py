@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpuft.comm.selection import TIE
+from cpuft.compressions import TIE_RATIO
 from cpuft.errors import CpuftError
 
 OVERLAP = 0.5
-"""Share of the forward and backward passes during which layers' gradients can be sent: the backward pass without its
-first layers."""
+"""Share of the forward and backward passes that can hide messages: the backward pass without its first layers."""
 LATE_BUCKETS = 2
-"""Buckets that become ready when the backward pass ends, so that no computing hides their messages. In a step of MiniLM
-with six buckets, the last two were ready within the last 4 % of the backward pass."""
+"""Buckets that become ready when the backward pass ends, so that nothing hides their messages. In a step of MiniLM, the
+last two of six buckets were ready within the last 4 % of the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +20,15 @@ class CompressionLevel:
     """A gradient compression, and what an update of this job costs with it."""
 
     name: str
-    """A value of --grad-compression: none, bf16, fp16, int8 or powersgd."""
     layer_bytes: float
     """Bytes sent during the backward pass, counted as the payload of an all-reduce."""
     row_bytes: float
     """Bytes of embedding rows, sent after the backward pass or, if they are late, in the next update."""
     has_late_rows: bool
-    """Whether embedding rows are sent while the next update computes."""
     messages: int
-    """Number of messages that are sent one after the other once the last gradient is ready."""
+    """Messages that are sent one after the other once the last gradient is ready."""
     coding_seconds: float
-    """Seconds of computing to encode and decode the messages."""
+    """Computing time to encode and decode the messages."""
     buckets: int
     """Number of messages in which `layer_bytes` are sent."""
 
@@ -47,16 +44,11 @@ class LinkModel:
 
 
 def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link: LinkModel) -> float:
-    """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`.
-
-    This is compute + coding + taken + max(late, layers - OVERLAP * compute) + rows + messages * latency. Here layers
-    and rows are the seconds to send these bytes, late is the part of layers that belongs to the late buckets, and taken
-    is the time that sending all bytes takes from computing. Late rows are sent before the layers of the next update:
-    compute + coding + taken + max(late, layers - OVERLAP * compute, layers + rows - compute) + messages * latency.
-    """
+    """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`."""
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     late = layers * min(1.0, LATE_BUCKETS / level.buckets)
     waiting = max(late, layers - OVERLAP * compute_seconds)
+    # Late rows are sent before the layers of the next update, whose computing hides them, too.
     waiting = max(waiting, layers + rows - compute_seconds) if level.has_late_rows else waiting + rows
     waiting += level.messages * link.latency_seconds
     taken = (level.layer_bytes + level.row_bytes) * link.taken_seconds_per_byte
@@ -66,22 +58,15 @@ def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link:
 def choose_level(
     levels: Sequence[CompressionLevel], compute_seconds: float, link: LinkModel
 ) -> tuple[CompressionLevel, str]:
-    """Return the first level whose step is as short as the shortest within 2 %, and the reason in one line.
-
-    The reason gives the figures, for example "a step computes 0.21 s and an all-reduce takes 940 Mbit/s: none 0.4 s,
-    bf16 0.3 s".
-
-    Parameters
-    ----------
-    levels: from exact to fewest bytes.
-    compute_seconds: of an update's forward and backward passes.
-
-    Raises CpuftError: there are no levels.
+    """Return the first of `levels`, exact ones first, that is as fast as the fastest within 2 %, and the reason. Raises
+    CpuftError: there are none.
     """
     if not levels:
         raise CpuftError("there is no gradient compression to choose from: give one with --grad-compression")
     seconds = [estimate_step_seconds(level, compute_seconds, link) for level in levels]
-    chosen = next(level for level, estimate in zip(levels, seconds, strict=True) if estimate <= TIE * min(seconds))
+    chosen = next(
+        level for level, estimate in zip(levels, seconds, strict=True) if estimate <= TIE_RATIO * min(seconds)
+    )
     rate = f"{8e-6 / link.seconds_per_byte:.3g} Mbit/s" if link.seconds_per_byte > 0 else "no time"
     figures = ", ".join(f"{level.name} {estimate:.3g} s" for level, estimate in zip(levels, seconds, strict=True))
     return chosen, f"a step computes {compute_seconds:.3g} s and an all-reduce takes {rate}: {figures}"

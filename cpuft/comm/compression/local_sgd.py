@@ -1,8 +1,8 @@
 """Local SGD: ranks train independently and average their parameters every H updates, which sends H times fewer bytes.
 
 Local SGD is by Stich 2018 (arXiv:1805.09767), with the outer momentum of DiLoCo (Douillard et al. 2023,
-arXiv:2311.08105): the changes of all ranks are averaged, and the mean is the gradient of an outer optimizer. It is
-applied one synchronization later (overlapped as in Douillard et al. 2025, arXiv:2501.18512), so that no rank waits.
+arXiv:2311.08105): the mean of all ranks' changes is the gradient of an outer optimizer. It is applied one
+synchronization later (Douillard et al. 2025, arXiv:2501.18512), so that no rank waits.
 """
 
 from __future__ import annotations
@@ -23,22 +23,18 @@ OUTER_LEARNING_RATE = 0.7
 
 
 class LocalSGD:
-    """Synchronizes ranks that train independently. All ranks must make one, and call `synchronize` and `finish`.
+    """Synchronizes ranks that train independently. All ranks make one, when all of them have the same parameters.
 
-    In a training loop without DistributedDataParallel: make one when all ranks have the same parameters, call
-    `synchronize` after every H-th update of the optimizer, and `finish` after the last update. Then all ranks have the
-    same parameters again. If H grows, `receive` in between applies a mean before the next one is sent. Making one also
-    makes a process group of all ranks and a thread.
+    In a training loop without DistributedDataParallel, all call `synchronize` after every H-th update of the optimizer,
+    and `finish` after the last update, which makes the parameters the same again. If H grows, `receive` in between
+    applies a mean before the next one is sent. CpuftError: changes cannot be sent with this compression.
 
     Parameters
     ----------
-    parameters: the trained parameters; those without requires_grad are left out.
+    parameters: those without requires_grad are left out.
     compression: none (fp32), bf16, fp16, or int8, which is blocks with error feedback.
     momentum: of the outer optimizer (Nesterov, with the learning rate 0.7); 0 means the plain mean of all changes.
     embedding: one of the parameters, a word embedding of which only the rows given to `note_tokens` are sent.
-
-    Raises CpuftError: changes of parameters cannot be sent with this compression. Raises ValueError: there is no
-    default process group.
     """
 
     def __init__(
@@ -66,10 +62,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Take the current parameters, which are the same on all ranks, as the starting point.
-
-        Whatever was not sent, the momentum, and a mean that is under way are forgotten. No rank waits.
-        """
+        """Start anew from the current parameters, the same on all ranks, and forget a mean that is under way."""
         all_rows = self._used_rows.new_ones(len(self._used_rows)).nonzero()[:, 0]
         self._common = self._read_parameters(all_rows)
         """The parameters on which all ranks have agreed."""
@@ -80,11 +73,7 @@ class LocalSGD:
         """Waits for the mean that is under way, and applies it to the common parameters."""
 
     def note_tokens(self, tokens: torch.Tensor) -> None:
-        """Note which tokens any rank has looked up: int64, of any shape; the same on all ranks.
-
-        Their rows are sent in all later synchronizations. Does nothing without an embedding. Raises IndexError if a
-        token is not in the vocabulary.
-        """
+        """Note int64 tokens that any rank has looked up, the same on all ranks: later calls send their rows, too."""
         if self._embedding is not None:
             self._used_rows[tokens.reshape(-1)] = True
 
@@ -92,8 +81,8 @@ class LocalSGD:
     def synchronize(self) -> None:
         """Start to send this rank's changes since the last call, and apply the mean of all ranks' previous changes.
 
-        Parameters are written in place: they become those on which all ranks have agreed, plus this rank's latest
-        changes. It waits only if the previous mean is not there yet. The first call applies nothing.
+        Parameters become those on which all ranks have agreed, plus this rank's latest changes. It waits only if the
+        previous mean is not there yet. The first call applies nothing.
         """
         rows = self._used_rows.nonzero()[:, 0]
         changes = self._read_changes(rows)
@@ -103,11 +92,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Apply the mean that is under way, for which it waits; do nothing if there is none.
-
-        Parameters are written in place: they become those on which all ranks have agreed, plus this rank's changes
-        since it last sent some. `synchronize` does this, too; between two calls of it, the mean is applied earlier.
-        """
+        """Wait for the mean that is under way, if any, and apply it earlier than the next `synchronize` would."""
         if self._receive:
             rows = self._used_rows.nonzero()[:, 0]
             changes = self._read_changes(rows)
@@ -120,8 +105,7 @@ class LocalSGD:
     def finish(self) -> None:
         """Send this rank's changes and wait for all means, so that all ranks have the same parameters.
 
-        They may train on and synchronize again. The last changes are averaged without outer momentum. With int8, what
-        rounding has left unsent stays for the next synchronization.
+        The last changes are averaged without outer momentum. What int8 has not sent stays for the next call.
         """
         rows = self._used_rows.nonzero()[:, 0]
         changes = self._read_changes(rows)
@@ -199,12 +183,10 @@ class LocalSGD:
         return vector[:dense], vector[dense:].view(max(1, len(self._used_rows)), -1)
 
     def _pick(self, vector: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the message with these rows of a saved vector."""
         dense, embedding = self._view_parts(vector)
         return torch.cat([dense, embedding[rows].reshape(-1)])
 
     def _put(self, vector: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Write a message with these rows into a saved vector."""
         dense, embedding = self._view_parts(vector)
         dense.copy_(values[: len(dense)])
         embedding[rows] = values[len(dense) :].view(len(rows), embedding.shape[1])

@@ -1,8 +1,6 @@
-"""powersgd (Vogels et al. 2019, arXiv:1905.13727): low-rank factors of gradients are sent as blocks of codes with 4
-bits (P) and 8 bits (Q), with error feedback.
+"""powersgd (Vogels et al. 2019, arXiv:1905.13727): low-rank factors of gradients are sent with error feedback.
 
-The first updates send int8 blocks of whole gradients instead, because factors cost most accuracy there (see
-EXACT_UPDATES).
+P is sent as blocks of 4-bit codes, Q of 8-bit codes; the first EXACT_UPDATES updates send int8 blocks instead.
 """
 
 from __future__ import annotations
@@ -19,37 +17,30 @@ from cpuft.comm.process_group import ProgressThread, QueuedWork
 from cpuft.kernels import int64_array, kernels_for
 
 RANK = 12
-"""Rows of the factors. The paper trains with 2 (ResNet-18) and 4 (LSTM), for hundreds of epochs. Factors of 16 rows,
-which send a third more bytes, had the same metric: -0.0010 on MRPC and -0.0016 on SST-2, compared with exact gradients,
-and 12 rows -0.0010 and -0.0018 (five seeds each, with 4 bits also for gradients that are sent whole)."""
+"""Rows of the factors. The paper trains with 2 (ResNet-18) and 4 (LSTM), for hundreds of epochs. With 16 rows, which
+send a third more bytes, the metric differed from that of exact gradients by -0.0010 on MRPC and -0.0016 on SST-2, and
+with 12 rows by -0.0010 and -0.0018 (five seeds each, with 4 bits also for gradients that are sent whole)."""
 P_BITS = 4
-"""Bits of a code of P, which only says in which directions Q is measured. Embedding rows have as many."""
+"""Bits of a code of P, which only says in which directions Q is measured, and of embedding rows."""
 Q_BITS = 8
 """Bits of a code of Q, and of the gradients that are sent whole with it. If Q had 4 bits, too, the metric on MRPC was
 -0.0055 (five seeds, 16 rows)."""
 EXACT_UPDATES = 6
-"""Updates at the beginning whose gradients are sent as int8 blocks. With 16 rows and without these updates, the
-parameters ended after 63 updates of SST-2 at a distance from the exact ones that was 35 % of the exact change, and 23 %
-with them."""
+"""Updates at the beginning whose gradients are sent as int8 blocks. After 63 updates of SST-2 with 16 rows, the
+parameters' distance from the exact ones was 35 % of the exact change without these updates, and 23 % with them."""
 
 
 class Matrices:
     """The approximations P^T Q of several gradients in a bucket, and what has not been sent of these gradients yet.
 
     In each update, call `compute_p`, average its result over the ranks, then the same with `compute_q`, and then
-    `write_approximations`. Factors have r = min(rows, columns, RANK) rows. Their rows belong to the singular vectors of
-    the gradient, the largest one first, so that the numbers of a block are of similar size. The factors of all
-    gradients lie one after another in one tensor, which is sent as it is, and each function is one call of a kernel:
-    tensors and calls for each gradient would take a fifth more time.
+    `write_approximations`. Factors have r = min(rows, columns, RANK) rows, which belong to the singular vectors of the
+    gradient, the largest one first, so that the numbers of a block are of similar size. All factors lie in one tensor,
+    and each function is one call of a kernel: tensors and calls for each gradient would take a fifth more time.
 
-    Parameters
-    ----------
-    shapes: rows and columns of each gradient.
-    starts: the index of the first number of each gradient in the bucket's buffer.
-    unsent: what has not been sent so far of all gradients, one after another: in the type of the gradients,
-        one-dimensional. Each update changes it in place. In bf16, each update rounds it, and the rounding error is not
-        sent later. It is at most 0.2 % of each number.
-    generator: makes the first Q; in the same state on all ranks.
+    `starts` are the indices of the gradients in the bucket's buffer, and `generator` has the same state on all ranks.
+    `unsent` is in the type of the gradients, one after another, and changed in place; in bf16, each update rounds it by
+    at most 0.2 % of each number, and this error is not sent later.
     """
 
     def __init__(
@@ -84,10 +75,7 @@ class Matrices:
         return [one - p.T @ sent for one, p, sent in factors]
 
     def compute_p(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Add gradients to what is unsent, and return this rank's P of all: fp32, one-dimensional, see `p_shapes`.
-
-        `buffer`: of the bucket, one-dimensional, contiguous. It does not change.
-        """
+        """Add gradients of the contiguous buffer to what is unsent; return this rank's P: fp32, see `p_shapes`."""
         factors, dtype = torch.empty_like(self._p), buffer.dtype
         kernels = kernels_for(buffer)
         if kernels is not None:
@@ -121,11 +109,8 @@ class Matrices:
     def write_approximations(self, sent: torch.Tensor, means: torch.Tensor, buffer: torch.Tensor) -> None:
         """Write P^T Q into the gradients in the bucket's buffer. This rank's part of it is no longer unsent.
 
-        Parameters
-        ----------
-        sent: what `compute_q` has returned, without what rounding has left out of it. Contiguous; it is kept.
-        means: of what all ranks have sent of Q, the same on all ranks. Contiguous; it is kept.
-        buffer: one-dimensional, contiguous. The gradients in it are overwritten.
+        `sent` is what `compute_q` has returned without what rounding has left out, and `means` the mean of what all
+        ranks have sent. All three are contiguous; `sent` and `means` are kept.
         """
         self._sent, self._q = sent, means
         kernels = kernels_for(buffer)
@@ -142,7 +127,6 @@ class Matrices:
 
 
 def _split(numbers: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return views of matrices that lie one after another in a tensor."""
     parts = torch.split(numbers, [rows * columns for rows, columns in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -150,12 +134,8 @@ def _split(numbers: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[tor
 def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return orthonormal rows that span those of a factor, rounded to `dtype`: fp32, in the factor's shape.
 
-    A row that depends on those before it is replaced by one that is orthogonal to them. All ranks need the same rows:
-    kernels give the same bits on all CPUs. NaNs stay NaNs.
-
-    Parameters
-    ----------
-    factor: fp32, with at least as many columns as rows.
+    The factor is fp32, with at least as many columns as rows. A row that depends on those before it is replaced by one
+    that is orthogonal to them. All ranks need the same rows: kernels give the same bits on all CPUs. NaNs stay NaNs.
     """
     kernels = kernels_for(factor.new_empty(0, dtype=dtype))
     if kernels is not None:
@@ -186,14 +166,7 @@ def _project(rows: torch.Tensor, i: int) -> torch.Tensor:
 
 
 class _Bucket:
-    """A bucket of gradients, of which factors are sent, and the small ones whole.
-
-    Parameters
-    ----------
-    take_unsent: returns what has not been sent so far of a parameter's gradient: fp32, one-dimensional; None for
-        nothing.
-    generator: see `Matrices`.
-    """
+    """A bucket of gradients, of which factors are sent, and the small ones whole, with what was unsent before."""
 
     def __init__(
         self,
@@ -220,7 +193,6 @@ class _Bucket:
         self._whole = [(starts[number], sizes[number]) for number in whole]
 
     def begin(self, buffer: torch.Tensor) -> None:
-        """Compute what is sent first: P."""
         assert len(buffer) >= self._length
         self._buffer, self.p = buffer, self.matrices.compute_p(buffer)
         self._unsent += torch.cat([torch.empty(0), *self._list_whole()])
@@ -230,10 +202,7 @@ class _Bucket:
         return torch.cat([self.matrices.compute_q(means), self._unsent])
 
     def finish(self, sent: torch.Tensor, means: torch.Tensor, errors: torch.Tensor) -> None:
-        """Write the means of what was sent second into the bucket.
-
-        `errors`: what the means lack of this rank's numbers, and `sent` what is in them of these.
-        """
+        """Write the means into the bucket; `errors` are what they lack of this rank's numbers, and `sent` the rest."""
         count = len(means) - len(self._unsent)
         self.matrices.write_approximations(sent[:count], means[:count], self._buffer)
         self._unsent = errors[count:]
@@ -253,13 +222,8 @@ SMALL_SHARE = 0.5
 class PowerSGD:
     """Averages DDP's buckets over a group's ranks: in the first updates as int8 blocks, then as factors.
 
-    P is sent as blocks of 4-bit codes, Q as int8 blocks. Gradients that factors would not make smaller are sent as int8
-    blocks in all updates. P is computed in the backward pass, and everything else by a thread, so that the backward
-    pass waits for no message. One object belongs to one model.
-
-    Parameters
-    ----------
-    exact_updates: number of updates that are sent as int8 blocks of whole gradients.
+    P is computed in the backward pass, and everything else by a thread, so that the backward pass waits for no message.
+    Gradients that factors would not make smaller stay int8 blocks. One object belongs to one model.
     """
 
     def __init__(self, group: dist.ProcessGroup, exact_updates: int = EXACT_UPDATES) -> None:
@@ -280,12 +244,11 @@ class PowerSGD:
         """Parameters -> their bucket. DDP changes its buckets after the first update, before factors are sent."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
+        """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
 
-        It does not wait for messages. It returns a future of the bucket's buffer, in its own type, which holds the mean
-        or its approximation when the future is complete. No other operation of the group may start before the futures
-        of all buckets are complete. If a rank is lost, waiting for the future raises the error of the operation that
-        failed.
+        It returns a future of the bucket's buffer, which then holds the mean or its approximation in its own type. No
+        other operation of the group may start before the futures of all buckets are complete. Raises RuntimeError: DDP
+        has changed its buckets after factors were sent.
         """
         is_exact = self._updates < self._exact_updates
         # A small last bucket, such as that of the few parameters of another type, becomes ready soon after the one
@@ -322,7 +285,6 @@ class PowerSGD:
         return future
 
     def _average(self, buckets: Sequence[_Bucket], works: Sequence[QueuedWork]) -> None:
-        """Average buckets together, and complete their works."""
         try:
             if self._error is not None:  # other ranks may wait for what this rank could not send
                 raise self._error
@@ -349,21 +311,13 @@ class PowerSGD:
 
 
 def count_numbers(shape: torch.Size) -> int:
-    """Return how many numbers are sent for a gradient of this shape: those of its factors, or of itself if fewer.
-
-    The first dimension is the rows, and all others together are the columns: (rows + columns) * min(rows, columns,
-    RANK), at most rows * columns. A gradient with one dimension is sent as it is.
-    """
+    """Return how many numbers are sent for a gradient of this shape: those of its factors, or of itself if fewer."""
     rows, columns = _matrix_shape(shape)
     return min((rows + columns) * min(rows, columns, RANK), rows * columns)
 
 
 def count_bytes(shapes: Iterable[torch.Size], ranks: int) -> int:
-    """Return the bytes of the two messages for gradients of these shapes, in each direction of an exchange.
-
-    If gradients are sent in several buckets, their messages are padded, and have up to 392 bytes more for each bucket
-    and rank.
-    """
+    """Return the bytes of both messages in each direction; each further bucket's padding adds up to 392 per rank."""
     first = second = 0
     for shape in shapes:
         rows, columns = _matrix_shape(shape)
@@ -374,10 +328,7 @@ def count_bytes(shapes: Iterable[torch.Size], ranks: int) -> int:
 
 
 def saves_bytes(shape: torch.Size) -> bool:
-    """Return whether a gradient's factors have fewer numbers than the gradient itself.
-
-    The result is False for a gradient with one dimension.
-    """
+    """Return whether factors have fewer numbers than the gradient itself; False for one with one dimension."""
     return count_numbers(shape) < shape.numel()
 
 

@@ -28,32 +28,24 @@ from cpuft.errors import CpuftError, suggest_names
 
 @dataclass(frozen=True)
 class Compression:
-    """A value of --grad-compression: its code, and what it sends in an update.
-
-    `cpuft.compressions` holds what must be known about it without torch.
-    """
+    """A value of --grad-compression: its code, and what it sends in an update; see also `cpuft.compressions`."""
 
     make_reduce: Callable[[dist.ProcessGroup], Reduce]
-    """Takes the group; returns what averages buckets over its ranks."""
     layer_bytes: Callable[[Sequence[torch.Tensor], int], float]
     """(trained parameters, number of ranks) -> bytes sent during the backward pass, as the payload of an all-reduce."""
     row_bytes: Callable[[int, int, int], float]
     """(numbers in the embedding rows of all ranks, in those of one rank, number of ranks) -> bytes sent for them after
     the backward pass, as the payload of an all-reduce."""
     messages: int
-    """Number of messages that are sent one after the other once the last gradient is ready, without those of late
-    rows."""
+    """Messages that are sent one after the other once the last gradient is ready, without those of late rows."""
     wire_type: torch.dtype | None = None
     """The type to which gradients are rounded before they are sent; None for their own type or an encoding."""
 
 
 def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over the ranks, sent as bf16 or fp16.
-
-    Gradients are divided first, so that the sum over many ranks does not overflow in fp16. torch's own hooks do the
-    same, but DDP refuses bf16_compress_hook by its name where there is no NCCL.
-    """
+    """Average a bucket, sent as bf16 or fp16: DDP refuses torch's bf16_compress_hook where there is no NCCL."""
     buffer = bucket.buffer()
+    # Gradients are divided first, so that the sum over many ranks does not overflow in fp16.
     rounded = buffer.to(dtype).div_(group.size())  # the buffer itself if it has that type already
     work = dist.all_reduce(rounded, group=group, async_op=True)
     assert work is not None
@@ -81,11 +73,7 @@ def _make_rounding(dtype: torch.dtype) -> Compression:
 
 
 def _count_block_bytes(bits: int, numbers: int, own: int, ranks: int) -> float:
-    """Return the bytes of embedding rows as blocks of codes with this number of bits.
-
-    One half of the exchange sends a rank's own rows, the other one the means of all rows; each counts as half an
-    all-reduce.
-    """
+    """Return the bytes of embedding rows as the payload of an all-reduce: own rows are sent, and means of all rows."""
     return (int8.encoded_bytes(own, ranks, bits) + int8.encoded_bytes(numbers, ranks, bits)) / 2
 
 
@@ -115,19 +103,10 @@ TABLE = {
 
 
 def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None) -> Reduce:
-    """Return what averages buckets of gradients over the ranks of `group`.
+    """Return what averages buckets over the ranks of `group`: it takes a DDP bucket and returns a future of its buffer.
 
-    The returned function takes a DDP bucket and returns a future of its buffer, which then holds the mean.
-
-    Parameters
-    ----------
-    compression: `none`; `bf16` or `fp16`, which send half the bytes of fp32 gradients; `int8`, a quarter, as blocks of
-        8-bit numbers with error feedback; `powersgd`, for slow networks, the factors of a rank-12 approximation in
-        blocks of 4-bit and 8-bit numbers, and whole gradients where the factors would be larger.
-    hosts: what `make_host_groups` returned for the same compression and group. If it is given, gradients are averaged
-        within each host first.
-
-    Raises CpuftError: there is no such compression, or it was removed. `auto` is none: see `resolve_compression`.
+    `hosts` are those that `make_host_groups` returned for the same compression and group. Raises CpuftError: there is
+    no such compression.
     """
     if compression in REMOVED_COMPRESSIONS:
         raise CpuftError(REMOVED_COMPRESSIONS[compression])
@@ -154,18 +133,12 @@ class RowSizes:
 def list_levels(
     parameters: Sequence[torch.Tensor], rows: RowSizes, ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
-    """Return what an update of a model sends with each compression: none, bf16, fp16, int8 and powersgd, in this order.
+    """Return what an update of a model sends with each compression of TABLE, in its order.
 
-    Parameters
-    ----------
-    parameters: the trained parameters, without a word embedding that is exchanged by rows.
-    ranks: number of ranks of the all-reduce whose payload the bytes are.
-    coding_seconds: time to encode and decode one number with int8. The times of COMPRESSION_FACTS are multiplied by
-        this time and divided by that of int8.
-    hosts: number of hosts, at least two, if the compressions with error feedback have hierarchical means; 0 if all
-        ranks average together. Between the first ranks of the hosts, an all-reduce of the same payload sends fewer
-        bytes over the link of a host than one between all ranks. The bytes of these levels are multiplied by this
-        ratio, so that they stay the payload of an all-reduce between all ranks.
+    `parameters` are those that are not exchanged by rows, and `coding_seconds` is the time to encode and decode one
+    number with int8. `hosts` is 0 unless compressions with error feedback have hierarchical means. An all-reduce
+    between the leaders of hosts sends fewer bytes over a host's link than one between all ranks, so the bytes of these
+    levels are scaled to stay the payload of an all-reduce between all ranks.
     """
     numbers, row_numbers = _count(parameters), (rows.together + rows.own) / 2
     factors = sum(powersgd.count_numbers(parameter.shape) for parameter in parameters)
@@ -195,19 +168,12 @@ def resolve_compression(requested: str, precision: str) -> str:
 
 
 def to_wire_type(gradient: torch.Tensor, compression: str) -> torch.Tensor:
-    """Return the gradient in the type in which it is sent: bfloat16 for bf16, float16 for fp16, its own type otherwise.
-
-    It is the same tensor if it has that type already. Unknown names raise nothing.
-    """
+    """Return the gradient in the type in which it is sent: its own one unless the compression is bf16 or fp16."""
     return gradient.to(_wire_type(compression) or gradient.dtype)
 
 
 def wire_type_name(compression: str) -> str:
-    """Return torch's name of the type in which gradients are sent: "bfloat16" for bf16 and "float16" for fp16.
-
-    It is "float32" for all others: none, int8 and powersgd, although the last two send encoded numbers, and unknown
-    names.
-    """
+    """Return torch's name of the type of sent gradients: "float32" also for encoded numbers (int8, powersgd)."""
     return str(_wire_type(compression) or torch.float32).removeprefix("torch.")
 
 
@@ -216,13 +182,10 @@ def _wire_type(compression: str) -> torch.dtype | None:
 
 
 def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
-    """Let a wrapped model send its gradients compressed. Call it once on all ranks, before the first backward pass.
+    """Let a wrapped model send compressed gradients; call it once on all ranks before the first backward pass.
 
-    Parameters
-    ----------
-    compression: none, bf16, fp16, int8 or powersgd.
-
-    Raises CpuftError: there is no such compression. Raises RuntimeError: the model has a communication hook already.
+    `compression` is none, bf16, fp16, int8 or powersgd; CpuftError for others. RuntimeError: the model has a
+    communication hook already.
     """
     group = model.process_group
     reduce = make_reduce(compression, group, make_host_groups(compression, group))

@@ -12,7 +12,6 @@ from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
-from cpuft.plan import Plan, Step
 from cpuft.provision.aws.client import CallStep, Tag, plan_call, read_tags, specify_tags
 from cpuft.provision.aws.facts import PENDING, READY, Image, find_disk_size, find_images, find_snapshots
 from cpuft.provision.aws.options import AwsConfig
@@ -22,6 +21,7 @@ from cpuft.provision.cluster_files import is_ours
 from cpuft.provision.image import CHECK, PROVE, Recipe, environment_python, format_install, read_recipe
 from cpuft.provision.options import ImageConfig
 from cpuft.provision.wheels import Supply, gather_supply, list_pins, make_stamp
+from cpuft.steps import Plan, Step
 
 _SUITE = "bookworm"
 """Suite of the Debian 12 image that AWS offers, from which AMIs are made."""

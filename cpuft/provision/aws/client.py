@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, install_command, suggest_names
-from cpuft.plan import Step
+from cpuft.steps import Step
 
 
 class Tag:

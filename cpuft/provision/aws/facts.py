@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from cpuft.config import is_count
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.provision.aws.client import SPOT_ROLE, AwsClient, CallError, Tag, read_tags
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.image import read_recipe
 from cpuft.report.estimate import TABLE
-from cpuft.report.estimate import Instance as ListedType
+from cpuft.report.estimate import InstanceType as ListedType
 from cpuft.report.estimate import parse_instances as parse_table
+from cpuft.serialization import is_count
 
 LIVE = ("pending", "running")
 """States of instances that can be used, or will be soon."""

@@ -11,8 +11,8 @@ import re
 import time
 from dataclasses import dataclass
 
-from cpuft.config import is_count
 from cpuft.errors import CpuftError
+from cpuft.serialization import is_count
 
 UNTIL_FILE = "/var/lib/cpuft/until"
 """On every instance: the end of its lease, in seconds since the epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.provision.options import RECIPE, REGION, SSH_FROM
 
 

@@ -14,7 +14,6 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.hosts.transport import SshTransport
-from cpuft.plan import Plan
 from cpuft.provision.aws.client import CAPACITY_CODES, AwsClient, CallError, CallStep, plan_call
 from cpuft.provision.aws.facts import (
     Offer,
@@ -55,6 +54,7 @@ from cpuft.provision.aws.price import (
 from cpuft.provision.base import Ask, Provider, Say, run_stages
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.servers import ClusterFacts
+from cpuft.steps import Plan
 
 _BOOT_SECONDS = 300.0
 """Time limit for instances to reach the state "running", and again to accept ssh connections."""

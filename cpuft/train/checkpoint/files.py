@@ -1,9 +1,7 @@
 """Checkpoints on a disk: a folder UPDATE.RANK for each, which exists completely or not at all.
 
 A checkpoint is written to a folder with another name, synced and renamed. Its checkpoint.json has the checksums of its
-files and of itself, and it is read only if they are right.
-
-`python -m cpuft.train.checkpoint.files FOLDER` checks one checkpoint.
+files and of itself, and it is read only if they are right. `python -m cpuft.train.checkpoint.files FOLDER` checks one.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from cpuft.files import hash_text, open_regular
 from cpuft.serialization import load, parse_json
 
 FOLDER = "checkpoints"
-"""Name of the folder of checkpoints in a run's folder."""
 BEST = "best"
 """Name of the folder, in the folder of checkpoints, of the checkpoint of the best evaluation."""
 STATE, RECORD, VALUES = "state.safetensors", "record.jsonl", "values.json"
@@ -35,28 +32,16 @@ _LAST = "last"
 _META, _NEW, _OLD = "checkpoint.json", ".new", ".old"
 _FORMAT = 1
 _BLOCK = 1 << 24
-_AT_CWD, _RENAME_EXCHANGE = -100, 2
-"""Constants of renameat2(2)."""
-_NAME = re.compile(r"(\d{9,})\.(\d+)(\.new|\.old)?")
-"""Names of checkpoints: update, rank, and the suffix of one that is being written or removed."""
+_AT_CWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+_NAME = re.compile(r"(\d{9,})\.(\d+)(\.new|\.old)?")  # update, rank, and whether it is being written or removed
 
 
 def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, memoryview]) -> Path:
     """Write a rank's checkpoint of an update, and return its folder, such as root/000000100.0 (update 100, rank 0).
 
-    The files are on the disk (fsync) when this returns. `root` is made if necessary. An earlier checkpoint of the same
-    update and rank is replaced. Checkpoints of any rank that are older than this rank's newest two are removed, and so
-    are half-written ones of this rank.
-
-    Parameters
-    ----------
-    update: 0 or more.
-    files: content by file name: STATE, and RECORD or VALUES. `read_checkpoint` refuses other names.
-
-    Raises
-    ------
-    OSError
-        The folder cannot be made or written, as on a full disk. Earlier checkpoints of other updates stay as they were.
+    The files, STATE and RECORD or VALUES, are on the disk (fsync) when this returns. An earlier checkpoint of the same
+    update and rank is replaced. Checkpoints of any rank that are older than this rank's newest two are removed. On
+    OSError, as with a full disk, checkpoints of other updates stay as they were.
     """
     target = root / f"{update:09}.{rank}"
     new = root / f"{target.name}{_NEW}"
@@ -89,16 +74,7 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
 def keep_best(path: Path) -> None:
     """Keep a checkpoint as that of the best evaluation, in the folder `best` beside it, in place of an earlier one.
 
-    Its files are linked, not copied, and stay when the checkpoint itself is removed.
-
-    Parameters
-    ----------
-    path: folder of a whole checkpoint, as `write_checkpoint` returns it.
-
-    Raises
-    ------
-    OSError
-        The folder cannot be made or written; an earlier best checkpoint then stays.
+    Its files are linked, not copied, and stay when the checkpoint itself is removed. On OSError, an earlier one stays.
     """
     root = path.parent / BEST
     root.mkdir(exist_ok=True)
@@ -117,10 +93,7 @@ def keep_best(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders in one step, so that both exist at every moment.
-
-    Returns False if nothing was exchanged: one of them does not exist, or the file system cannot do it.
-    """
+    """Exchange the names of two folders in one step; False if one is missing or the file system cannot do it."""
     try:
         rename = ctypes.CDLL(None).renameat2  # glibc 2.28 and newer
     except (AttributeError, OSError):
@@ -137,7 +110,6 @@ def _remove(path: Path) -> None:
 
 
 def _write(path: Path, content: memoryview) -> str:
-    """Write and sync a file; return its checksum."""
     digest = hashlib.sha256()
     with path.open("xb", buffering=0) as file:
         for start in range(0, len(content), _BLOCK):
@@ -150,7 +122,6 @@ def _write(path: Path, content: memoryview) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Make sure that the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -163,11 +134,7 @@ def _checksum(meta: Mapping[str, Any]) -> str:
 
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Return (update, folder) of each checkpoint in `root`, of all ranks, damaged or not, the newest first.
-
-    Of one update, the folder whose path sorts last comes first. Half-written checkpoints are left out. The list is
-    empty if `root` is missing or cannot be read.
-    """
+    """Return (update, folder) of all ranks' checkpoints in `root`, damaged or not, the newest first; [] if none."""
     return sorted(((int(name[1]), path) for path, name in _list_folders(root) if not name[3]), reverse=True)
 
 
@@ -181,16 +148,7 @@ def _list_folders(root: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, bytearray]:
-    """Return the contents of a checkpoint's files by name: STATE, and RECORD or VALUES. Checksums are verified.
-
-    `path`: folder of the checkpoint.
-
-    Raises
-    ------
-    ValueError
-        The checkpoint is damaged, incomplete, of another version, missing, or cannot be read. The message says what is
-        wrong with which file.
-    """
+    """Return a checkpoint's files by name; ValueError if it is missing, damaged or of another version."""
     try:
         text = _read(path / _META).decode()
         meta = load(dict[str, Any], parse_json(text), _META)
@@ -216,13 +174,10 @@ def _read(path: Path) -> bytearray:
 
 
 def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
-    """Read the newest undamaged checkpoint in a folder. A folder that is missing holds none: nothing is raised.
+    """Return (update, files, damaged) of the newest undamaged checkpoint in a folder, which may be missing.
 
-    Returns
-    -------
-    (update, files, damaged): the checkpoint's update, the contents of its files by name (see `read_checkpoint`), and a
-    message for each newer checkpoint that is damaged, the newest first. Without an undamaged one, update is -1, files
-    is empty, and all checkpoints have a message.
+    `damaged` has a message for each newer checkpoint that is damaged, the newest first. Without an undamaged one,
+    update is -1, files is empty, and all checkpoints have a message.
     """
     damaged: list[str] = []
     for update, path in list_checkpoints(root):
@@ -234,10 +189,7 @@ def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
 
 
 def note_update(root: Path, update: int, rank: int) -> None:
-    """Write the number of the update that a rank has done to `root`/rank-RANK.last, in place of the previous one.
-
-    If the record is lost, the launcher reads it there. Errors of the disk are ignored.
-    """
+    """Write a rank's last update to `root`/rank-RANK.last, where the launcher reads it if the record is lost."""
     with suppress(OSError):  # training goes on with a full disk
         root.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -246,13 +198,9 @@ def note_update(root: Path, update: int, rank: int) -> None:
 
 
 def remove_after(root: Path, update: int) -> None:
-    """Remove all checkpoints in `root` that are newer than `update`, and the files rank-N.last of `note_update`.
-
-    For a run that is resumed from `update`: newer checkpoints are damaged. With -1, all are removed. Errors of the disk
-    are ignored, and a missing `root` is no error.
-    """
+    """Remove checkpoints newer than `update` (-1: all) and all files rank-N.last; errors of the disk are ignored."""
     for number, path in list_checkpoints(root):
-        if number > update:
+        if number > update:  # a run that resumes from `update` has found these damaged
             _remove(path)
     _forget_updates(root)
 
@@ -265,9 +213,8 @@ def _forget_updates(root: Path) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """Remove all checkpoints in `root`, also half-written ones and the best one, and its files rank-N.last.
-
-    Then `root` itself is removed if it is empty. Errors of the disk are ignored, and a missing `root` is no error.
+    """Remove all checkpoints in `root`, also half-written ones and the best one, and then `root` if it is empty. Errors
+    of the disk are ignored.
     """
     if root.name != BEST:
         remove_all(root / BEST)

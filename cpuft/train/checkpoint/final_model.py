@@ -15,7 +15,6 @@ from cpuft.train.lora import has_adapters, save_adapters
 from cpuft.train.model import load_weights
 
 MODEL_DIR = "model"
-"""Name of the folder of the trained model in a run's folder."""
 
 
 def save_model(
@@ -26,29 +25,12 @@ def save_model(
     made: str = "",
     finish: Callable[[Path, Any], None] = lambda folder, model: None,
 ) -> Path:
-    """Write the model and its tokenizer to `run_dir`/model and return that path.
+    """Write the model and its tokenizer to `run_dir`/model, whose earlier content stays if this fails; return the path.
 
-    A model of peft is saved as its adapters and head. An existing folder of that name is replaced once everything is
-    written; if the save fails before, it stays as it is.
-
-    Parameters
-    ----------
-    source: folder or hub name whose tokenizer is saved with the model; unused if there is a `made`.
-    merged: save a model of peft whole instead, with the adapters merged into weights that are loaded again; ignored
-        for other models.
-    made: the JSON of a tokenizer that was made for this run, which is saved in place of that of `source`; "" if there
-        is none.
-    finish: writes more files into the folder, before it gets its name.
-
-    Raises
-    ------
-    DiskFullError
-        The disk is full.
-    CpuftError
-        The tokenizer of `source` cannot be loaded; with `merged`, the base model cannot be loaded or the adapters do
-        not fit it.
-    Exception
-        Whatever else transformers and safetensors raise, such as OSError for a folder that cannot be written.
+    A model of peft is saved as its adapters and head or, with `merged`, whole, with the adapters merged into weights
+    that are loaded again. `source` is the folder or hub name whose tokenizer is saved, unless `made` is the JSON of one
+    that was made for this run. `finish` writes more files before the folder gets its name. Raises DiskFullError,
+    CpuftError, and whatever transformers and safetensors raise.
     """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:

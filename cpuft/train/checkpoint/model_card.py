@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import cpuft
-from cpuft.config import TrainConfig, option_names
+from cpuft.config.fields import option_names
+from cpuft.config.train import TrainConfig
 from cpuft.errors import counted
 from cpuft.files import hash_text, write_text
 from cpuft.record import EvaluationLine, Footer, Header, format_line
@@ -33,22 +34,15 @@ _LEFT_OUT = (
 
 
 def write_model_card(folder: Path, header: Header, evaluation: EvaluationLine, footer: Footer) -> None:
-    """Write README.md into the folder of a model.
-
-    Parameters
-    ----------
-    evaluation: that of the weights in the folder.
-
-    Raises OSError: it cannot be written.
-    """
+    """Write README.md into the folder of a model; `evaluation` is that of the weights in the folder."""
     write_text(folder / "README.md", format_model_card(header, evaluation, footer))
 
 
 def format_model_card(header: Header, evaluation: EvaluationLine, footer: Footer) -> str:
     """Return the card: what the Hugging Face hub reads of a model, then task, metrics, recipe, hosts, speed, versions.
 
-    Names of hosts and local paths are not in it. Texts that come from options or files are written as JSON, so that
-    they neither end the header nor begin a line of their own.
+    It names no hosts and no local paths. Texts from options or files are written as JSON in its header and without line
+    breaks below, so that none ends the header or begins a line of its own.
     """
     base = header.model if not _is_local(header.model) else ""
     kind = TASKS[header.task].kind if header.task in TASKS else ""
@@ -103,7 +97,6 @@ def format_model_card(header: Header, evaluation: EvaluationLine, footer: Footer
 
 
 def _is_local(model: str) -> bool:
-    """Whether the name of a model is a path, which says nothing to others."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpuft.config import CHANGEABLE_ON_RESUME
+from cpuft.config.train import CHANGEABLE_ON_RESUME
 from cpuft.errors import CpuftError
 from cpuft.rank.interruption import describe_cause, is_host_leaving, is_interrupted
 from cpuft.rank.world import World
@@ -37,7 +37,7 @@ from cpuft.train.checkpoint.files import (
 )
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.process_group import gather
+from cpuft.train.ranks import gather
 
 DEFAULT_TIME_SHARE = 0.02
 """Share of a run's time that checkpoints may cost if `--checkpoint-every` is not given."""
@@ -71,38 +71,24 @@ class Requests:
 
     @classmethod
     def decode(cls, total: float) -> Requests:
-        """Return what ranks have requested together, from the sum of their numbers (see `encode`).
-
-        2 or more is a stop, without a checkpoint beside it; 1 is rank 0's checkpoint; 0 is nothing.
-        """
+        """Return what ranks have requested together, from the sum of their numbers; `stop` excludes `checkpoint`."""
         return cls(checkpoint=total == 1.0, stop=total >= 2.0)
 
 
-class Interrupted(Exception):
-    """The run ends early on all ranks, after a checkpoint from which it can be resumed.
-
-    `line`: the line of the interruption for the record.
-    """
+class TrainingInterrupted(Exception):
+    """The run ends early on all ranks, after a checkpoint from which it can be resumed."""
 
     def __init__(self, line: InterruptedLine) -> None:
         super().__init__(f"interrupted after update {line.step}")
         self.line = line
-        """The line of the interruption for the record."""
 
 
 class Checkpoints:
     """What the training loop knows of checkpoints and of stopping; every rank has one.
 
-    `Checkpoints(exchange)` is that of a run that writes no checkpoints and does not stop early.
-
-    Parameters
-    ----------
-    exchange: that of the run, by which ranks contribute to the checkpoints of others.
-    writer: writes the checkpoints of this rank; None on ranks that only contribute to those of others.
-    enabled: whether any rank of the run writes checkpoints.
-    state: what checkpoints hold, with which `restore_best` is possible; None in a run without checkpoints.
-    root: folder of the checkpoints.
-    keep_final: whether `write_final` writes a checkpoint after the last update, if `enabled`.
+    Without a writer, ranks contribute to the checkpoints of others, if the run has any (`enabled`).
+    `Checkpoints(exchange)` is that of a run that writes no checkpoints and does not stop early. With `state`, what
+    checkpoints hold, `restore_best` is possible; with `keep_final`, `write_final` writes one.
     """
 
     def __init__(
@@ -119,12 +105,7 @@ class Checkpoints:
         self._exchange, self._enabled, self._keep_final = exchange, enabled, enabled and keep_final
 
     def find_requests(self) -> Requests:
-        """Return what this rank requests after an update; nothing is sent or written.
-
-        A stop if this process was told by the launcher or an interruption notice that its run must stop; else, on
-        rank 0, a checkpoint if its writer says that one is due; else nothing. Nothing, too, if no rank of the run
-        writes checkpoints.
-        """
+        """Return what this rank requests after an update: a stop if it was told so; on rank 0, a checkpoint if due."""
         if not self._enabled:
             return Requests()
         if is_interrupted():
@@ -132,15 +113,10 @@ class Checkpoints:
         return Requests(checkpoint=self.writer is not None and self.writer.rank == 0 and self.writer.is_due())
 
     def write(self, update: int, is_best: bool = False) -> None:
-        """Begin to write a checkpoint after an update. Collective: each rank writes one or contributes to others'.
+        """Begin to write a checkpoint after an update; each rank writes one or contributes to others'. Collective.
 
         It returns when the state is copied; a thread writes the copy. A writer whose previous checkpoint is not on the
-        disk yet writes none or, with `is_best`, waits for it. A full disk is a warning on standard error, not an
-        exception.
-
-        Parameters
-        ----------
-        is_best: keep this checkpoint until a better one comes, for `restore_best`.
+        disk yet writes none or, with `is_best`, waits for it. A full disk is a warning, not an exception.
         """
         if self.writer:
             self.writer.write(update, skip_if_busy=not is_best, is_best=is_best)
@@ -148,18 +124,10 @@ class Checkpoints:
             self._exchange.contribute_to_checkpoint()
 
     def restore_best(self, update: int, world: World) -> bool:
-        """Restore the weights of the best evaluation, after this update, into the model on all ranks. Collective.
+        """Restore the weights of the best evaluation, made after this update, into the model on all ranks. Collective.
 
-        The first rank of each host looks for them on its disk, after its own writer has finished.
-
-        Returns
-        -------
-        Whether they were found on any host. If not, for example because a disk was full, the model stays as it is.
-
-        Raises
-        ------
-        CpuftError
-            On all ranks alike: all checkpoints of best evaluations are damaged.
+        Returns False, and leaves the model as it is, if no host has them, for example because a disk was full. Raises
+        CpuftError on all ranks alike if all checkpoints of best evaluations are damaged.
         """
         if self._state is None:
             return False
@@ -172,17 +140,10 @@ class Checkpoints:
         return newest.update == update
 
     def write_and_stop(self, update: int, updates: int) -> None:
-        """Write a checkpoint after an update and wait until it is on the disk. Collective.
+        """Write a checkpoint after an update, wait for the disk, raise TrainingInterrupted on all ranks. Collective.
 
         At least one rank must have been told to stop. It returns only if no rank could write its checkpoint, as on a
-        full disk: then training goes on.
-
-        `updates`: updates of the whole run, for the line of the interruption.
-
-        Raises
-        ------
-        Interrupted
-            On all ranks, if any rank has written its checkpoint.
+        full disk: then training goes on. `updates` are the whole run's.
         """
         causes: list[tuple[str, bool]] = gather(
             (describe_cause(os.environ), is_host_leaving(os.environ)) if is_interrupted() else ("", False)
@@ -196,16 +157,13 @@ class Checkpoints:
             else:
                 self._exchange.contribute_to_checkpoint()
         if any(gather(written)):
-            raise Interrupted(line)
+            raise TrainingInterrupted(line)
 
     def write_final(self, updates: int) -> None:
         """Begin to write a checkpoint after the last update, if `keep_final` and `enabled` are set. Collective.
 
-        It first waits for a checkpoint that is still being written. A thread writes this one while the model is
-        evaluated and saved; `CheckpointWriter.finish` waits for it.
-
         If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again from
-        this checkpoint, and no update is repeated. A run on one host writes none: its checkpoint would be lost as well.
+        this checkpoint. A run on one host writes none: it would be lost as well.
         """
         if self._keep_final and self.writer:
             self.writer.write(updates, skip_if_busy=False)
@@ -217,8 +175,7 @@ class Checkpoints:
 def wait_for_disks() -> Iterator[None]:
     """Let each rank wait at the end of the context until all ranks are there, also if a disk is slow. Collective.
 
-    --comm-timeout does not end this wait, but the loss of a rank or host does. If the context raises, its rank does not
-    wait.
+    --comm-timeout does not end this wait, but the loss of a rank or host does.
     """
     # The group is made before any rank writes, because torch waits for all ranks in the default group, too.
     has_others = dist.is_initialized() and dist.get_world_size() > 1
@@ -229,18 +186,13 @@ def wait_for_disks() -> Iterator[None]:
 
 
 def choose_writer_ranks(local_ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that write checkpoints: [0], or with several hosts [0, N], N being the next host's first rank.
-
-    `local_ranks`: of all ranks of the run, in their order. Hosts are not told by their names, which may be equal.
-    """
+    """Return the ranks that write checkpoints: rank 0 and, with several hosts, the first rank of the next host."""
+    # Hosts are not told by their names, which may be equal.
     return [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0][:2]
 
 
 class CheckpointWriter:
-    """Writes a rank's checkpoints: copies the state between two updates, and writes it to disk on a thread.
-
-    A checkpoint holds the record up to its update, too.
-    """
+    """Writes a rank's checkpoints: copies the state between two updates, and writes it and the record on a thread."""
 
     def __init__(
         self,
@@ -252,21 +204,13 @@ class CheckpointWriter:
     ) -> None:
         """Begin to allocate the memory of the copy on a thread.
 
-        Parameters
-        ----------
-        state: what checkpoints hold, with the size of the copy.
-        root: folder of the checkpoints.
-        rank: that of this process; it is part of the name of its checkpoints.
-        every: seconds between two checkpoints; below 0: as many as make their cost DEFAULT_TIME_SHARE of the time; inf:
-            none is ever due.
-        contribute: takes part in the snapshots of other writers. It is called if this rank makes none.
+        `every`: seconds between two checkpoints; below 0, they may cost DEFAULT_TIME_SHARE of the time; with inf, none
+        is ever due. `contribute` takes part in the snapshots of other writers and is called if this rank makes none.
         """
         self.rank = rank
         self.record: list[str] = []
-        """Lines of the record so far."""
         self.cost = state.nbytes / _ASSUMED_BYTES_PER_SECOND
-        """Seconds that the last checkpoint cost: the pause of training and the thread's CPU time. An estimate before
-        the first one."""
+        """Seconds that the last checkpoint cost: the pause of training and the thread's CPU time; first an estimate."""
         self._contribute = contribute
         self._state, self._root, self._every = state, root, every
         self._block = torch.empty(0 if math.isinf(every) else state.nbytes, dtype=torch.uint8)
@@ -277,18 +221,12 @@ class CheckpointWriter:
         self._thread.start()
 
     def begin(self, record: list[str], update: int) -> None:
-        """Add the lines of the record up to an update, after which training begins; 0 for a new run.
-
-        On ranks other than 0, this also writes the update to rank-N.last beside the checkpoints (see `note_update`).
-        """
+        """Add the record's lines up to an update, after which training begins (0: a new run), and note that update."""
         self.record += record
         self._note_update(update)
 
     def add_line(self, line: Line) -> None:
-        """Add a line to the record that checkpoints hold.
-
-        For the line of an update, ranks other than 0 also write the update to rank-N.last beside the checkpoints.
-        """
+        """Add a line to the record that checkpoints hold, and note its update if it has one."""
         self.record.append(format_line(line))
         if isinstance(line, StepLine):
             self._note_update(line.step)
@@ -298,10 +236,7 @@ class CheckpointWriter:
             note_update(self._root, update, self.rank)
 
     def is_due(self) -> bool:
-        """Return whether the time between two checkpoints has passed since the last one was begun, or since the start.
-
-        False while the last one is being written to the disk.
-        """
+        """Return whether it is time for the next checkpoint; never while the last one is being written."""
         every = self._every if self._every >= 0 else self.cost / DEFAULT_TIME_SHARE
         return time.monotonic() - self._last >= every and not self._thread.is_alive()
 
@@ -315,21 +250,11 @@ class CheckpointWriter:
     ) -> bool:
         """Copy the state, and write it with the record as the checkpoint of an update, on a thread.
 
-        With an exchange that shards the optimizer this is collective: ranks without a writer contribute. If the disk
-        does not take the checkpoint, or has less than twice its size free, one warning per run is printed on
-        standard error, and nothing is raised.
-
-        Parameters
-        ----------
-        wait: return only when the checkpoint is written.
-        last_line: the last line of the record in this checkpoint.
-        skip_if_busy: while the previous one is being written, write no checkpoint and only contribute to those of
-            other ranks; else wait for the previous one first. None: skip unless `wait` is set.
-        is_best: also keep it as the checkpoint of the best evaluation (`keep_best`).
-
-        Returns
-        -------
-        With `wait`, whether the checkpoint is on the disk; without, always False.
+        With an exchange that shards the optimizer this is collective: ranks without a writer contribute. A disk that
+        does not take the checkpoint, or has less than twice its size free, is one warning per run. With `skip_if_busy`
+        (None: unless `wait`), a writer whose previous checkpoint is still being written only contributes to those of
+        other ranks; else it waits. `last_line` ends the record in this checkpoint. Returns whether it is on the disk,
+        always False without `wait`.
         """
         if self._thread.is_alive() and (not wait if skip_if_busy is None else skip_if_busy):
             self._contribute()
@@ -348,7 +273,7 @@ class CheckpointWriter:
         return wait and self._is_written
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is on the disk, or has failed; return at once if none is."""
+        """Wait until the checkpoint that is being written, if there is one, is on the disk or has failed."""
         self._thread.join()
 
     def _write_to_disk(self, update: int, record: list[str], paused: float, is_best: bool) -> None:
@@ -376,32 +301,26 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run continues."""
+    """Where a run continues: the number of updates that are done, and the record up to there as text and parsed."""
 
     update: int = 0
-    """Number of updates that are done; 0 without a checkpoint."""
     text: str = ""
-    """The record up to there, as JSON lines; "" without a checkpoint."""
     record: Record | None = field(default=None, compare=False)
-    """The same record, parsed; None without a checkpoint."""
 
 
 @dataclass(frozen=True)
 class HostCheckpoint:
-    """The newest checkpoint of a host, without its state. Ranks that have read none send one with update -1."""
+    """The newest checkpoint of a host, without its state; update -1 if its sender has read none."""
 
     host: str
-    """Host name of the rank that has read it."""
     update: int
-    """The update of the newest whole checkpoint; -1 if there is none."""
     damaged: list[str]
     """A message for each newer checkpoint that is damaged."""
     header: bytes
-    """The first bytes of the state, as many as were asked for; empty without a checkpoint."""
+    """The first bytes of the state, as many as were asked for."""
     text: str
-    """The file beside the state; "" without a checkpoint, or if the checkpoint has no such file."""
+    """The file beside the state, RECORD or VALUES."""
     nbytes: int
-    """Size of the state; 0 without a checkpoint."""
 
 
 def find_newest_checkpoint(
@@ -409,23 +328,10 @@ def find_newest_checkpoint(
 ) -> tuple[HostCheckpoint, Callable[[], torch.Tensor]]:
     """Find the newest whole checkpoint in `root` on any host. Collective: the first rank of each host reads `root`.
 
-    Rank 0 prints a line on standard error for each damaged checkpoint that is newer than a host's whole one.
-
-    Parameters
-    ----------
-    text: name of the file beside the state that all ranks need: RECORD or VALUES.
-    header: number of bytes at the beginning of the state that all ranks need to compare.
-
-    Returns
-    -------
-    (checkpoint, read): the checkpoint, on every rank the same, of equal updates that of the lowest rank, with update -1
-    if there is none; and a collective function without arguments that returns its state on every rank, uint8 of shape
-    (nbytes,). Call `read` only if there is a checkpoint.
-
-    Raises
-    ------
-    CpuftError
-        On all ranks alike: there are checkpoints, and all of them are damaged.
+    Returns the checkpoint, on every rank the same, with update -1 if there is none, and a collective function for its
+    state on every rank, uint8 of shape (nbytes,), to be called only if there is one. `text` names the file beside the
+    state that all ranks need, RECORD or VALUES; `header` is the number of bytes of the state that they compare. Rank 0
+    prints a line for each newer checkpoint that is damaged; CpuftError is raised on all ranks if all are damaged.
     """
     update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
     content, decoded = files.get(STATE, bytearray()), files.get(text, bytearray()).decode(errors="replace")
@@ -445,23 +351,8 @@ def find_newest_checkpoint(
 def resume(state: TrainingState, root: Path, world: World, options: Mapping[str, Any], data: str) -> ResumePoint:
     """Restore the newest whole checkpoint in `root` on any host into model and optimizer, if there is one. Collective.
 
-    Then the first rank of each host removes newer checkpoints there, which are damaged, and the files rank-N.last.
-
-    Parameters
-    ----------
-    state: of this run's model and optimizer, which are changed.
-    options, data: training options and checksum of the examples of this run, to compare with those of the checkpoint
-        (see `find_difference`).
-
-    Returns
-    -------
-    Where the run continues: `ResumePoint()`, with update 0, if there is no checkpoint.
-
-    Raises
-    ------
-    CpuftError
-        On all ranks alike, before anything is restored: the checkpoint is of another job, its record is missing,
-        broken or of another version, or there are checkpoints and all of them are damaged.
+    Before, `options` and `data` are compared with those of the checkpoint (see `find_difference`); CpuftError is raised
+    on all ranks alike. Afterwards newer checkpoints, which are damaged, are removed on each host.
     """
     newest, read = find_newest_checkpoint(root, world, RECORD, len(state.header))
     record = None
@@ -479,19 +370,8 @@ def resume(state: TrainingState, root: Path, world: World, options: Mapping[str,
 def find_difference(record: Record, same_tensors: bool, options: Mapping[str, Any], data: str) -> str:
     """Return the first difference between a checkpoint's job and this one, and what to do; "" if they are one job.
 
-    The text is the end of a sentence about the checkpoint, such as "is of another job, with --seed 1, and this is 2:
-    start a new run without --resume". Options are compared first, in the order of `options`, then the data, then the
-    tensors.
-
-    Parameters
-    ----------
-    record: of the checkpoint.
-    same_tensors: whether names, dtypes and shapes of the state, and the frozen weights, are the same.
-    options: those of this run by name, such as max_grad_norm. All count but those of `config.CHANGEABLE_ON_RESUME`,
-        such as backend or checkpoint_every, which do not decide what is learned, and those that may differ on other
-        hosts: model, from_config, tokenizer, data_dir, train_file, validation_file, precision.
-        An option that the record lacks counts as equal, and one that only the record has is ignored.
-    data: checksum of this run's examples.
+    The text is the end of a sentence about the checkpoint. `same_tensors` says whether names, dtypes and shapes of the
+    state, and the frozen weights, are the same; `data` is the checksum of this run's examples.
     """
     then = record.header.options
     for name, value in options.items():

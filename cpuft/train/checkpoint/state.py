@@ -1,10 +1,8 @@
-"""The state of a training as one block of memory: fp32 weights and AdamW's moments.
+"""The state of a training as one block of memory, with which the next update is the same on any number of ranks.
 
-With it, the next update is the same on any number of ranks. Frozen weights are not in it. Its header has their
-checksum, so that it is not restored into a model with other ones.
-
-The block is a complete safetensors file (a header in JSON, then all tensors without gaps), so it is written and read
-in one piece. The library's own writer would hold the GIL meanwhile, and training would wait.
+It has the fp32 weights and AdamW's moments, and in its header a checksum of the frozen weights, which are not in it.
+The block is a complete safetensors file (a header in JSON, then all tensors without gaps), so it is written and read in
+one piece. The library's own writer would hold the GIL meanwhile, and training would wait.
 """
 
 from __future__ import annotations
@@ -40,12 +38,11 @@ _STEP = "step"
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies in a block."""
+    """Where a tensor lies in a block; `start` is in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Byte at which the tensor begins."""
 
     def view(self, block: Tensor) -> Tensor:
         nbytes = self.dtype.itemsize * torch.Size(self.shape).numel()
@@ -53,16 +50,10 @@ class _Place:
 
 
 class TrainingState:
-    """The weights of a model and the moments of its AdamW, and where each lies in a block.
+    """The weights of a model and the moments of its AdamW, and where each lies in a block; nothing is copied yet.
 
-    It refers to model and optimizer and copies nothing yet.
-
-    Parameters
-    ----------
-    optimizer: AdamW, which may have no state yet.
-    shards: of the optimizer, if it is sharded; else None. The block is the same as without.
-
-    Raises KeyError if the model has a tensor of a dtype that blocks cannot hold, such as a complex one.
+    The block is the same with `shards`, those of a sharded optimizer, as without. Raises KeyError if the model has a
+    tensor of a dtype that blocks cannot hold, such as a complex one.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, shards: OptimizerShards | None = None) -> None:
@@ -83,10 +74,8 @@ class TrainingState:
         self.nbytes = len(self.header) + sum(
             place.dtype.itemsize * torch.Size(place.shape).numel() for place in self._places.values()
         )
-        """Size of a block in bytes, with its header."""
 
     def _list_tensors(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Return name, type and shape of each tensor in a block."""
         masters: MasterWeights | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
         with_masters = masters.parameters if masters else {}
         found = [
@@ -109,10 +98,10 @@ class TrainingState:
 
     @torch.no_grad()
     def snapshot(self, block: Tensor) -> None:
-        """Copy the header and the state into a block, uint8 of shape (nbytes,), which is overwritten.
+        """Copy the header and the state into a block, uint8 of shape (nbytes,).
 
-        Parameters without optimizer state get moments and a step of 0. With shards this is collective: all other ranks
-        call this, too, or `Exchange.contribute_to_checkpoint`.
+        With shards this is collective: other ranks call this, too, or `Exchange.contribute_to_checkpoint`. Parameters
+        without optimizer state get moments and a step of 0.
         """
         block[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         masters = self._find_masters()
@@ -134,11 +123,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, block: Tensor) -> None:
-        """Copy the state from a block into model and optimizer.
-
-        The caller has compared the block's first bytes with `header`: nothing checks it here. Parameters whose step is
-        0 in the block keep the optimizer state that they have.
-        """
+        """Copy the state from a block into model and optimizer. The caller has compared its beginning with `header`."""
         values = {name: self._view(block, WEIGHTS, name) for name in self._weights}
         # Not strict, because a weight with two names is in the block once.
         self._model.load_state_dict(values, strict=False)
@@ -154,10 +139,7 @@ class TrainingState:
 
 
 def _checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of these weights and their names as 64 hexadecimal digits; "" if there are none.
-
-    Weights are rounded to bf16 first, as the fast path stores some.
-    """
+    """Return the SHA-256 of these weights, rounded to bf16 as the fast path stores some; "" if there are none."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -166,10 +148,7 @@ def _checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return copies of these tensors as one block, a complete safetensors file: uint8 of shape (bytes,).
-
-    Raises KeyError if a tensor is of a dtype that is not in TYPE_NAMES.
-    """
+    """Return copies of these tensors as a block, a safetensors file: uint8, (bytes,). Raises KeyError as `lay_out`."""
     header, places = lay_out([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     block = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -181,11 +160,8 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
 def lay_out(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], frozen: str = ""
 ) -> tuple[bytes, dict[str, _Place]]:
-    """Return a safetensors header of these tensors, and the place of each in a block.
-
-    The widest types come first, so that every tensor is aligned. `frozen` is the checksum of the frozen weights.
-    """
-    tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
+    """Return a safetensors header of these tensors, and each one's place. KeyError: a dtype is not in TYPE_NAMES."""
+    tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # so that every tensor is aligned
     header: dict[str, Any] = {"__metadata__": {"frozen": frozen}} if frozen else {}
     starts, end = list[int](), 0
     for name, dtype, shape in tensors:

@@ -100,7 +100,8 @@ def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], 
     """Write an uncompressed NumPy archive that `read_prepared` opens, completely or not at all.
 
     `meta` is stored as JSON text in the array `meta`, and each field of a split as the array `KEY.FIELD`, such as
-    `train.ids`; keys are `train`, and `validation` with the suffix of the metrics' names.
+    `train.ids`; keys are `train`, and `validation` with the suffix of the metrics' names. Raises CpuftError: the folder
+    cannot be written.
     """
     arrays = {"meta": np.asarray(json.dumps(meta)), **others}
     for key, tokens in splits.items():
@@ -122,7 +123,9 @@ def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Ite
 
 
 def read_prepared(path: str) -> Prepared:
-    """Open an archive of `write_prepared`, whose arrays are memory-mapped and read-only: the file must stay."""
+    """Open an archive of `write_prepared`, whose arrays are memory-mapped and read-only: the file must stay. Raises
+    CpuftError: it is missing or damaged.
+    """
     try:
         meta, arrays = map_archive(path)
         splits = {
@@ -186,6 +189,7 @@ def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the JSON object in the array `meta` of a NumPy archive, and all its other arrays by name.
 
     The arrays are memory-mapped and read-only. For a missing or damaged file, the libraries' exceptions pass through.
+    Raises ValueError for an array that is compressed, or whose name or type prepared data does not have.
     """
     with np.load(path, allow_pickle=False) as archive:
         meta = load(dict[str, Any], parse_json(str(archive["meta"])))

@@ -62,14 +62,16 @@ class Chats:
         return hashlib.sha256(self.checksums.tobytes()).hexdigest()
 
     def list_conversations(self, chosen: NDArray[np.bool_]) -> Iterator[Conversation]:
-        """Read the files again, and yield the conversations for which `chosen` is true, in their order."""
+        """Read the files again, and yield in order the conversations with `chosen` true. Raises as `scan_chats`."""
         for is_chosen, (where, line) in zip(chosen, list_json_lines(self.paths, self.option)):
             if is_chosen:
                 yield where, parse_conversation(line, where)
 
 
 def scan_chats(paths: str, option: str) -> Chats:
-    """Read all conversations of JSON lines files once, to check them and to take their checksums."""
+    """Read all conversations of JSON lines files once, to check them and to take their checksums. Raises CpuftError: a
+    file cannot be read, a line is no conversation to learn from, or there is none.
+    """
     checksums = []
     for where, line in list_json_lines(paths, option):
         content = json.dumps(parse_conversation(line, where), sort_keys=True).encode()
@@ -80,7 +82,7 @@ def scan_chats(paths: str, option: str) -> Chats:
 
 
 def parse_conversation(line: str, where: str) -> list[Message]:
-    """Return what `parse_messages` does, for training: with an answer, but none that begins the conversation."""
+    """Return what `parse_messages` does. Raises CpuftError also: no message is the assistant's, or the first is."""
     messages = parse_messages(line, where)
     if all(message["role"] != _ASSISTANT for message in messages):
         raise CpuftError(
@@ -93,7 +95,10 @@ def parse_conversation(line: str, where: str) -> list[Message]:
 
 
 def parse_messages(line: str, where: str) -> list[Message]:
-    """Return the messages of a line of JSON, each with a role of ROLES and a text as content."""
+    """Return the messages of a line of JSON, each with a role of ROLES and a text as content. The line may have the
+    keys of OpenAI, ShareGPT, Alpaca, Dolly, or prompt and completion. Raises CpuftError, which begins with `where`, for
+    any other.
+    """
     try:
         messages = load(list[dict[str, Any]], _list_messages(load(dict[str, Any], parse_json(line))), "messages")
         for message in messages:
@@ -110,7 +115,7 @@ def parse_messages(line: str, where: str) -> list[Message]:
 
 
 def is_conversation(line: str) -> bool:
-    """Return whether a line of JSON is a conversation, and not a row of a table with a column of prompts."""
+    """Return whether a line of JSON is a conversation, and not a row of a table with prompts; false for other text."""
     try:
         names = load(dict[str, Any], parse_json(line)).keys()
     except ValueError:
@@ -165,7 +170,9 @@ def _join_parts(message: dict[str, Any]) -> Any:
 
 
 def choose_validation(chats: Chats, share: float) -> NDArray[np.bool_]:
-    """Return which conversations are for validation: those with the smallest checksums, whatever their order."""
+    """Return which conversations are for validation: those with the smallest checksums, whatever their order. At least
+    one is, and at least one is not. Raises CpuftError: fewer than two conversations are different.
+    """
     different = np.unique(chats.checksums)
     if len(different) < 2:
         raise CpuftError(
@@ -178,7 +185,9 @@ def choose_validation(chats: Chats, share: float) -> NDArray[np.bool_]:
 
 
 def set_chat_template(tokenizer: Any, path: str, name: str) -> None:
-    """Give a tokenizer the chat template in the file `path`; without a path, check that it has one."""
+    """Give a tokenizer the chat template in the file `path`; without a path, check that it has one. Raises CpuftError:
+    it has none, or the file holds none.
+    """
     if path:
         tokenizer.chat_template = read_chat_template(path)
     try:
@@ -244,7 +253,8 @@ def encode_chats(conversations: Iterable[Conversation], tokenizer: Any, max_leng
 
     If no answer fits, the conversation is left out. A template may render earlier answers in another way than the last
     one: Qwen3's drops their thoughts. Then each answer is an example of its own, after the messages before it, as the
-    model sees them where it is used.
+    model sees them where it is used. Raises CpuftError: the tokenizer is not a fast one, or the template refuses a
+    conversation or does not tell what the assistant says.
     """
     if not tokenizer.is_fast:
         raise CpuftError(
@@ -356,7 +366,9 @@ def _cut(ids: NDArray[np.int32], mask: NDArray[np.int8], max_length: int) -> _Ex
 
 
 def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
-    """Return conversations as examples: each by itself, or packed into examples of up to `max_length` tokens."""
+    """Return conversations as examples: each by itself, or packed into examples of up to `max_length` tokens. Raises
+    CpuftError: there are none.
+    """
     if not found.ids:
         raise CpuftError(
             f"in none of the conversations the first answer fits into --max-length {max_length}: give a larger "
@@ -379,7 +391,7 @@ def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
 
 
 def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the indices of the lengths in groups whose sums are at most `room`: best fit, the longest first."""
+    """Return the lengths' indices in groups of sum `room` at most (best fit), sorted. ValueError: one is larger."""
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room that is left, number of the group), in ascending order
     for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
@@ -395,7 +407,7 @@ def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def describe_chats(found: Encoded, tokens: Tokens, max_length: int) -> str:
-    """Return clauses on what became of conversations, such as `1,200 conversations, 12 cut at --max-length 512`."""
+    """Return clauses, with `; ` between them, on conversations: `1,200 conversations, 12 cut at --max-length 512`."""
     parts = [f"{found.conversations:,} conversation{'s' * (found.conversations != 1)}"]
     if found.cut:
         parts.append(f"{found.cut:,} cut at --max-length {max_length}")

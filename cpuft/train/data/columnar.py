@@ -19,7 +19,9 @@ _ROWS_AT_ONCE = 4096
 
 
 def is_columnar(path: Path) -> bool:
-    """Return whether a path is a Parquet or Arrow file, by its first bytes or its name, or a folder of datasets."""
+    """Return whether a path is a Parquet or Arrow file, by its first bytes or its name, or a folder of datasets. Raises
+    OSError: it cannot be opened.
+    """
     if path.is_dir():
         return (path / "state.json").exists()
     with path.open("rb") as file:
@@ -27,7 +29,9 @@ def is_columnar(path: Path) -> bool:
 
 
 def list_columns(path: Path, option: str) -> list[str]:
-    """Return the names of the columns of a path for which `is_columnar` is true, without nested columns."""
+    """Return the names of the columns of a path for which `is_columnar` is true, without nested columns. Raises
+    CpuftError: the file is damaged, or pyarrow is not installed.
+    """
     with _explain_failures(path, option):
         schema = _read_schema(path)
         return [field.name for field in schema if not _is_nested(field.type)]
@@ -38,7 +42,8 @@ def read_columnar(path: Path, option: str) -> Iterator[dict[str, Cell]]:
 
     Numbers become texts as in a CSV file (fp32 numbers with the digits that fp32 has), true becomes `True`, null an
     empty text, and numbers of a ClassLabel of the library datasets the names of the classes. A column of lists of texts
-    or numbers becomes lists of texts; other nested columns are left out.
+    or numbers becomes lists of texts; other nested columns are left out. Raises CpuftError: the file is damaged, or
+    pyarrow is not installed.
     """
     with _explain_failures(path, option):
         names = _read_class_names(_read_schema(path).metadata or {})

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from cpuft.config import DELIMITERS, TableOptions
+from cpuft.config.table_files import DELIMITERS, TableOptions
 from cpuft.errors import CpuftError, counted
 
 Lines = Callable[[], Iterator[str]]
@@ -41,7 +41,8 @@ def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions)
     """Return the dialect of a file: that of the options, or the one that fits the header and the quotation marks.
 
     The delimiter is the one that divides header and first row into the same, largest number of columns; of several, the
-    usual one of the suffix.
+    usual one of the suffix. The quoting auto reads the whole file. Raises CpuftError: a quotation mark opens a cell
+    without an end or one that seems to be several rows, or the first line is Excel's `sep=`.
     """
     csv.field_size_limit(sys.maxsize)  # the format has no limit
     if re.fullmatch("sep=.?", first := next(lines()).strip(), re.IGNORECASE):
@@ -73,7 +74,9 @@ def _rate(header: list[str], row: Sequence[str] = ()) -> tuple[bool, int]:
 
 
 def split_rows(lines: Iterator[str], dialect: Dialect, path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place of each row that is not blank (such as `line 3`), and its cells."""
+    """Yield where each row that is not blank ends (such as `line 3`; the header is a row, too), and its cells. Raises
+    CpuftError: a quoted cell does not end.
+    """
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if dialect.is_quoted else csv.QUOTE_NONE
     reader = csv.reader(lines, delimiter=dialect.delimiter, quoting=quoting, strict=True)
     begin = 1

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import cache_folder, hash_file, list_files, write_atomically
 from cpuft.train.data.archive import explain_cache_failures
@@ -55,7 +55,8 @@ def add_hard_negatives(
     most similar to the query, apart from its own positives and from documents that are nearly as similar as these. All
     queries and documents have to fit into memory. With `every_row`, each row has the negatives, and rows whose query
     has fewer of them are left out; otherwise only the first row of each query has negatives, perhaps fewer, and the
-    cells that are left are empty.
+    cells that are left are empty. Raises CpuftError: there are too few rows or documents, or no embedding model to find
+    negatives with.
     """
     pairs = [
         (asked, text)
@@ -118,7 +119,7 @@ def _mine(
     path = cache_folder(os.environ) / f"negatives-{key}.npy"
     numbers = _open_cached(path, (len(queries), count), len(documents))
     if numbers is None:
-        from cpuft.train.embedding import Embedder
+        from cpuft.train.embedder import Embedder
         from cpuft.train.mine import MiningRules, mine_negatives  # imports torch
 
         name = config.mining_model or config.model

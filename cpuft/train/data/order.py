@@ -57,7 +57,9 @@ def count_updates(examples: int, global_batch: int, epochs: float, max_steps: in
 def plan_updates(
     tokens: Tokens, global_batch: int, seed: int, updates: int, grouped: bool
 ) -> Iterator[tuple[int, Indices]]:
-    """Yield for each of `updates` updates its epoch, counted from 0, and its examples (`plan_epoch`)."""
+    """Yield for each of `updates` updates its epoch, counted from 0, and its examples (`plan_epoch`). Raises
+    ValueError: there are no examples.
+    """
     if not len(tokens.lengths):
         raise ValueError("there are no examples to plan updates of")
     epoch, done = 0, 0

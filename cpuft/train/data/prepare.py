@@ -26,9 +26,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig, parse_arguments, split_run_memory
+from cpuft.config.fields import parse_arguments
+from cpuft.config.train import TrainConfig
 from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
-from cpuft.files import cache_folder, take_secrets, write_atomically
+from cpuft.files import cache_folder, write_atomically
+from cpuft.run_memory import split_run_memory
+from cpuft.secret_variables import take_secrets
 from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.trackers import check_trackers
 from cpuft.train.data.archive import (
@@ -50,7 +53,7 @@ from cpuft.train.data.chat import (
     scan_chats,
     set_chat_template,
 )
-from cpuft.train.data.pairs import RetrievalExamples, read_pairs
+from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import LEAST_RELEVANT, read_relevance
 from cpuft.train.data.sources import MISSING, SCORE_KINDS, Examples, FileExamples, TaskData, is_blank, read_data
@@ -97,7 +100,7 @@ _MAX_LISTED_LABELS = 10
 
 
 def checksum_data(data: TaskData, config: TrainConfig) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of everything that decides the token ids and labels."""
+    """Return a checksum, 16 hexadecimal digits, of all that decides token ids and labels. Raises as `find_model`."""
     digest = hashlib.sha256()
     task = data.task
     sizes = (FORMAT, config.max_length, config.max_train_samples)
@@ -110,7 +113,9 @@ def checksum_data(data: TaskData, config: TrainConfig) -> str:
 
 
 def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> Tokens:
-    """Tokenise examples, each cut to `max_length` tokens, with special tokens and without padding."""
+    """Tokenise examples, each cut to `max_length` tokens, with special tokens and without padding. Raises CpuftError:
+    the tokenizer does not tell words apart for the kind tags, or makes no token of a text for embedding models.
+    """
     return _tokenize_and_count(examples, tokenizer, max_length, task)[0]
 
 
@@ -213,7 +218,7 @@ def list_blank(examples: Examples, task: Task) -> list[list[str]]:
 
 
 def describe_blank(name: str, count: int, examples: int) -> str:
-    """Say that nearly all examples have no text in a column."""
+    """Return the message that nearly all examples have no text in a column."""
     return (
         f"{count:,} of {examples:,} examples have no text in {name!r} (it is empty, nan or null): name the column of "
         f"the texts with --text-columns, or correct the file"
@@ -247,7 +252,10 @@ def _label_tokens(examples: Examples, encoded: Any) -> NDArray[np.int32]:
 
 
 def prepare(config: TrainConfig) -> Path:
-    """Return the path of the prepared data in the user's cache folder, where it is written if it is not there."""
+    """Return the path of the prepared data in the user's cache folder, where it is written if it is not there. Prints
+    the progress to stderr. Raises CpuftError: the examples, options, tokenizer and model do not fit each other, or the
+    disk is full.
+    """
     check_untrained(config)
     check_trainable(config)
     if config.task == "text":
@@ -281,7 +289,9 @@ def prepare(config: TrainConfig) -> Path:
 
 
 def read_task_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the training and validation examples of a task that is neither text nor chat."""
+    """Read the training and validation examples of a task that is neither text nor chat. Raises CpuftError: they cannot
+    be read, or do not fit the task.
+    """
     task = TASKS[config.task]
     if task.kind in EMBEDDING_KINDS:
         return read_pairs(task, config)
@@ -433,7 +443,7 @@ def _find_largest(ids: NDArray[np.int32]) -> int:
 
 
 def find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
-    """Return the share of tokens that the tokenizer does not know, among those that are not special tokens."""
+    """Return the share (0 to 1) of tokens that the tokenizer does not know, among those that are not special tokens."""
     unknown, known = tokenizer.unk_token_id, tokenizer
     others = {known.pad_token_id, known.bos_token_id, known.eos_token_id, known.cls_token_id, known.sep_token_id}
     if unknown is None or unknown in others:  # GPT-2's unknown token is its end of text; it knows all bytes

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from cpuft.config import TrainConfig, is_count
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, suggest_names
+from cpuft.serialization import is_count
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.data.archive import UNTAGGED, Prepared
 from cpuft.train.model import get_model_name
@@ -50,7 +51,9 @@ def _check_embedding_recipe(config: TrainConfig, prepared: Prepared) -> None:
 
 
 def parse_dimensions(text: str) -> tuple[int, ...]:
-    """Return the numbers of --matryoshka, such as 384,256,128; () for an empty text."""
+    """Return the numbers of --matryoshka, such as 384,256,128; () for an empty text. Raises CpuftError: one is not a
+    positive whole number, or is there twice.
+    """
     parts = text.split(",") if text else []
     if not all(map(is_count, parts)) or len(set(parts)) < len(parts):
         raise CpuftError(
@@ -64,7 +67,8 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
     """Return the weight of each class by --class-weights, in the order of their numbers; () if all count the same.
 
     `balanced` gives a class the weight examples / (classes * examples of the class), as scikit-learn does; words count
-    as examples if they have the classes. A class without examples counts as if it had one.
+    as examples if they have the classes. A class without examples counts as if it had one. Raises CpuftError: they are
+    not a positive number for each class.
     """
     if not text:
         return ()
@@ -85,7 +89,9 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
 
 
 def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
-    """Return the metric that compares evaluations: --best-metric, else the first one of the task."""
+    """Return the metric that compares evaluations: --best-metric, else the first one of the task, "" if that has none.
+    Raises CpuftError: the task has no such metric.
+    """
     known = [name + suffix for suffix in prepared.validation for name in prepared.metrics]
     if config.best_metric and config.best_metric not in known:
         raise CpuftError(

@@ -8,12 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from cpuft.config import PredictConfig, TrainConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import Task
 from cpuft.train.data.columnar import Cell
 from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives, split_cell
 from cpuft.train.data.sources import (
+    BOOLEANS,
     Examples,
     FileExamples,
     TaskData,
@@ -47,7 +49,6 @@ _MADE_LABEL = "relevant"
 """Name of the label column of rows that have none, but relevant and irrelevant documents."""
 _MOST_NAMED = 2
 """Number of columns of negatives that are named one by one."""
-_BOOLEANS = {"true": "1", "false": "0"}
 _NAME_COLUMNS = "name the columns of query and document with --text-columns, for example --text-columns question,answer"
 
 
@@ -70,7 +71,8 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
     Rows have a query, a document and a label or score from 0 to 1; or a query, a relevant document and irrelevant ones,
     each of which becomes an example. With --hard-negatives, irrelevant documents are added to rows without any. The
     labels of the validation split are pairs of a score and the number of the query. Without --validation-file, all rows
-    of some queries are kept for validation.
+    of some queries are kept for validation. Raises CpuftError: a file, column, row or score does not fit, or there are
+    no different scores to learn or to measure.
     """
     if not config.train_file:
         raise CpuftError(
@@ -183,7 +185,7 @@ def _list_rows(table: Table, columns: RelevanceColumns, names: tuple[str, str, s
 def _check_score(cell: Cell, where: str) -> str:
     """Return the score in a cell as text. Raises CpuftError: it is a number, but not from 0 to 1."""
     text = cell.strip() if isinstance(cell, str) else ""
-    text = _BOOLEANS.get(text.lower(), read_decimal_comma(text))
+    text = BOOLEANS.get(text.lower(), read_decimal_comma(text))
     try:
         fits = not text or 0 <= float(text) <= 1
     except ValueError:
@@ -264,6 +266,7 @@ def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainCon
     """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the validation data.
 
     Their labels are pairs of a score and the number of the query, if the file has scores or irrelevant documents.
+    Raises CpuftError: a file, column or row does not fit.
     """
     if not config.file:
         data = read_relevance(task, train)

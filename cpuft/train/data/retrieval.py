@@ -40,7 +40,8 @@ def read_beir(folder: str, option: str) -> RetrievalSet:
 
     A document's text is its title, a space and its text, as the package beir joins them. Queries keep the order of
     their file. Documents are in the order of their ids, because sentence-transformers ranks documents with equal scores
-    by their ids. Judgements with a score of 0 or less, and queries without others, are left out.
+    by their ids. Judgements with a score of 0 or less, and queries without others, are left out. Raises CpuftError: a
+    file is missing, a line is not valid, or no judgement is above 0.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -128,7 +129,7 @@ def make_retrieval_set(examples: Iterable[Sequence[str]]) -> RetrievalSet:
     """Make a retrieval set of contrastive examples: anchor, positive, and any number of negatives each.
 
     The different positives and negatives become documents. To an anchor, the positives of all its examples are
-    relevant.
+    relevant, with relevance 1.
     """
     queries: dict[str, int] = {}
     documents: dict[str, int] = {}

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.train import TrainConfig
 from cpuft.errors import counted
 from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.terminal import align
@@ -123,7 +124,9 @@ class DataSummary:
 
 
 def summarize(config: TrainConfig) -> DataSummary:
-    """Read and tokenise the data as a training does, and describe it, also labels that a training would refuse."""
+    """Read and tokenise the data as a training does, and describe it, also labels that a training would refuse. Raises
+    CpuftError: it cannot be read or tokenised.
+    """
     check_untrained(config)
     if config.task == "text":
         return _summarize_texts(config)
@@ -185,7 +188,7 @@ def _count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, i
 
 
 def count_duplicates(examples: Examples, known: Known, adds: bool) -> tuple[int, int]:
-    """Return how many examples have known texts, and how many of these have a label that is not known for them."""
+    """Count examples whose texts are `known`, and those of them with a new label. With `adds`, all become known."""
     duplicates = contradictions = 0
     for texts, label in zip(examples.texts, examples.labels):
         seen = known.get(texts)
@@ -223,7 +226,7 @@ def _summarize_lengths(lengths: NDArray[np.int64], max_length: int) -> Lengths:
 
 
 def make_histogram(lengths: NDArray[np.int64], max_length: int) -> list[Bin]:
-    """Return the bins of a histogram, of equal width up to the longest example, or up to twice `max_length`."""
+    """Return the bins of a histogram, 10 at most, of equal width, up to the longest example or twice `max_length`."""
     top = min(int(lengths.max()), 2 * max_length)
     width = next(step for step in _WIDTHS if step * _BINS >= top)
     numbers = Counter(((np.minimum(lengths, top) - 1) // width).tolist())

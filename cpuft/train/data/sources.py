@@ -19,7 +19,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import PredictConfig, TrainConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS, Task
 from cpuft.train.data.columnar import Cell
@@ -94,7 +95,7 @@ class FileExamples:
         return self.count
 
     def load(self) -> Examples:
-        """Return the examples, all of them in memory."""
+        """Return the examples, all of them in memory. Raises CpuftError: a row does not fit any more."""
         return make_examples(self._list_rows(), self.task)
 
     def first(self, count: int) -> FileExamples:
@@ -102,7 +103,9 @@ class FileExamples:
         return replace(self, count=min(count, self.count)) if count else self
 
     def batches(self) -> Iterator[Examples]:
-        """Read the examples in their order, 4096 at a time."""
+        """Read the examples in their order, 4096 at a time. Raises CpuftError after the last one: the files have fewer
+        rows by now.
+        """
         rows, found = self._list_rows(), 0
         while batch := list(islice(rows, _EXAMPLES_AT_ONCE)):
             found += len(batch)
@@ -114,7 +117,7 @@ class FileExamples:
             )
 
     def list_texts(self) -> Iterator[str]:
-        """Read all texts, example by example: both texts of a pair, or each word for the kind tags."""
+        """Read all texts, example by example: both of a pair, or each word for the kind tags. Raises as `batches`."""
         for batch in self.batches():
             yield from batch.list_texts()
 
@@ -135,7 +138,9 @@ class TaskData:
 
 
 def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the training and validation examples of `config.task`: a GLUE task, demo or files."""
+    """Read the training and validation examples of `config.task`: a GLUE task, demo or files. Raises CpuftError: they
+    cannot be read, or do not fit the task.
+    """
     task = TASKS[config.task]
     if task.name == "files":
         return read_user_files(task, config, check_labels)
@@ -149,7 +154,8 @@ def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str
     """Read splits of a GLUE task from --data-dir, or without it from the hub, by the keys of `splits`.
 
     `splits` has the key of each split and the stem of its file's name, such as ("", "dev"); splits whose stem begins
-    with test have no labels. For the demo it has no effect: the result is the generated validation split.
+    with test have no labels. For the demo it has no effect: the result is the generated validation split. Raises
+    CpuftError: a split is not there, or a line does not fit.
     """
     if task.name == "demo":
         return {"": _make_demo_examples(400, config.seed + 1_000_003)}
@@ -159,7 +165,9 @@ def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str
 
 
 def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
-    """Return the splits without labels that GLUE's server scores: suffix of its metrics' names, stem of its file."""
+    """Return the splits without labels that GLUE's server scores: suffix of its metrics' names, stem of its file; ()
+    for other tasks.
+    """
     return tuple((key, stem.replace("dev", "test")) for key, stem in task.validation) if task.folder else ()
 
 
@@ -179,7 +187,9 @@ def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
 
 
 def read_glue_file(task: Task, path: Path) -> Examples | None:
-    """Read a file in the layout of the task's own GLUE files with a header line; None if it is no such file."""
+    """Read a file in the layout of the task's own GLUE files with a header line; None if it is no such file. Raises
+    CpuftError: a line does not fit.
+    """
     if not task.folder or path.suffix != ".tsv":
         return None
     text = read_text(path, "--file")
@@ -193,7 +203,8 @@ def read_glue_file(task: Task, path: Path) -> Examples | None:
 def parse_glue_tsv(text: str, task: Task, source: str) -> Examples:
     """Parse a GLUE file: columns separated by tabs, without quoting (a quotation mark is part of the text).
 
-    With an empty `task.label`, the examples have no labels. With `task.columns`, the file has no header line.
+    With an empty `task.label`, the examples have no labels. With `task.columns`, the file has no header line. Raises
+    CpuftError: a column is missing, a line is too short or has another label, or there are no rows.
     """
     lines = text.split("\n")
     start = 0 if task.columns else 1
@@ -265,7 +276,10 @@ _MAX_SCORE = 3e38
 
 
 def parse_label(text: str, task: Task, where: str) -> float:
-    """Return the class number of a label, without spaces around it, or the score for the kinds of SCORE_KINDS."""
+    """Return the class number of a label, without spaces around it, or the score for the kinds of SCORE_KINDS. A label
+    may have another form of the same number, such as 1.0 or True for 1. Raises CpuftError, which begins with `where`:
+    the label is not one of the task's, or is no number.
+    """
     text = text.strip()
     if task.kind in SCORE_KINDS:
         text = read_decimal_comma(text)
@@ -300,18 +314,19 @@ def _number_values_of(labels: tuple[str, ...]) -> dict[str, float]:
     return {find_value(label): float(number) for number, label in enumerate(labels)} if _are_whole(labels) else {}
 
 
-_BOOLEANS = {"true": "1", "false": "0"}
+BOOLEANS = {"true": "1", "false": "0"}
+"""Labels that are written as words, in lower case, and as numbers."""
 
 
 def find_value(label: str) -> str:
-    """Return a label in the one form of its value: 1 for 1.0 and True."""
-    return re.sub(r"(?<=\d)\.0*$", "", _BOOLEANS.get(label.lower(), label))
+    """Return a label in the one form of its value: 1 for 1.0 and True; other labels as they are."""
+    return re.sub(r"(?<=\d)\.0*$", "", BOOLEANS.get(label.lower(), label))
 
 
 def _are_whole(labels: Iterable[str]) -> bool:
     """Return whether all labels are whole numbers; True and False are, if no other number than 0 and 1 is there."""
     values = set(map(find_value, labels))
-    has_boolean = any(label.lower() in _BOOLEANS for label in labels)
+    has_boolean = any(label.lower() in BOOLEANS for label in labels)
     return all(value.removeprefix("-").isdecimal() for value in values) and (not has_boolean or values <= {"0", "1"})
 
 
@@ -326,7 +341,7 @@ MISSING = ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>")
 
 
 def is_blank(text: str) -> bool:
-    """Return whether a text is empty, or only says that there is none."""
+    """Return whether a text is empty, has only spaces, or is one of MISSING."""
     return not text or text.isspace() or (len(text) < 9 and text.strip() in MISSING)
 
 
@@ -344,7 +359,7 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
 
     Labels are numbered in alphabetical order. `check_labels` refuses labels that no model can be trained with: fewer
     than two, and those of validation examples that no training example has. Without it, the latter follow the other
-    labels.
+    labels. Raises CpuftError: a file, column or row does not fit.
     """
     if not config.train_file:
         raise CpuftError(
@@ -432,7 +447,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     """Read the examples of `cpuft predict` from --file, or without it from the validation data of the run.
 
     The task gets the columns of this file. The examples have labels if every row has one (for several labels per
-    example: if any row has one).
+    example: if any row has one). Raises CpuftError: a file, column or row does not fit.
     """
     option = "--file" if config.file else "where the run's rows are, or name them with --file"
     options = merge_options(config, train)
@@ -598,7 +613,9 @@ def _describe_printed_list(where: str, name: str, cell: str) -> str:
 
 
 def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Row]:
-    """Yield all rows after checking that each fits the task and the others; labels may still be unknown ones."""
+    """Yield all rows after checking that each fits the task and the others; labels may still be unknown ones. Raises
+    CpuftError at the first row that does not fit, or after the last one if there are none.
+    """
     if task.kind == "tags" and len(task.texts) > 1:
         raise CpuftError(f"{table.source} has lists of words, which need exactly one column: give it by --text-columns")
     needs_list = dict.fromkeys(task.texts, task.kind == "tags")
@@ -664,7 +681,9 @@ class Scan:
 
 
 def scan_rows(table: Table, task: Task) -> Scan:
-    """Check all rows of a table, and collect their labels."""
+    """Check all rows of a table, and collect their labels. Raises CpuftError at the first bad row, and for too many
+    labels.
+    """
     digest, count, labels = hashlib.sha256(), 0, dict[str, str]()
     names = (*task.texts, *([task.label] if task.label else []))
     rows = check_rows(table, task)
@@ -714,7 +733,11 @@ _ENTITY_PREFIXES = ("B", "I", "E", "S")
 
 
 def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the metrics for the user's own examples of a kind, with these labels."""
+    """Return the names of the metrics for the user's own examples of a kind.
+
+    Classes have an f1 only if there are two `labels`, and tags only if they are those of named entities (B-, I-, E-,
+    S-).
+    """
     if kind == "score":
         return ("pearson", "spearman")
     if kind == "labels":
@@ -727,7 +750,9 @@ def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True) -> Examples:
-    """Make examples of rows that `check_rows` has yielded; without `has_labels`, cells of labels are not read."""
+    """Make examples of rows that `check_rows` has yielded; without `has_labels`, cells of labels are not read. Raises
+    CpuftError: a label is not one of the task's, or no number.
+    """
     has_labels = has_labels and bool(task.label)
     examples = Examples([], [], has_labels)
     several = task.kind in ("labels", "tags")

@@ -19,7 +19,8 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from cpuft.config import DELIMITERS, TableOptions, TrainConfig
+from cpuft.config.table_files import DELIMITERS, TableOptions
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer, split_paths
 from cpuft.serialization import load, parse_json
@@ -80,7 +81,8 @@ def read_tables(
     """Open files as `read_table` does: paths and patterns, separated by commas, one after another.
 
     A name such as `hub:OWNER/NAME` in place of a path means a data set of the Hugging Face hub (see `parse_hub_name`),
-    of which `hub_split` is the split if the name tells none.
+    of which `hub_split` is the split if the name tells none. Raises CpuftError: a file or data set is missing or cannot
+    be read.
     """
     tables = [
         _load_from_hub(path, option, hub_split)
@@ -106,7 +108,8 @@ def parse_hub_name(text: str, option: str, split: str) -> dict[str, str | None]:
     """Return the arguments of `datasets.load_dataset` for a name of a data set of the Hugging Face hub.
 
     The name is `hub:OWNER/NAME`, and may add in this order `/CONFIGURATION`, `:SPLIT` and `@REVISION`, for example
-    `hub:nyu-mll/glue/mrpc:train@main`. `split` is the split if the name tells none.
+    `hub:nyu-mll/glue/mrpc:train@main`. `split` is the split if the name tells none. Parts that the name lacks are None.
+    Raises CpuftError for any other form.
     """
     found = _HUB_NAME.fullmatch(text)
     if not found:
@@ -149,8 +152,9 @@ def read_table(path: Path, option: str = "--train-file", options: TableOptions =
     """Open a file with rows, whose format the name and the first bytes tell, and read its columns.
 
     The formats are CSV and TSV with a header line, JSON lines (.json, .jsonl, .ndjson), each also compressed with gzip;
-    Parquet; Arrow; and a folder of `datasets.save_to_disk`. Blank lines are skipped. Faults after the first lines are
-    found when the rows are iterated over.
+    Parquet; Arrow; and a folder of `datasets.save_to_disk`. Blank lines are skipped. Raises CpuftError: the file is
+    missing, empty, damaged or of another format; faults after the first lines are found only when the rows are iterated
+    over.
     """
     # A file that is missing or damaged: reading it as text says what to do.
     with suppress(OSError, EOFError, zlib.error):
@@ -203,7 +207,9 @@ def _read_json_rows(lines: Callable[[], Iterator[str]], path: Path) -> Iterator[
 
 
 def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
-    """Yield where each line of JSON lines files is (`chat.jsonl, line 3`), and its text; no blank lines."""
+    """Yield where each line of JSON lines files is (`chat.jsonl, line 3`), and its text; no blank lines. Raises
+    CpuftError: a file cannot be read, or holds no JSON lines.
+    """
     for name in split_paths(paths):
         _refuse_columnar(name, option)
         is_first = True
@@ -246,7 +252,7 @@ def _read_delimited_rows(lines: Callable[[], Iterator[str]], path: Path, dialect
 
 
 def read_text(path: Path, option: str = "--data-dir") -> str:
-    """Return the text of a file that `option` has named, decompressed, without a byte order mark."""
+    """Return the decompressed text of a file that `option` names, without a byte order mark. Raises as `read_lines`."""
     return "".join(read_lines(path, option))
 
 
@@ -254,7 +260,8 @@ def read_lines(path: Path, option: str, newline: str = "", encoding: str = "", l
     """Yield the lines of a text file, perhaps compressed with gzip, with their ends, without a byte order mark.
 
     `newline` is as in `open`. `encoding` is the value of --encoding, or empty for UTF-8 where there is no such option.
-    A line of more than `longest` characters (-1: no limit) is yielded in parts.
+    A line of more than `longest` characters (-1: no limit) is yielded in parts. Raises CpuftError: the file is missing,
+    damaged or of another format, or is no text in that encoding.
     """
     codec = "utf-8" if encoding in ("", "auto") else encoding
     try:
@@ -397,7 +404,7 @@ def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> Non
     """Raise CpuftError if a JSON file has its rows in one array or object, with the command that converts it."""
     filled = (line for line in lines() if line.strip())
     first, second = next(filled), next(filled, "")
-    is_line = _parse_object(first) or first.rstrip().endswith("}")
+    is_line = _is_object(first) or first.rstrip().endswith("}")
     # Only a file whose first line is no whole object, or is the only one, can be such a document.
     if second and is_line:
         return
@@ -438,7 +445,7 @@ def _describe_document(path: Path, what: str, loop: str, row: str) -> str:
     return f"{path} is {what}, and cpuft reads JSON lines, one object a line: {_advise_command(command, target)}"
 
 
-def _parse_object(line: str) -> bool:
+def _is_object(line: str) -> bool:
     """Return whether a line is a JSON object."""
     with suppress(ValueError):
         return line.lstrip().startswith("{") and isinstance(parse_json(line), dict)
@@ -448,8 +455,9 @@ def _parse_object(line: str) -> bool:
 def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
     """Parse one JSON object into cells, by column: texts, and lists of texts.
 
-    Numbers become texts, true becomes `True`, null and NaN an empty text. A value that is an object, or a list that
-    contains null, lists or objects, is left out as if the column were missing.
+    Numbers become texts, true becomes `True`, null and, outside of a list, NaN an empty text. A value that is an
+    object, or a list that contains null, lists or objects, is left out as if the column were missing. Raises
+    CpuftError, which begins with `where`: the line is no JSON object, or has a key twice.
     """
     try:
         values = load(dict[str, Any], parse_json(line, _make_object))
@@ -475,7 +483,7 @@ def _is_flat(values: list[Any]) -> bool:
 
 
 def find_column(columns: Sequence[str], name: str, source: str, advice: str = "") -> int:
-    """Return the index of the column `name`; `advice` says in the error which option names the column."""
+    """Return the index of the column `name`. Raises CpuftError, with `advice` on the option to give: there is none."""
     if name not in columns:
         nested = "" if source.endswith((".csv", ".tsv")) else "; objects and nested lists are no columns"
         there = f" (its columns are {list_names([*map(repr, columns)])}{nested})" if advice else ""
@@ -486,7 +494,7 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
 
 
 def hint_header(columns: Sequence[str]) -> str:
-    """Return a clause for a message about columns if their names look like the cells of a row; else ""."""
+    """Return a clause for a message, which begins with `; `, if the columns' names look like a row's cells; else ""."""
     is_row = any(name.replace(".", "", 1).isdecimal() for name in columns)
     return "; if its first line is a row, write a header such as text,label above it" if is_row else ""
 
@@ -502,7 +510,8 @@ def split_table(table: Table, share: float, columns: Sequence[str] = ()) -> tupl
 
     Which rows are kept depends only on their cells in `columns` (empty: all), not on their order or on the seed of the
     training, so that runs can be compared: those whose checksums are the smallest. Equal rows stay together: no
-    validation example is a training example, too. `share` is that of the different rows.
+    validation example is a training example, too. `share` is that of the different rows. Raises CpuftError: fewer than
+    two rows are different.
     """
     checksums = np.fromiter((_checksum_row(_choose_cells(cells, columns)) for _, cells in table.rows), np.uint64)
     different = np.unique(checksums)

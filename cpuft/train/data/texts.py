@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TableOptions, TrainConfig
+from cpuft.config.table_files import TableOptions
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, list_names
 from cpuft.files import list_files, split_paths
 from cpuft.train.data.columnar import Cell, is_columnar
@@ -71,7 +72,8 @@ def scan_texts(paths: str, columns: str, option: str, exact: bool = False, optio
     `paths` are files, and folders of files, separated by commas; in a folder and those below, files that end in .txt,
     .text, .md, .json, .jsonl or .ndjson are taken, in alphabetical order. The texts of several `columns` of a table,
     separated by commas, are joined by spaces; empty is the column `text`, or the only one. With `exact`, indentation,
-    line ends and blank lines are kept, which a decoder learns as well.
+    line ends and blank lines are kept, which a decoder learns as well. Raises CpuftError: a file cannot be read, lacks
+    a column or has too long a line, or there is no text.
     """
     files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
     names = tuple(name.strip() for name in columns.split(",")) if columns else ()
@@ -157,7 +159,7 @@ def _join_cells(cells: dict[str, Cell], columns: tuple[str, ...], where: str) ->
 
 
 def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
-    """Read the files of a corpus again; yield the text of each piece, and whether it begins a document."""
+    """Read a corpus again; yield the text of each piece, and whether it begins a document. Raises as `scan_texts`."""
     for path in corpus.files:
         is_table = _is_table(path)
         for number, text in enumerate(_list_texts(path, corpus, "--train-file")):
@@ -168,7 +170,7 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
     """Yield all pieces; those of a `validation` corpus come last, and then only they are for validation.
 
     Without such a corpus, about `share` (0 to 1) of the pieces are for validation: blocks of up to 64 consecutive
-    pieces, evenly spread over the corpus, always the same ones.
+    pieces, evenly spread over the corpus, always the same ones. Raises as `scan_texts`.
     """
     size, before = min(_BLOCK_PIECES, max(1, corpus.pieces // 100)), None
     for number, (text, begins) in enumerate(list_pieces(corpus)):

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.files import TOKENIZER_FILES, cache_folder, hash_text, write_text
+from cpuft.files import cache_folder, hash_text, write_text
+from cpuft.model_files import TOKENIZER_FILES
 from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
 from cpuft.train.model import (
     describe_load_failure,
@@ -50,7 +51,7 @@ def may_mismatch_model(config: TrainConfig) -> bool:
 
 
 def digest_tokenizer(config: TrainConfig) -> bytes:
-    """Return the bytes on which tokens and padding depend, for the data's checksum, without texts to train on."""
+    """Return the bytes on which tokens and padding depend, for checksums, without texts. Raises as `find_model`."""
     name = get_tokenizer_name(config)
     if not name:
         return repr((config.from_config, config.vocab_size)).encode()
@@ -78,7 +79,7 @@ def choose_tokenizer(
 
     A tokenizer is trained once for each vocabulary size and `key`, which identifies the texts, and stored in the cache
     folder; only then `list_texts` is called, twice. The second result is the JSON of a tokenizer that was trained on
-    these texts, else empty.
+    these texts, else empty. Raises CpuftError: it cannot be loaded, or has more tokens than the model embeds.
     """
     trained, name = "", get_tokenizer_name(config)
     if name:
@@ -141,6 +142,7 @@ def load_tokenizer(name: str, in_words: bool = False) -> Any:
     """Load the tokenizer in a folder or of a hub name, perhaps for texts that come as lists of words.
 
     For a hub name, the first call waits up to 3 s for the hub; if it does not answer, only the cache of models is used.
+    Raises CpuftError: it cannot be loaded, or knows nothing but its special tokens.
     """
     import transformers
 
@@ -217,7 +219,8 @@ def choose_pad_id(config: TrainConfig, tokenizer: Any, vocab_size: int = 0) -> i
     It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text:
     models that need a padding token use it to find the last token of a text, and attention masks hide padding from all
     others. Models that number positions from their own padding token, such as RoBERTa, keep that one. `vocab_size` is
-    that of the tokenizer, for an untrained model; 0: BERT's own.
+    that of the tokenizer, for an untrained model; 0: BERT's own. Raises CpuftError: there is none of these, or the
+    model does not embed it.
     """
     settings = load_config(config, {}, vocab_size)
     own, ends = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)

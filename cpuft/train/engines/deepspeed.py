@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch.optim import Optimizer
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.optim import Optimizer
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.optimizer_shards import OptimizerShards
 from cpuft.train.fast.adamw import clip_gradients
 
@@ -22,11 +22,7 @@ class Exchange:
     `average_gradients`, `clip_gradients`, the optimizer's step, `clear_gradients` and `synchronize_parameters`. Before
     an evaluation, a comparison of parameters, a checkpoint or the end, it calls `finish_messages`. Between updates it
     may call `full_weights`, `common_weights` and `contribute_to_checkpoint`. Subclasses override what differs from one
-    rank alone.
-
-    Parameters
-    ----------
-    precision: bf16 or fp32, in which the model is trained.
+    rank alone. `precision` is bf16 or fp32.
     """
 
     sends_gradients: ClassVar[bool] = False
@@ -37,9 +33,8 @@ class Exchange:
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
         self.config = config
         self.bare_model = model
-        """The model itself."""
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        """Its trained parameters. Walking through all modules takes a millisecond."""
+        """The trained parameters, kept because walking through all modules takes a millisecond."""
         self.forward_model = model
         """What forward passes go through: the model or a wrapper around it."""
         self.optimizer = optimizer
@@ -49,39 +44,31 @@ class Exchange:
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether a run with these options on this number of ranks can use this exchange; here: with one rank.
-
-        The first exchange of `table.EXCHANGES` that returns True is used.
-        """
+        """Return whether these options on this number of ranks select this exchange, the first such in `EXCHANGES`."""
         return ranks == 1
 
     def reset(self) -> None:
-        """Accept that all parameters were replaced since this exchange was made, by the same ones on all ranks.
-
-        The loop calls it after it has loaded a checkpoint. Here it does nothing.
-        """
+        """Accept that all parameters were replaced by the same ones on all ranks, as after a checkpoint was loaded."""
 
     def full_weights(self) -> AbstractContextManager[object]:
-        """Return a context in which the model of this rank has all of its fp32 weights, to read or save.
+        """Return a context in which this rank's model has all of its fp32 weights, to read or save.
 
-        Without shards it does nothing. With shards it is collective: all ranks enter it together, and entering gathers
-        the fp32 weights of bf16 parameters.
+        With shards it is collective: entering gathers the fp32 weights of bf16 parameters.
         """
         return self.shards.full_weights() if self.shards else nullcontext()
 
     def common_weights(self) -> AbstractContextManager[object]:
         """Return a context in which all ranks' models have the same parameters, to evaluate or to store them.
 
-        Afterwards each rank has its own parameters again, and the training goes on as without it. Here it does nothing:
-        parameters are the same between updates. Collective where it does something.
+        Afterwards each rank has its own parameters again, and the training goes on as without it. Collective where it
+        does something; here parameters are the same between updates.
         """
         return nullcontext()
 
     def contribute_to_checkpoint(self) -> None:
         """Take part in the snapshots that other ranks make, while this rank makes none.
 
-        With shards it blocks until all shards have been gathered, and all ranks must call this or make a snapshot
-        together. Without shards it does nothing.
+        Collective with shards: it blocks until all shards have been gathered. Without shards it does nothing.
         """
         for _ in self.shards.gather_state() if self.shards else ():
             pass
@@ -90,10 +77,9 @@ class Exchange:
         """Begin a pass; in the last one of an update, gradients are sent. Here nothing happens."""
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
-        """Make the gradients the mean over ranks of the sums that each rank has accumulated. Blocks until they are.
+        """Make the gradients the mean over ranks of the sums that each rank has accumulated, and block until they are.
 
-        With powersgd, embedding rows can be those of the update before (`LateRows`). Here it does nothing and returns
-        0.0.
+        With powersgd, embedding rows can be those of the update before (`LateRows`).
 
         Parameters
         ----------
@@ -107,7 +93,7 @@ class Exchange:
         return 0.0
 
     def finish_messages(self) -> None:
-        """Wait for messages of this update whose result only the next update applies. Here it does nothing."""
+        """Wait for messages of this update whose result only the next update applies."""
 
     def clip_gradients(self) -> None:
         """Scale all gradients down to the norm `--max-grad-norm`, if it is not 0 and they exceed it.
@@ -124,10 +110,6 @@ class Exchange:
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
         """Bring the ranks' parameters together after an update, if the exchange sends parameters.
 
-        Here it does nothing.
-
-        Parameters
-        ----------
-        is_due: whether an average of the ranks' parameters is planned after this update (`plan_averages`).
-        wait: all ranks must have the same parameters afterwards. Otherwise the exchange decides when they do.
+        `is_due`: an average of the ranks' parameters is planned after this update (`plan_averages`). `wait`: all ranks
+        must have the same parameters afterwards; otherwise the exchange decides when they do.
         """

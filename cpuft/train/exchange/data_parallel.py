@@ -21,20 +21,14 @@ from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
 from cpuft.compressions import count_buckets
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.arena import Bucket, GradientBuckets, list_unused, plan_buckets
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
 
 class DataParallelExchange(Exchange):
-    """The mean of the gradients of all ranks, in every update.
-
-    It is the exchange of several ranks if no option selects another one. Making it is collective. All ranks must have
-    the same parameters.
-
-    Raises CpuftError: there is no such gradient compression.
-    """
+    """The mean of the gradients of all ranks in every update. Making it is collective; parameters must be equal."""
 
     sends_gradients = True
 
@@ -56,11 +50,11 @@ class DataParallelExchange(Exchange):
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks: this exchange is the default, the last of `table.EXCHANGES`."""
+        """Return whether there are several ranks; this exchange is the default, the last of `table.EXCHANGES`."""
         return ranks > 1
 
     def begin_pass(self, is_last: bool) -> None:
-        """Begin a forward and a backward pass; complete buckets are sent in the last one of an update."""
+        """Begin a pass; complete buckets are sent in the last one of an update."""
         self._buckets.begin_pass(is_last)
 
     def _send(self, bucket: Bucket) -> None:
@@ -71,12 +65,8 @@ class DataParallelExchange(Exchange):
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Wait for the mean of the buckets, and average the gradient rows of the word embedding.
 
-        It blocks until the rows of all ranks are there, or with late rows those of the update before. If the word
-        embedding is not exchanged by rows, `find_token_ids` is not called.
-
-        Returns
-        -------
-        Seconds of the last backward pass in which this rank encoded gradients.
+        It blocks until the rows of all ranks are there, or with late rows those of the update before. Returns the
+        seconds of the last backward pass in which this rank encoded gradients.
         """
         coding = self._coding_seconds
         self._buckets.send_rest()
@@ -112,14 +102,9 @@ class DataParallelExchange(Exchange):
 def make_buckets(
     layers: Sequence[torch.nn.Parameter], unused: Sequence[torch.nn.Parameter], compression: str, members: int
 ) -> list[Bucket]:
-    """Return the buckets of gradients, in the order in which they are sent.
+    """Return the buckets of gradients in the order in which they are sent; `members` ranks send to each other.
 
-    Parameters
-    ----------
-    layers: all parameters whose gradients are sent whole, in the order of the model.
-    unused: what `list_unused` returned. They have the last buckets for themselves: others would wait for them until the
-        end of the backward pass.
-    members: number of ranks that send gradients to each other.
+    `unused` (see `list_unused`) have the last buckets for themselves: others would wait for them until backward ends.
     """
     total, late = sum(one.numel() for one in layers), {*unused}
     least = -(-total // count_buckets(compression, total, members))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.comm.compression.local_sgd import LocalSGD
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import fp32_weights
 
@@ -19,10 +19,7 @@ from cpuft.train.fast.adamw import fp32_weights
 class LocalSGDExchange(Exchange):
     """Average the ranks' parameters when `plan_averages` says so: fp32 master weights if the model has them.
 
-    Making it is collective. `--grad-compression auto` means int8 here.
-
-    Raises CpuftError: changes of parameters cannot be sent with this `--grad-compression` (none, bf16, fp16 and int8
-    can).
+    Making it is collective, and raises CpuftError for a `--grad-compression` that cannot send changes of parameters.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
@@ -40,19 +37,13 @@ class LocalSGDExchange(Exchange):
         return ranks > 1 and config.sync_every > 1
 
     def reset(self) -> None:
-        """Count changes from the parameters of now: those of a checkpoint are no change that this start has made.
-
-        Changes that were not sent yet, and the outer momentum, are forgotten.
-        """
+        """Count changes from the parameters of now, as after a checkpoint; unsent changes and momentum are dropped."""
         with fp32_weights(self.bare_model):
             self._local.restart()
         self._updates_since_sent = 0
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
-        """Leave gradients as they are, and remember which rows of the word embedding have one.
-
-        Returns 0.0, because it waits for nothing.
-        """
+        """Leave gradients as they are, and remember which rows of the word embedding have one; returns 0.0."""
         for tokens in find_token_ids():
             self._local.note_tokens(tokens)
         return 0.0
@@ -61,8 +52,7 @@ class LocalSGDExchange(Exchange):
     def common_weights(self) -> Iterator[None]:
         """Give the model the mean of all ranks' parameters inside this context, and its own ones afterwards.
 
-        Collective at its beginning. The averages that are under way, and the updates that follow, stay as they are
-        without it.
+        Collective at its beginning. Averages that are under way, and later updates, stay as they are without it.
         """
         with fp32_weights(self.bare_model), torch.no_grad():
             own = [parameter.detach().clone() for parameter in self.trained]
@@ -79,8 +69,7 @@ class LocalSGDExchange(Exchange):
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
         """Start to send this rank's changes in the background if an average is due; with `wait`, finish it now.
 
-        With `wait`, this blocks until all ranks have the same parameters. Otherwise the mean of the changes is applied
-        `--sync-every` updates after they were sent. It is waited for if it is not there yet.
+        Without `wait`, the mean of the changes is waited for and applied `--sync-every` updates after they were sent.
         """
         self._updates_since_sent += 1
         is_mean_due = self._updates_since_sent == self.config.sync_every

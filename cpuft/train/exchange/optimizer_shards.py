@@ -1,10 +1,9 @@
 """A rank's shards of an optimizer (ZeRO stage 1): fp32 weights and moments of an Nth of all parameters.
 
-Parameters lie side by side in buckets, each about as large as a message should be. A rank's shard of a bucket is a
-slice of equal length, which may begin and end within parameters. The optimizer gets shards in the place of
-parameters, and updates them with the kernel that it has. Parameters are views of their bucket's weights, of which
-shards are gathered in place. An fp32 parameter is used in computation as it is, so only its moments are sharded. A bf16
-parameter has an fp32 master weight, which is sharded, too: no rank has all master weights.
+Parameters lie side by side in buckets, as views of their weights. A rank's shard of a bucket is a slice of equal
+length, which may begin and end within parameters; the optimizer gets it in their place. An fp32 parameter is used in
+computation as it is, so only its moments are sharded. A bf16 parameter has an fp32 master weight, which is sharded,
+too: no rank has all master weights.
 
 Why not torch's own: ZeroRedundancyOptimizer assigns whole parameters to ranks (one of MiniLM's has half of all
 elements) and sends them one by one. FSDP2 gathers weights in hooks around each module, but the fast layers read weights
@@ -30,43 +29,30 @@ from cpuft.train.arena import Bucket, plan_buckets
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
-"""Names of what `OptimizerShards.gather_state` yields: fp32 weights, and AdamW's first and second moments. Checkpoints
-have these names, too."""
+"""Names of the fp32 weights and of AdamW's moments in `OptimizerShards.gather_state` and in checkpoints."""
 ALIGNMENT = 16
 """The length of a shard is a multiple of this number of elements: a cache line of fp32."""
 
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """The elements of one parameter that are in a rank's shard of a bucket."""
+    """The elements of one parameter that are in a rank's shard of a bucket; `place` is where they begin there."""
 
     parameter: int
     """Number of the parameter in the bucket."""
     start: int
     """The first of these elements in the flattened parameter."""
     place: int
-    """The place of that element in the shard."""
     length: int
 
 
 def shard_length(elements: int, ranks: int, unit: int = ALIGNMENT) -> int:
-    """Return the number of elements in each rank's shard of a bucket with `elements` elements.
-
-    It is an Nth of them, rounded up to a multiple of `unit`; the last shards end in padding.
-    """
+    """Return the length of each rank's shard of a bucket: an Nth of the elements, rounded up to whole `unit`s."""
     return -(-elements // (ranks * unit)) * unit
 
 
 def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNMENT) -> list[ShardPiece]:
-    """Return what a rank's shard of a bucket holds of the bucket's parameters, in their order.
-
-    A parameter that has no element in the shard is not in the list. A shard that is only padding has an empty list.
-
-    Parameters
-    ----------
-    sizes: number of elements of each parameter in the bucket.
-    unit: the length of a shard is a multiple of it.
-    """
+    """Return what a rank's shard of a bucket holds of parameters of these sizes, in their order; [] if only padding."""
     length, start, found = shard_length(sum(sizes), ranks, unit), 0, []
     begin, end = rank * length, (rank + 1) * length
     for parameter, size in enumerate(sizes):
@@ -78,22 +64,13 @@ def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNME
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose parameters lie side by side in memory, too, and this rank's shard of them.
-
-    Making one needs the default process group, but sends nothing.
-    """
+    """A bucket whose parameters lie side by side in memory, too, and this rank's shard of them."""
 
     @torch.no_grad()
     def __init__(
         self, parameters: Sequence[nn.Parameter], masters: dict[Tensor, Tensor], unit: int = ALIGNMENT
     ) -> None:
-        """Move the parameters into the bucket.
-
-        Parameters
-        ----------
-        masters: fp32 master weights by parameter; those of this bucket's parameters are removed from it.
-        unit: the length of a shard is a multiple of it.
-        """
+        """Move the parameters into the bucket, and their fp32 masters out of `masters`."""
         sizes = [parameter.numel() for parameter in parameters]
         rank, ranks = dist.get_rank(), dist.get_world_size()
         length = shard_length(sum(sizes), ranks, unit)
@@ -102,8 +79,7 @@ class ShardedBucket(Bucket):
         self.own = slice(rank * length, (rank + 1) * length)
         """This rank's shard in `weights`."""
         self.weights = torch.zeros(ranks * length, dtype=parameters[0].dtype)
-        """The weights of all parameters and the padding: one-dimensional, in the parameters' type, `ranks` times a
-        shard's length."""
+        """One-dimensional, in the parameters' type: all weights and the padding, `ranks` times a shard's length."""
         for parameter, view in zip(parameters, self.split(self.weights), strict=True):
             view.copy_(parameter)
             parameter.data = view
@@ -116,11 +92,7 @@ class ShardedBucket(Bucket):
         """What the optimizer updates: a slice of `weights`, or of their fp32 masters."""
 
     def fill(self, shard: Tensor, find_value: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """Copy this rank's elements of each parameter's value into `shard`, and return `shard`.
-
-        `shard` is one-dimensional and as long as a shard of this bucket; its padding stays as it is. `find_value` is
-        called once for each parameter, in their order, and returns a tensor with the parameter's number of elements.
-        """
+        """Copy this rank's elements of each parameter's value into `shard`, one-dimensional, and return it."""
         values = [find_value(parameter).reshape(-1) for parameter in self.parameters()]
         for piece in self._pieces:
             value = values[piece.parameter][piece.start : piece.start + piece.length]
@@ -132,14 +104,9 @@ class OptimizerShards:
     """This rank's shards of everything that an optimizer updates. They replace the parameters in the optimizer.
 
     They are made when the model has its layers, with the same weights on all ranks, and the optimizer has no state yet.
-    The fp32 masters of bf16 parameters are taken from the model: outside of `full_weights` it cannot be saved.
-
-    Parameters
-    ----------
-    embedding: weight of a word embedding, which gets a bucket of its own. Its shards are whole rows. Without weight
-        decay, ranks send only the rows that `mark_rows` was ever called with. None if no embedding is exchanged by
-        rows.
-    unused: what `list_unused` returned. Each has a bucket for itself, after all others.
+    The fp32 masters of bf16 parameters are taken from the model: outside of `full_weights` it cannot be saved. A word
+    embedding that is exchanged by rows, `embedding`, has a bucket of its own with shards of whole rows; so has each
+    parameter of `unused` (see `list_unused`), after all others.
     """
 
     def __init__(
@@ -177,20 +144,13 @@ class OptimizerShards:
         return self._masters.hand_over(self.parameters) if self._masters else {}
 
     def mark_rows(self, rows: Tensor) -> None:
-        """Note that these rows of the embedding have had gradients: int64, of any shape; the same ones on all ranks.
-
-        `gather_weights` sends them from now on. Does nothing if all rows are sent anyway, or if there is no embedding.
-        Raises IndexError if a row is out of range.
-        """
+        """Note that these rows of the embedding, int64, the same on all ranks, have had gradients and must be sent."""
         if self._changed_rows is not None:
             self._changed_rows[rows.reshape(-1)] = True
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Give all ranks the weights of all shards, in place in the model's parameters.
-
-        Collective; it blocks until the weights are there.
-        """
+        """Give all ranks the weights of all shards, in place in the model's parameters. Collective."""
         finish: list[Callable[[], object]] = []
         for bucket in self.buckets:
             own = bucket.weights[bucket.own]
@@ -207,8 +167,7 @@ class OptimizerShards:
     def full_weights(self) -> Iterator[None]:
         """Inside this context, the model has all of its fp32 weights on this rank, to read or save.
 
-        Collective at its beginning if the model has fp32 masters, and otherwise nothing to do. Changes of masters
-        inside are lost.
+        Collective at its beginning if the model has fp32 masters, whose changes inside are lost; else nothing happens.
         """
         if self._masters is None:
             yield
@@ -222,17 +181,14 @@ class OptimizerShards:
 
     @property
     def step(self) -> float:
-        """Number of updates that the optimizer has made; 0.0 before the first one."""
+        """Number of updates that the optimizer has made."""
         return max(float(state.get("step", 0)) for state in [*self._optimizer.state.values(), {}])
 
     def gather_state(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield all that is sharded, as (kind, parameter, value), bucket by bucket.
+        """Yield all that is sharded, as (kind, parameter, value), bucket by bucket. Collective, to the end.
 
-        The kind is "exp_avg", "exp_avg_sq" (zeros before the first update) or, for bf16 parameters with masters only,
-        "model". The value is the whole fp32 tensor in the parameter's shape. In a bucket, each kind is yielded for all
-        parameters before the next kind.
-
-        Collective: every rank iterates to the end. One bucket at a time is gathered in memory.
+        The kind is "exp_avg", "exp_avg_sq" or, for bf16 parameters with masters only, "model"; the value is the whole
+        fp32 tensor in the parameter's shape. One bucket at a time is gathered in memory.
         """
         for bucket in self.buckets:
             state = self._optimizer.state.get(bucket.shard, {})
@@ -245,13 +201,7 @@ class OptimizerShards:
     def restore(self, find_value: Callable[[str, nn.Parameter], Tensor], step: Tensor) -> None:
         """Take this rank's shards of the values that `gather_state` has yielded after `step` updates. Not collective.
 
-        The model has its weights back already.
-
-        Parameters
-        ----------
-        find_value: takes a kind and a parameter; returns the value that was yielded for them. Its exceptions are passed
-            on.
-        step: number of updates, a tensor with one element; with 0, no moments are taken.
+        The model has its weights back already. `find_value` returns the value of a kind and a parameter.
         """
         for bucket in self.buckets:
             if bucket.has_masters:
@@ -284,7 +234,6 @@ def _gather_rows(bucket: ShardedBucket, changed: Tensor) -> Callable[[], None]:
 
 
 def _gather_shards(shard: Tensor) -> Tensor:
-    """Return the shards of all ranks, one after another."""
     whole = torch.empty(dist.get_world_size() * len(shard))
     all_gather(whole, shard.detach())
     return whole

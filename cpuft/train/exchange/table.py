@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.engines.deepspeed import DeepSpeedExchange
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.data_parallel import DataParallelExchange
@@ -20,9 +20,5 @@ EXCHANGES: dict[str, type[Exchange]] = {
 
 
 def choose_exchange(config: TrainConfig, ranks: int) -> type[Exchange]:
-    """Return the class of the exchange of a run with these options on this number of ranks, which is at least 1.
-
-    With `--engine deepspeed` it is DeepSpeedExchange, otherwise with one rank Exchange, with `--shard optimizer`
-    ShardedExchange, with `--sync-every` above 1 LocalSGDExchange, and else DataParallelExchange.
-    """
+    """Return the class of the exchange of a run with these options on this number of ranks, which is at least 1."""
     return next(exchange for exchange in EXCHANGES.values() if exchange.is_selected(config, ranks))

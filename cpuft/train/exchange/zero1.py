@@ -1,11 +1,11 @@
 """ZeRO stage 1: each rank updates a shard of all parameters (`--shard optimizer`).
 
-In an update, each rank receives the other ranks' gradients of its shards, during the backward pass, and afterwards
-all ranks receive the updated weights of all shards. A rank adds up gradients in the order of ranks and in fp32, on any
-backend. It does so after an all-to-all, which costs half of an all-reduce everywhere; gloo's own reduce-scatter
-costs a whole one. Gradients of word embeddings are still exchanged by rows: that is a tenth of their whole gradient. Of
-the embedding's weights, only rows that ever had a gradient are sent, since moments change them in later updates, too;
-with weight decay all rows change, and all are sent.
+In an update, each rank receives the other ranks' gradients of its shards, during the backward pass, and afterwards all
+ranks receive the updated weights of all shards. A rank adds up gradients in the order of ranks and in fp32, on any
+backend, after an all-to-all, which costs half of an all-reduce everywhere; gloo's own reduce-scatter costs a whole one.
+Gradients of word embeddings are still exchanged by rows: that is a tenth of their whole gradient. Of the embedding's
+weights, only rows that ever had a gradient are sent, since moments change them in later updates, too; with weight decay
+all rows change, and all are sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import resolve_compression, to_wire_type
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.arena import GradientBuckets, list_unused
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.optimizer_shards import OptimizerShards, ShardedBucket
@@ -37,7 +37,7 @@ class _Message:
 
     bucket: ShardedBucket
     sent: Tensor
-    """What is being sent; it must live until it was sent."""
+    """Kept because it must live until it was sent."""
     received: Tensor
     """From each rank, its gradients of this rank's shard."""
     work: dist.Work
@@ -69,7 +69,6 @@ class ShardedExchange(Exchange):
         self._gradients = GradientBuckets(self._dense_buckets, self._send)
         self._messages: list[_Message] = []
         self._waited = 0.0
-        """Seconds of the last pass in which this rank waited for messages, because too many buckets were under way."""
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
@@ -77,7 +76,7 @@ class ShardedExchange(Exchange):
         return ranks > 1 and config.shard == "optimizer"
 
     def begin_pass(self, is_last: bool) -> None:
-        """Begin a forward and a backward pass; complete buckets are sent in the last one of an update."""
+        """Begin a pass; complete buckets are sent in the last one of an update."""
         self._gradients.begin_pass(is_last)
 
     def _send(self, bucket: ShardedBucket) -> None:
@@ -103,15 +102,7 @@ class ShardedExchange(Exchange):
 
     @torch.no_grad()
     def average_gradients(self, find_token_ids: Callable[[], Sequence[Tensor]]) -> float:
-        """Finish the mean of the gradients over the ranks: each rank gets that of its own shards. Blocks until it has.
-
-        `find_token_ids` is called only if the word embedding is exchanged by rows.
-
-        Returns
-        -------
-        Seconds of the last backward pass in which this rank waited for messages, because too many buckets were under
-        way.
-        """
+        """Finish the mean of the gradients of this rank's shards; return the seconds for which backward has waited."""
         waited = self._waited
         self._gradients.send_rest()
         self._waited = 0.0
@@ -128,11 +119,7 @@ class ShardedExchange(Exchange):
         return waited
 
     def clip_gradients(self) -> None:
-        """Scale gradients down to `--max-grad-norm`; the norm is that of the shards of all ranks together.
-
-        If the option is 0, nothing happens; otherwise this is collective. With the fused optimizer the gradients stay
-        as they are, and its next step multiplies them by the factor.
-        """
+        """Scale gradients down to `--max-grad-norm` if it is set, by the norm of all ranks' shards. Collective then."""
         if self.config.max_grad_norm:
             shards = [bucket.shard for bucket in self._shards.buckets]
             clip_gradients(self.optimizer, shards, self.config.max_grad_norm, dist.all_reduce)

@@ -18,9 +18,9 @@ from cpuft.hardware import PRECISIONS, bf16_hardware
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, use_masters
 from cpuft.train.fast.architectures import ARCHITECTURES, reads_first_token
 from cpuft.train.fast.elementwise import FastDropout
-from cpuft.train.fast.embedding import patch_embedding
 from cpuft.train.fast.frozen import list_frozen_weights
 from cpuft.train.fast.stack import FastLayer, find_stacks, list_stacks
+from cpuft.train.fast.token_embedding import patch_embedding
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -32,11 +32,7 @@ _TOP_PAD_BYTES = 64 << 20
 
 
 def has_bf16_products() -> bool:
-    """Return whether this CPU multiplies bf16 in hardware (AMX, AVX512_BF16, or bf16 of Arm), and may use that.
-
-    False also if the environment variable ONEDNN_MAX_CPU_ISA hides these instructions. Without them, bf16 is slower
-    than fp32.
-    """
+    """Return whether this CPU multiplies bf16 in hardware, and the variable ONEDNN_MAX_CPU_ISA does not hide that."""
     return bool(bf16_hardware(read_cpu_flags(os.environ)))
 
 
@@ -55,9 +51,9 @@ def accelerate(
     CamemBERT, ELECTRA, DistilBERT, MPNet, ALBERT, DeBERTa-v2/v3, ModernBERT, EuroBERT, Llama, Qwen3, SmolLM3 and Gemma
     3 (text) become fast, also inside of another module such as a SentenceTransformer; in any other model only dropout
     modules change. To generate with keys and values of earlier tokens, or to return hidden states or attentions of all
-    layers, models use their own layers, with bf16 under autocast.
-    A model that has been accelerated before keeps its layers and precision, whatever the options; the optimizer is
-    connected to its master weights. For the whole process, malloc keeps freed memory (see `keep_freed_memory`).
+    layers, models use their own layers, with bf16 under autocast. A model that has been accelerated before keeps its
+    layers and precision; the optimizer is connected to its master weights. For the whole process, malloc keeps freed
+    memory (see `keep_freed_memory`).
 
     What stays the same: parameter names; `state_dict`, `save_pretrained` and checkpoints in fp32 (the master weights);
     gradient clipping, gradient accumulation and learning rate schedulers; the probability of dropout, though not its
@@ -76,8 +72,8 @@ def accelerate(
     first_token: in sequence classifiers of transformers with one encoder, also those of a CrossEncoder, compute only
         the first token in the last layer, as the head reads no other.
     adapters: make layers with LoRA adapters of peft fast, too (without dropout, bias or variant). The encoder's frozen
-        linear weights get no masters: bf16 rounds them for good, so save the adapters and merge them into a model
-        that is loaded anew.
+        linear weights get no masters: bf16 rounds them for good, so save the adapters and merge them into a model that
+        is loaded anew.
 
     Raises
     ------
@@ -91,18 +87,7 @@ def accelerate(
 def patch_model(
     model: nn.Module, precision: str = "auto", first_token: bool = True, adapters: bool = False
 ) -> MasterWeights:
-    """Give a model the fast layers, dropout and embedding in place, as for inference; return its master weights.
-
-    The parameters mean what they mean in `accelerate`, which also connects an optimizer. With fp32 and int8, and in a
-    model without layers that the fast path knows, the returned `MasterWeights` hold no master. A model that is patched
-    already keeps its layers and precision, and its existing `MasterWeights` are returned. For the whole process, malloc
-    keeps freed memory (see `keep_freed_memory`).
-
-    Raises
-    ------
-    CpuftError: the model is wrapped by DistributedDataParallel, a parameter is bf16 or fp16, the precision is unknown,
-        or it is int8 and the model has no layers that can be fast.
-    """
+    """Do what `accelerate` does to a model, and raise the same; without bf16, the result holds no master weights."""
     _check(model, precision)
     if precision == "auto":
         precision = "bf16" if has_bf16_products() else "fp32"
@@ -113,14 +98,11 @@ def patch_model(
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc keep memory that this process frees instead of returning it to the kernel.
-
-    Returns whether glibc has accepted all three settings: False without glibc.
+    """Make glibc's malloc keep memory that this process frees, and return whether it has accepted all settings.
 
     By default each block above 32 MB is mapped anew and the free top of the heap is returned, so that every training
-    step takes page faults for all its activations and gradients. With this setting the process's peak is the same, and
-    its resident size does not fall after the peak. If another allocator is preloaded (jemalloc, tcmalloc), this changes
-    nothing, but may return True.
+    step takes page faults for all its activations and gradients. The process's peak stays the same, but its resident
+    size does not fall. Another allocator that is preloaded (jemalloc, tcmalloc) may accept without any effect.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -132,11 +114,7 @@ def keep_freed_memory() -> bool:
 
 
 def _return_free_memory() -> None:
-    """Return the pages that glibc's malloc holds without need to the kernel.
-
-    Weights that are copied, to bf16 or next to each other, leave gaps between those that stay, which later tensors of
-    other sizes do not fill: of a decoder with 470 million parameters, they were a quarter.
-    """
+    """Return free pages to the kernel: copied weights leave gaps, which were a quarter of a 470-million decoder."""
     with suppress(OSError, AttributeError):  # without glibc
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
@@ -198,12 +176,7 @@ def _replace_dropout(model: nn.Module) -> None:
 
 
 def describe_layers(model: nn.Module) -> str:
-    """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`.
-
-    If it has replaced none, the reason follows: it does not know these layers, as in `0 of 12 layers replaced, because
-    it does not know GPT2Block (it knows the layers of BERT, ... and Gemma 3 (text))`, or the part of them that it does
-    not know.
-    """
+    """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`, and if none, the reason."""
     layers = _find_layers(model)
     replaced = sum(isinstance(layer, FastLayer) for layer in layers)
     counts = f"{replaced} of {counted(len(layers), 'layer')} replaced"
@@ -220,7 +193,7 @@ def describe_layers(model: nn.Module) -> str:
 
 
 def _find_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: members of a ModuleList whose class is named a layer or a block, the outermost ones."""
+    """Return the outermost members of any ModuleList whose class is named a layer or a block."""
     found, inside = list[nn.Module](), set[nn.Module]()
     for module in model.modules():
         for layer in module if isinstance(module, nn.ModuleList) and module not in inside else ():

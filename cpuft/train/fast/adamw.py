@@ -1,9 +1,7 @@
 """fp32 master weights beside bf16 compute weights, and optimizers that update the masters.
 
-bf16 keeps 8 bits: an update of less than 1/256 of a weight rounds away, and with a learning rate of 2e-5 most updates
-are that small. So fp32 masters are what is trained, saved and loaded. AdamW updates them by one C++ kernel that also
-rounds them into the compute weights; any other optimizer gets the masters in place of the compute weights for the time
-of its step.
+bf16 keeps 8 bits: an update of less than 1/256 of a weight rounds away, as most do with a learning rate of 2e-5. A C++
+kernel makes AdamW's updates; any other optimizer gets the masters in place of the compute weights for its step.
 """
 
 from __future__ import annotations
@@ -19,35 +17,28 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from cpuft.kernels import Kernels, address_array, int64_array, kernels_for
-from cpuft.train.fast.embedding import EmbeddingGradient
+from cpuft.train.fast.token_embedding import EmbeddingGradient
 
 MASTERS_ATTRIBUTE = "_cpuft_masters"
 """Attribute of an accelerated model that holds its `MasterWeights`."""
 
 
 class MasterWeights:
-    """The fp32 masters of a model's bf16 parameters.
+    """The fp32 masters of a model's bf16 parameters, which state dicts have under the parameters' own names.
 
-    `state_dict` of the model, of any module in it and of any module around it (and so `save_pretrained`) returns
-    masters under the parameters' own names. `load_state_dict` of these modules copies fp32 values into them. If
-    something else writes to a parameter (a copy, an initialiser), the next step or save notices and takes the new value
-    for the master.
+    If something writes to a parameter (a copy, an initialiser), the next step or save takes that for the master.
     """
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
-        """Make masters of the fp32 `parameters` of `model`, which become bf16, and install the hooks.
-
-        Gradients of these parameters are dropped. `parameters` may be empty, and those that are not of `model` are
-        ignored. The object is stored in the model's attribute `MASTERS_ATTRIBUTE`.
-        """
+        """Make masters of the fp32 `parameters` of `model`, which become bf16 and lose their gradients."""
         wanted = {id(p) for p in parameters}
         self.parameters = {name: p for name, p in model.named_parameters() if id(p) in wanted}
         """The bf16 parameters by their names in the model, also those whose masters are handed over."""
         self._masters: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
-        """The version that torch counts for a parameter, when it was its master's rounded value."""
+        """torch's version of a parameter when it was its master's rounded value."""
         self.embedding: EmbeddingGradient | None = None
-        """The gradient of the model's token embedding; None if the embedding is not patched."""
+        """None if the model's token embedding is not patched."""
         for parameter in self.parameters.values():
             self._masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().to(torch.bfloat16)
@@ -62,39 +53,29 @@ class MasterWeights:
         setattr(model, MASTERS_ATTRIBUTE, self)
 
     def __contains__(self, parameter: Tensor) -> bool:
-        """Return whether there is a master of this parameter here."""
         return parameter in self._masters
 
     def get(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's fp32 master itself, not a copy.
-
-        If something has written to the parameter since it was rounded, elements that differ from the rounded master are
-        first copied into the master. Returns None for a parameter without a master here: one that was never rounded to
-        bf16, or whose master was handed over.
-        """
+        """Return a parameter's fp32 master itself, with what something else wrote to the parameter, if it has one."""
         master = self._masters.get(parameter)
         if master is not None and parameter._version != self._versions[parameter]:
             self._follow(parameter)
         return master
 
     def hand_over(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Remove and return the masters of these parameters by parameter: the caller updates both from now on.
+        """Remove and return these parameters' masters: the caller updates both from now on.
 
-        Parameters without a master are left out of the result. Until `take_back`, the model's `state_dict` and `save`
-        raise KeyError, and values that `load_state_dict` loads into these parameters are rounded to bf16.
+        Until `take_back`, saving the model's state raises KeyError, and values that are loaded are rounded to bf16.
         """
         return {parameter: self._masters.pop(parameter) for parameter in parameters if parameter in self._masters}
 
     def take_back(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Hold these masters again, given by parameter.
-
-        The parameters must be their rounded values: nothing checks it.
-        """
+        """Hold these masters again. The parameters must be their rounded values: nothing checks it."""
         self._masters.update(masters)
         self.mark_rounded(masters)
 
     def mark_rounded(self, parameters: Iterable[Tensor]) -> None:
-        """Record that the present values of these parameters are their masters, rounded to bf16; no value changes."""
+        """Record that the present values of these parameters are their masters, rounded to bf16."""
         self._versions.update((parameter, parameter._version) for parameter in parameters)
 
     @torch.no_grad()
@@ -107,13 +88,7 @@ class MasterWeights:
         self.mark_rounded([parameter])
 
     def save(self, parameters: Mapping[str, nn.Parameter], state: dict[str, Any]) -> None:
-        """Replace bf16 parameters in a state dict by their masters, which are not copied.
-
-        `parameters`: bf16 parameters by their names in the state dict. Names that the state dict lacks are not added.
-        Masters first take values that something else has written to the parameters.
-
-        Raises KeyError if the state dict has a parameter whose master was handed over.
-        """
+        """Replace bf16 parameters by their masters, not copied; `parameters` have their names in the state dict."""
         for name, parameter in parameters.items():
             if name in state:
                 self._follow(parameter)
@@ -121,11 +96,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]) -> None:
-        """Copy values from a state dict into the masters of bf16 parameters.
-
-        `parameters`: by their names in the state dict. Names that it lacks, values of other shapes, and parameters
-        whose masters were handed over are left out.
-        """
+        """Copy values into the masters; `parameters` are bf16, by their names in the state dict."""
         for name, parameter in parameters.items():
             value = state.get(name)
             if isinstance(value, Tensor) and value.shape == parameter.shape and parameter in self._masters:
@@ -133,11 +104,7 @@ class MasterWeights:
 
     @contextmanager
     def in_parameters(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Inside, the `parameters` that have a master hold its data, and fp32 copies of their gradients.
-
-        Any optimizer can step them so. Other parameters are left as they are. On leaving, also by an exception, the
-        masters are rounded into the bf16 compute weights, and the bf16 gradients from before are back.
-        """
+        """Inside, `parameters` have the data of their masters and fp32 gradients; on leaving, both are bf16 again."""
         mine = [p for p in parameters if p in self._masters]
         compute = [(p, p.data, p.grad) for p in mine]
         for parameter, _, grad in compute:
@@ -161,15 +128,10 @@ class MasterWeights:
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the groups and the state of `optimizer` have masters in place of bf16 parameters.
-
-        The masters have fp32 copies of the gradients. Parameters without a master stay in the groups. On leaving, also
-        by an exception, the parameters are back in the groups, and the masters are rounded into them.
-
-        The parameters keep their dtype: a parameter that gets data of another dtype loses the hook by which
-        DistributedDataParallel learns of its gradient, because torch then makes it a new gradient accumulator.
-        """
+        """Inside, the groups and state of `optimizer` have masters, with fp32 gradients, instead of bf16 parameters."""
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._masters]
+        # Not by `in_parameters`: a parameter that gets data of another dtype loses the hook by which DDP learns of its
+        # gradient, because torch then makes it a new gradient accumulator.
         masters = {p: nn.Parameter(master) for p in mine if (master := self.get(p)) is not None}
         for parameter, master in masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -185,16 +147,11 @@ class MasterWeights:
 
 
 class _StateHooks:
-    """Hooks on one module's own entries in state dicts.
-
-    The object is the hook of saving because torch sets an attribute on that, which a method refuses. deepcopy copies
-    the object.
-    """
+    """Hooks on one module's own entries in state dicts. A method refuses the attribute that torch sets on its hook."""
 
     def __init__(self, masters: MasterWeights, parameters: Mapping[str, nn.Parameter]) -> None:
         self.masters = masters
         self.parameters = parameters
-        """The module's own bf16 parameters by name."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         self.masters.save({prefix + name: p for name, p in self.parameters.items()}, state)
@@ -204,7 +161,6 @@ class _StateHooks:
 
 
 def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Parameter]) -> None:
-    """Put other parameters into an optimizer's groups, together with the state of those that they replace."""
     for group in optimizer.param_groups:
         group["params"][:] = [replacements.get(p, p) for p in group["params"]]
     state = list(optimizer.state.items())
@@ -215,12 +171,9 @@ def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Para
 
 @contextmanager
 def fp32_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, the bf16 parameters of an accelerated model are its fp32 masters; on leaving they are rounded to bf16.
+    """Inside, an accelerated model's bf16 parameters are its fp32 masters; on leaving they are rounded to bf16.
 
-    For code that reads or writes weights between steps in full precision, such as averages over ranks or moving
-    averages. What is written to the parameters inside goes into the masters; gradients inside are fp32 copies. No
-    forward pass may run inside. A model that is not accelerated is left alone, and so are parameters whose masters were
-    handed over.
+    This is for averages of weights between steps: no forward pass may run inside, and gradients are fp32 copies.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters is None:
@@ -231,12 +184,9 @@ def fp32_weights(model: nn.Module) -> Iterator[None]:
 
 
 def set_gradient_rows(model: nn.Module, rows: Tensor) -> None:
-    """State that an accelerated model's token embedding has a zero gradient outside of `rows`.
+    """State, after writing to the token embedding's gradient, the rows outside of which it is zero: int64, ascending.
 
-    Call this after writing to the gradient, else all its rows count as unknown, and clipping and AdamW process them
-    all. Does nothing if the model is not accelerated or its embedding is not patched.
-
-    `rows`: int64, ascending, each once; rows that the last backward pass has written must be among them.
+    Otherwise all its rows count as unknown, and clipping and AdamW process them all.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters and masters.embedding:
@@ -263,7 +213,6 @@ class _SwapHooks:
         return (own, *others), kwargs
 
     def leave(self, *call: Any) -> None:
-        """Put the compute weights back after `step`."""
         if self.open is not None:
             self.open.__exit__(None, None, None)
             self.open = None
@@ -289,7 +238,7 @@ class MasterStep(Optimizer):
     """Mixed in before the class of an optimizer that updates masters, whatever optimizer it is."""
 
     masters: list[MasterWeights]
-    """The masters of the bf16 parameters, of one model each; other parameters are updated as they are."""
+    """One for each model; parameters without a master are updated as they are."""
 
     @contextmanager
     def with_masters(self) -> Iterator[None]:
@@ -300,10 +249,7 @@ class MasterStep(Optimizer):
             yield
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state as torch does, with fp32 moments for the masters.
-
-        If torch refuses the state, its exception is passed on, and the optimizer has its parameters again.
-        """
+        """Load the optimizer's state as torch does, with fp32 moments for the masters."""
         with self.with_masters():
             super().load_state_dict(state_dict)
 
@@ -317,10 +263,8 @@ class ParameterUpdate:
     compute: Tensor | None
     """bf16: the update writes the rounded weights to it; None where the parameter is fp32."""
     grad: Tensor
-    """fp32 or bf16, in the shape of the weights."""
     state: dict[str, Any]
-    """The parameter's state in torch's optimizer: "step", and the fp32 moments "exp_avg" and "exp_avg_sq", to which the
-    update writes."""
+    """torch's "step", and the fp32 moments "exp_avg" and "exp_avg_sq", to which the update writes."""
     touched: Tensor | None = None
     """(rows,) uint8, zero for rows of the weights whose gradient and moments are zero; None if that is unknown."""
 
@@ -332,11 +276,7 @@ class FusedStep(MasterStep):
     """The next step multiplies gradients by this, and sets it to 1 again; `clip_gradients` sets it."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update all parameters that have a gradient; return what `closure` returned, None without one.
-
-        `closure`: called first, with gradients enabled; it computes the loss and the gradients. Where the kernel cannot
-        update all parameters, torch's own step runs on the masters; it raises RuntimeError for sparse gradients.
-        """
+        """Update all parameters with a gradient: by the kernel if it can, else by torch's own step on the masters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -361,10 +301,7 @@ class FusedStep(MasterStep):
         return loss
 
     def find_kernels(self) -> Kernels | None:
-        """Return the kernels if they can update all parameters that have a gradient; else None.
-
-        They cannot if a gradient is sparse, or if a parameter without a master is not fp32.
-        """
+        """Return the kernels if they can update all parameters that have a gradient; else None."""
         for parameter in _list_parameters(self):
             if (grad := parameter.grad) is not None:
                 is_fp32 = parameter.dtype == torch.float32 or any(parameter in one for one in self.masters)
@@ -377,10 +314,7 @@ class FusedStep(MasterStep):
         return {one.embedding.weight: one.embedding for one in self.masters if one.embedding is not None}
 
     def _make_updates(self, parameters: list[nn.Parameter]) -> list[ParameterUpdate]:
-        """Return the updates of the parameters that have a gradient, and count this step in their states.
-
-        A state is made if there is none yet.
-        """
+        """Return the updates of the parameters that have a gradient, and count this step in their states."""
         embeddings, updates = self.list_embeddings(), list[ParameterUpdate]()
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
@@ -407,16 +341,7 @@ def _run_adamw(
 ) -> None:
     """Make one step of AdamW, or of Adam, by the kernel, in place; the formulas are those of torch.optim.
 
-    The kernel writes to the weights, the compute weights and the moments, but not to the gradients or to "step" in the
-    state.
-
-    Parameters
-    ----------
-    updates: at least one parameter, all of one group and with gradients of one dtype.
-    count: number of this step, from 1, for the bias correction of the moments.
-    group: the parameter group with torch's options lr, betas, eps and weight_decay. Weight decay is that of AdamW if
-        `decoupled_weight_decay` is there and true, else it is added to the gradient, as in Adam.
-    factor: gradients are multiplied by this.
+    The updates are of one group, with gradients of one dtype; `count` is the number of this step, from 1.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     rate, decay = float(group["lr"]), float(group["weight_decay"])
@@ -439,23 +364,13 @@ def clip_gradients(
     sum_over_ranks: Callable[[Tensor], object] | None = None,
     share_plain: Callable[[Tensor], object] | None = None,
 ) -> float:
-    """Clip the gradients of `parameters` to the norm `max_norm` for the optimizer's next step.
+    """Clip the gradients of `parameters` for the optimizer's next step; return their L2 norm before clipping.
 
-    Returns the L2 norm of all these gradients together before clipping, 0.0 if there are none. As in
-    torch.nn.utils.clip_grad_norm_, gradients with a norm of at most `max_norm` are not scaled up; a norm that is NaN or
-    infinite is returned, without an error, and can make weights NaN in the next step.
-
-    If the optimizer is a `FusedStep` that holds all these parameters, the kernels can update its parameters, and all
-    gradients are contiguous fp32 or bf16, the gradients themselves stay as they are and the next step scales them,
-    which saves a pass over memory. Otherwise they are scaled in place.
-
-    Parameters
-    ----------
-    parameters: those without a gradient are skipped.
-    sum_over_ranks: where this rank holds only a shard of the gradients, sums the squared norm, an fp64 scalar, over the
-        ranks in place.
-    share_plain: where all ranks have the same gradients, gives them one rank's squared norm, in place, if torch
-        computes it: torch's sums depend on the CPU and the number of threads. Those of the kernels do not.
+    If the optimizer is a `FusedStep` that holds all these parameters, and the kernels can read all gradients, these
+    stay as they are and the next step scales them, which saves a pass over memory. Where this rank holds only a shard
+    of the gradients, `sum_over_ranks` sums the squared norm, an fp64 scalar, in place. Where all ranks have the same
+    gradients, `share_plain` gives them one rank's squared norm, in place, if torch computes it: unlike the kernels'
+    sums, torch's depend on the CPU and the number of threads.
     """
     found = [(p, p.grad) for p in parameters if p.grad is not None]
     parameters = [p for p, _ in found]
@@ -500,11 +415,8 @@ def _can_fuse(optimizer: Optimizer) -> bool:
 def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
     """Make `optimizer` update the masters of its bf16 parameters and round them into these parameters.
 
-    It stays the same object with the same state, groups and hooks, so that a learning rate scheduler or a trainer that
-    holds it goes on as before. Moments are fp32. An Adam or AdamW without amsgrad, maximize, capturable or
-    differentiable gets a subclass with `FusedStep` for its class, unless a scheduler that was made earlier has wrapped
-    its `step`; any other optimizer gets a subclass with `MasterStep`, and hooks around its `step`. A call with the
-    masters of another model adds these; a second call with the same masters does nothing.
+    It stays the same object, so that a scheduler or a trainer that holds it goes on as before; only its class becomes a
+    subclass with `FusedStep` or `MasterStep`. A call with another model's masters adds these.
     """
     known = vars(optimizer).setdefault("masters", [])
     if any(one is masters for one in known):

@@ -1,8 +1,8 @@
 """Everything that cpuft knows about a model architecture by its name.
 
 To bring the fast path to another architecture, add an entry to `ARCHITECTURES`, and a function that finds the modules
-of one of its layers unless `_read_bert_layer` or `_read_llama_layer` fits. No other file has to change. Data
-preparation reads this module, too, so that it imports no torch.
+of one of its layers unless `_read_bert_layer` or `_read_llama_layer` fits; no other file has to change. This module
+imports no torch, because data preparation reads it, too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Heads:
     factor: float
     """By which scores are multiplied before softmax, such as 1 / sqrt(size)."""
     key_count: int = 0
-    """Number of heads of keys and of values, a divisor of `count`; 0: as many as `count`. Query head h uses number
-    h // (count // key_count)."""
+    """Number of heads of keys and of values, a divisor of `count`; 0: as many as `count`. Query head h uses number h //
+    (count // key_count)."""
     back: int = -1
     """How many positions before its own a query looks at; -1: all of them."""
     ahead: int = -1
@@ -38,78 +38,70 @@ class Heads:
 
     @property
     def keys(self) -> int:
-        """The number of heads of keys and of values, also where `key_count` is 0."""
+        """Number of heads of keys and of values, also where `key_count` is 0."""
         return self.key_count or self.count
 
 
 @dataclass
 class PositionParts:
-    """The modules by which a layer with disentangled attention makes the positions of its keys and queries."""
+    """What makes positions of keys and queries from relative embeddings, in a layer with disentangled attention."""
 
     key: Any
-    """Linear layer from a relative embedding to the position of a key; the layer's `key` if it shares that."""
+    """Linear layer; the projection of keys itself if the model shares it, and likewise for queries."""
     query: Any
-    """Linear layer from a relative embedding to the position of a query; the layer's `query` if it shares that."""
     dropout: Any
-    """Dropout of the relative embeddings."""
 
 
 @dataclass(kw_only=True)
 class LayerParts:
     """The modules of one layer by their purpose. They stay in the model; this object only refers to them.
 
-    A post-norm layer norms the sums of attention and of feed-forward with their residuals. A pre-norm layer norms the
-    inputs of both. Linear layers are torch.nn.Linear, or peft's LoRA layers around one, see `projection.is_adapted`.
-    Norms are modules that `elementwise.read_norm` knows. A dropout is None where the layer has none.
+    A post-norm layer norms the sums of attention and of feed-forward with their residuals, a pre-norm layer the inputs
+    of both. Linear layers are torch.nn.Linear, or peft's LoRA layers around one, see `projection.is_adapted`. Norms are
+    modules that `elementwise.read_norm` knows. A dropout or norm is None where the layer has none.
     """
 
     heads: Heads
     attention_module: nn.Module
-    """The module that makes query, key, value and context. Hooks on it, of a caller who wants attentions, turn the fast
-    path off."""
+    """The module that makes query, key, value and context. A caller's hooks on it turn the fast path off."""
     projections: list[Any]
     """Linear layers whose outputs, side by side, are query, key and value: three, or one for all."""
     attention_dropout: nn.Module | float
     """Dropout of the attention probabilities, or its rate while `attention_module` is in training."""
     attention_output: Any
-    """Linear layer from the context to the hidden size."""
     attention_output_dropout: nn.Module | None
-    """Dropout after `attention_output`."""
     attention_norm: Any
-    """Norm after attention and its residual; in a pre-norm layer before attention, or None."""
+    """Norm after attention and its residual; in a pre-norm layer before attention."""
     inner: list[Any]
-    """Linear layer from the hidden size to the intermediate size. In a pre-norm layer, the outputs of two, or of one
-    for both, are the gate, which is activated, and what it is multiplied with."""
+    """Linear layer to the intermediate size. In a pre-norm layer, the outputs of two, or of one for both, are the gate,
+    which is activated, and what it is multiplied with."""
     activation: Any
-    """The function between `inner` and `outer`, such as GELU; in a pre-norm layer its name in config.json, such as
-    silu."""
+    """The function between `inner` and `outer`; in a pre-norm layer its name in config.json, such as silu."""
     outer: Any
     """Linear layer from the intermediate size back to the hidden size."""
     outer_dropout: nn.Module | None
     """Dropout after `outer`; in a pre-norm layer before it."""
     outer_norm: Any
-    """Norm after feed-forward and its residual; in a pre-norm layer of what feed-forward adds, or None."""
+    """Norm after feed-forward and its residual; in a pre-norm layer of what feed-forward adds."""
 
     positions: PositionParts | None = None
-    """Of a post-norm layer: what makes positions for disentangled attention; None for another attention."""
+    """What makes positions for disentangled attention; None for another attention."""
     more_outputs: tuple[Any, ...] | None = None
     """What follows the output in the tuple that the layer returns; None if it returns its output without a tuple."""
 
     feed_forward_norm: Any = None
     """Norm before feed-forward of a pre-norm layer; None in a post-norm layer."""
     query_norm: Any = None
-    """Norm of each query head before the rotation; None for none."""
+    """Norm of each query head before the rotation; `key_norm` is that of each key head."""
     key_norm: Any = None
-    """Norm of each key head before the rotation; None for none."""
     is_rotated: bool = False
     """Whether queries and keys are rotated by their positions."""
     attention_end_norm: Any = None
-    """Norm of what attention adds to the hidden states of a pre-norm layer; None for none."""
+    """Norm of what attention adds to the hidden states of a pre-norm layer."""
 
     packed: PackedLinear | None = None
-    """`projections` as one product; None until `stack.Stack.install` has patched the layer."""
+    """`projections` as one product; like `packed_inner`, None until `stack.Stack.install` has patched the layer."""
     packed_inner: PackedLinear | None = None
-    """`inner` as one product, likewise."""
     int8: bool = False
     """Whether products have 8-bit operands while the layer is in training."""
     recomputes: bool = False
@@ -281,12 +273,11 @@ class EncoderPositions:
     """What an encoder tells the attention of all its layers about distances between queries and keys."""
 
     method: str
-    """Name of the encoder's method that makes this for all pairs of positions. The encoder passes the result to its
-    layers, as far as fast ones do not run."""
+    """Name of the encoder's method that makes distances of all pairs of positions for layers that are not fast."""
     read: Callable[[Any, int], Tensor | Distances]
-    """Return this for each distance, given the encoder and the length of the examples: a bias, which is added to the
-    attention scores, or the numbers of relative embeddings. A bias is (heads, 2 * length - 1), fp32, contiguous. Column
-    key - query + length - 1 is for a key and a query at these positions. Gradients flow to the encoder's parameters."""
+    """(encoder, length of the examples) -> numbers of relative embeddings for each distance, or a bias that is
+    added to the attention scores, (heads, 2 * length - 1), fp32, contiguous, in column key - query + length - 1 for a
+    key and a query at these positions. Gradients flow to the encoder's parameters."""
 
 
 def _read_mpnet_bias(encoder: Any, length: int) -> Tensor:
@@ -317,7 +308,6 @@ class RelativeSize:
     """What relative embeddings add to the size of a model."""
 
     embeddings: int
-    """Number of relative embeddings."""
     layer_parameters: int
     """Number of parameters in the linear modules of each layer which make positions alone."""
     absolute_positions: int
@@ -340,15 +330,12 @@ class SharedLayers:
     """How an encoder is built that runs the same layers several times."""
 
     encoder_class: str
-    """Name of the encoder's class in transformers."""
     list_runs: Callable[[Any], list[Any]]
     """Return the layers of an encoder in the order in which it runs them, each as often as it does."""
     projection: str
-    """Name of the module by which the encoder brings embeddings to the hidden size before the first layer. It stays
-    fp32."""
+    """Name of the module that brings embeddings to the hidden size before the first layer. It stays fp32."""
     counts: tuple[str, str]
-    """Names in config.json of the number of groups of layers and of the number of layers in a group, both 1 unless
-    given."""
+    """Names in config.json of the number of groups of layers and of layers in a group, both 1 unless given."""
 
 
 @dataclass(frozen=True)
@@ -358,26 +345,22 @@ class Architecture:
     model_type: str
     """As in config.json, such as xlm-roberta. With underscores it is the name of the package in transformers.models."""
     title: str
-    """As people write it, such as XLM-RoBERTa."""
     layer_class: str
     """Name of the class of a layer in transformers, such as XLMRobertaLayer."""
     read_layer: Callable[[Any], LayerParts]
-    """Return the parts of a layer. It raises AttributeError if the layer has other modules than a layer of
-    `layer_class`."""
+    """Raises AttributeError for a layer with other modules than one of `layer_class` has."""
     positions: EncoderPositions | None = None
-    """What its encoder tells attention about distances; None for nothing."""
+    """None if its encoder tells attention nothing about distances."""
     shared_layers: SharedLayers | None = None
-    """How its encoder runs the same layers several times; None if it has a list `layer` or `layers`, and runs each
-    once."""
+    """None if its encoder has a list `layer` or `layers`, and runs each once."""
     is_entered_at_model: bool = False
-    """Whether hooks belong on the model that has its encoder as `encoder`: DeBERTa's encoder is not told whether the
-    caller wants hidden states. Other models have them on the module that holds the layers."""
+    """Whether hooks belong on the model that has its encoder as `encoder`, and not on the module that holds the layers:
+    DeBERTa's encoder is not told whether the caller wants hidden states."""
     find_unknown: Callable[[Any], str] = lambda encoder: ""
-    """Return what of an encoder the fast path does not know, so that none of its layers can be replaced; else an empty
-    string."""
+    """Return what of an encoder the fast path does not know, so that none of its layers can be replaced, else ""."""
     read_relative_size: Callable[[Mapping[str, Any], int, int], RelativeSize | None] | None = None
-    """Return the sizes of a model with relative embeddings, given the content of config.json, the hidden size and the
-    number of positions; None if the fast path does not know a part of the model. None for other models."""
+    """(content of config.json, hidden size, number of positions) -> what relative embeddings add; None if the fast path
+    does not know a part of the model. None for models without relative embeddings."""
     keeps_sequences_apart: bool = False
     """Whether sequences that are packed into one row, which their position ids tell, do not attend to each other."""
 
@@ -432,7 +415,6 @@ PRE_NORM_ARCHITECTURES = (
 """Decoders and encoders whose norms come first, with rotary positions and gated feed-forward."""
 
 ARCHITECTURES = (*POST_NORM_ARCHITECTURES, *PRE_NORM_ARCHITECTURES)
-"""All architectures that the fast path can replace."""
 
 SIZE_SETTINGS = {
     "layers": ("num_hidden_layers", "n_layers"),
@@ -442,8 +424,8 @@ SIZE_SETTINGS = {
     "vocab_size": ("vocab_size",),
     "positions": ("max_position_embeddings",),
 }
-"""The sizes that decide how much memory a model of `POST_NORM_ARCHITECTURES` takes: cpuft's name of each size, and the
-names that it can have in config.json (BERT's, then DistilBERT's where that differs)."""
+"""The sizes that decide how much memory a model of `POST_NORM_ARCHITECTURES` takes -> their names in config.json, first
+BERT's, then DistilBERT's."""
 
 ATTENTION_DROPOUT_SETTINGS = ("attention_probs_dropout_prob", "attention_dropout")
 """Names in config.json of the dropout rate on attention probabilities, for models of `POST_NORM_ARCHITECTURES`."""
@@ -477,8 +459,8 @@ POSITIONS_AFTER_PADDING = (
     "xlm-roberta-xl",
     "xmod",
 )
-"""Model types that number positions from the padding token's id + 1 on, so that fewer positions are left for tokens
-and the padding token must not change."""
+"""Model types that number positions from the padding token's id + 1 on, so that fewer positions are left for tokens and
+the padding token must not change."""
 
 ATTENTION_MODULE_NAMES = ("attention", "attn")
 """One of these is part of the names of attention modules, in the encoders and decoders of transformers."""
@@ -493,11 +475,7 @@ def _list_package(kind: type) -> list[Architecture]:
 
 
 def find_architecture(layer: object) -> Architecture | None:
-    """Return the entry of `ARCHITECTURES` whose class of transformers a layer has, told by the class's name.
-
-    Returns None for any other object: a layer of another architecture, of a class that is defined outside of
-    transformers, also a subclass, or one that is patched already.
-    """
+    """Return the entry of `ARCHITECTURES` for a layer of exactly this class of transformers, else None."""
     kind = type(layer)
     return next((one for one in _list_package(kind) if one.layer_class == kind.__name__), None)
 
@@ -505,9 +483,7 @@ def find_architecture(layer: object) -> Architecture | None:
 def reads_first_token(model: Any) -> bool:
     """Return whether a model's output depends only on the first token of the encoder's output.
 
-    True for the sequence classifiers of `POST_NORM_ARCHITECTURES` in transformers, such as
-    BertForSequenceClassification, also inside of a model of peft or of the module `Transformer` that a CrossEncoder of
-    sentence-transformers has. False for any other class, also for subclasses that are defined elsewhere.
+    True for the sequence classifiers of `POST_NORM_ARCHITECTURES`, also inside of a model of peft or a CrossEncoder.
     """
     if type(model).__name__ == "Transformer" and type(model).__module__.startswith("sentence_transformers."):
         model = getattr(model, "model", model)  # the module calls its forward without hooks

@@ -2,9 +2,7 @@
 
 torch's flash attention on the CPU refuses dropout, and its plain form makes a dozen passes over the scores. The C++
 kernel computes one head at a time with both products: scores never leave the core's cache, and backward recomputes
-them. Several query heads may share a head of keys and values (grouped-query attention), and a query may see only a
-window of positions around its own: keys outside of it are skipped, so that the cost grows with the window and not with
-the length.
+them. Keys outside of a query's window are skipped, so that the cost grows with the window and not with the length.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ class Grid:
     """Which row of the (tokens, width) matrix stands at which of the batch * length positions of a batch."""
 
     batch: int
-    """Number of examples."""
     length: int
     """Positions of each example; position p of example b has number b * length + p."""
     places: Tensor | None = None
@@ -39,10 +36,7 @@ class Grid:
 
     @staticmethod
     def of(batch: int, length: int, places: Tensor | None) -> Grid:
-        """Return the grid in which row i stands at position `places[i]`; without places, each position has its row.
-
-        `places`: (tokens,) int64, ascending, each once, from 0 to batch * length - 1.
-        """
+        """Return the grid in which row i stands at position `places[i]`; without places, each position has its row."""
         if places is None:
             return Grid(batch, length)
         rows = torch.full((batch * length,), -1).index_copy_(0, places, torch.arange(places.numel()))
@@ -50,7 +44,7 @@ class Grid:
 
     @property
     def tokens(self) -> int:
-        """Number of rows: batch * length without `places`."""
+        """Number of rows."""
         return self.batch * self.length if self.places is None else self.places.numel()
 
 
@@ -75,7 +69,6 @@ class _Arguments:
         return bias, self.position_bias, *places, *sizes, *window, *strides, heads.factor, *self.mask.kernel_arguments
 
     def blank_position_grad(self) -> Tensor:
-        """Zeros for the position bias's gradient of each example: (batch, heads, 2 * length - 1), fp32."""
         return torch.zeros(self.keys.batch, self.heads.count, 2 * self.keys.length - 1)
 
 
@@ -85,10 +78,7 @@ def _distance_columns(queries: int, keys: int) -> Tensor:
 
 
 def bias_strides(bias: Tensor) -> tuple[int, int, int]:
-    """Return the strides of batch, head and query, 0 for a dimension of size 1, which is broadcast.
-
-    `bias`: see `attention`.
-    """
+    """Return the strides of the bias by batch, head and query, 0 for a dimension of size 1, which is broadcast."""
     batch, head, query = (0 if size == 1 else step for size, step in zip(bias.shape[:3], bias.stride(), strict=False))
     return batch, head, query
 
@@ -107,7 +97,6 @@ def split_heads(x: Tensor, size: int, grid: Grid) -> Tensor:
 
 
 def _join_heads(x: Tensor, grid: Grid) -> Tensor:
-    """The inverse of `split_heads`."""
     joined = x.view(grid.batch, -1, *x.shape[1:]).transpose(1, 2).flatten(2).flatten(0, 1)
     return joined if grid.places is None else joined.index_select(0, grid.places)
 
@@ -250,9 +239,9 @@ def attention(
     """Return the context, dropout(softmax(factor * query key^T + biases)) value: one row for each query, in its order.
 
     The context is (batch * queries, count * size) with `query`, (tokens, count * size) without, in the dtype of the
-    inputs; `count`, `keys` and `size` are those of `heads`. A query at position p sees the keys at positions
-    p - heads.back to p + heads.ahead and no others; its context is zero if there are none. Softmax is computed in fp32
-    and rounded to the dtype once. Gradients go to `query`, `packed` and `position_bias`; second derivatives raise
+    inputs; `count`, `keys` and `size` are those of `heads`. A query at position p sees the keys at positions p -
+    heads.back to p + heads.ahead and no others; its context is zero if there are none. Softmax is computed in fp32 and
+    rounded to the dtype once. Gradients go to `query`, `packed` and `position_bias`; second derivatives raise
     RuntimeError. Shapes are not checked.
 
     Parameters
@@ -261,17 +250,14 @@ def attention(
         example; query i of an example is at position i. None when `packed` holds the queries.
     packed: (tokens, (count + 2 * keys) * size), query, key and value side by side; (tokens, 2 * keys * size), key and
         value, with `query`. The same dtype as `query`.
-    bias: fp32, (batch or 1, heads or 1, queries or 1, length), contiguous over the keys, without a gradient; None for
-        no mask. Positions of the grid after the last token of their example are excluded; other ones without a
-        token have zero keys and values: the bias has to exclude them.
-    mask: dropout of the probabilities.
-    heads: also says which positions a query sees.
+    bias: fp32, (batch or 1, heads or 1, queries or 1, length), contiguous over the keys, without a gradient. Positions
+        of the grid after the last token of their example are excluded; other ones without a token have zero keys and
+        values: the bias has to exclude them.
     grid: positions of the rows of `packed`.
-    forward_pass: which pass of a part under gradient checkpointing this is. The part must end with this function,
-        because the values of the context are undefined in the pass RECOMPUTE.
-    position_bias: fp32, contiguous, (heads, 2 * length - 1): what is added, besides `bias`, to the score of a query and
-        a key at distance d = key - query in column d + length - 1; None for nothing. Query i of an example is at
-        position i.
+    forward_pass: the part under gradient checkpointing must end with this function, because the values of the context
+        are undefined in the pass RECOMPUTE.
+    position_bias: fp32, contiguous, (heads, 2 * length - 1): what is added to the score of a query and a key at
+        distance d = key - query in column d + length - 1.
     """
     queries = grid if query is None else Grid(grid.batch, query.shape[0] // grid.batch)
     query = None if query is None else query.contiguous()
@@ -281,13 +267,11 @@ def attention(
 
 
 def make_bias(mask: Tensor | None) -> Tensor | None:
-    """Return what is added to the attention scores for the attention mask that transformers passes to its layers.
+    """Return the `bias` of `attention` for the mask of four dimensions that transformers passes to its layers.
 
-    The result is the `bias` of `attention`: fp32, contiguous, (batch or 1, heads or 1, queries or 1, length). It is
-    None for None. The mask must have these four dimensions. A bool mask is true where a query may look; a float mask is
-    added to the scores, its minus infinities as fp32's lowest number. A mask that is expanded over the queries (stride
-    0) is cut to one row. As in transformers, fp32's lowest number excludes a key, not minus infinity, so
-    that a query that may look at nothing does not give NaN.
+    A bool mask is true where a query may look; a float mask is added to the scores. A mask that is expanded over the
+    queries (stride 0) is cut to one row. As in transformers, fp32's lowest number excludes a key, not minus infinity,
+    so that a query that may look at nothing does not give NaN.
     """
     if mask is None:
         return None

@@ -4,10 +4,9 @@ The score of a query and a key is
 
     factor * (query key + query position_key[key - query] + key position_query[query - key]),
 
-see He and others 2021, arXiv 2006.03654. transformers makes both products with all relative positions, which may be
-more than the tokens, and gathers from them into arrays of the size of the scores. Here the positions are those of the
-distances that occur in the batch, and the C++ kernel makes the products for a few queries at a time, in the core's
-cache. Backward recomputes them.
+see He and others 2021, arXiv 2006.03654. transformers multiplies all relative positions and gathers into arrays of the
+size of the scores. Here only the distances of the batch have positions, and the C++ kernel makes the products for a few
+queries at a time, in the core's cache. Backward recomputes them.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from cpuft.train.fast.elementwise import Mask, masked
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 
 _PARALLEL_PARTS = 64
-"""Least number of independent parts in the backward pass of disentangled attention, if there are as many pairs of an
-example and a head. Each part takes memory for gradients of positions. The number of threads must not decide, because
-sums in another order are rounded otherwise."""
+"""Least number of independent parts in the backward pass, if there are as many pairs of an example and a head. Each
+part takes memory for gradients of positions. The number of threads must not decide, because sums in another order are
+rounded otherwise."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,7 @@ class Distances:
     """Which relative embedding stands for each distance between two tokens of an example."""
 
     first: int
-    """Number of the first embedding that is used."""
     last: int
-    """Number of the last embedding that is used."""
     for_keys: Tensor
     """(2 * length - 1,) int64: for key - query from 1 - length on, the embedding's number, less `first`."""
     for_queries: Tensor
@@ -73,7 +70,6 @@ class _Arguments:
 
     @property
     def places(self) -> tuple[Tensor | None, ...]:
-        """The bias, and the rows of the positions."""
         return self.bias, self.queries.rows, self.keys.rows
 
     def sizes(self, query: Tensor, key: Tensor) -> tuple[int | float, ...]:
@@ -91,11 +87,7 @@ class _Arguments:
 def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
     """Return the number of DeBERTa's relative embedding for each distance query - key: (2 * length - 1,) int64.
 
-    Parameters
-    ----------
-    length: of the longest example: distances go from 1 - length to length - 1.
-    buckets: `position_buckets` of the model; each far distance shares one with others. Below 1 for none.
-    span: `max_relative_positions` of the model.
+    `length` is that of the longest example; `buckets` and `span` are `position_buckets` and `max_relative_positions`.
     """
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
@@ -107,10 +99,7 @@ def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
 
 
 def _plain(tensors: tuple[Tensor, ...], arguments: _Arguments) -> Tensor:
-    """The same computation in plain torch, with torch's own gradients.
-
-    `tensors`: queries, keys, values, the positions of keys and those of queries.
-    """
+    """Compute the same in plain torch from queries, keys, values and both positions, with torch's own gradients."""
     heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
     grids = (queries, keys, keys)
     q, k, v = (
@@ -205,9 +194,7 @@ def disentangled_attention(
     query, packed, bias, mask, grid, forward_pass: see `attention.attention`. Query i of an example is at position i.
     position_keys: (2 * length - 1, heads * size), in the dtype of `packed`: the position of a key at distance key -
         query is in row key - query + length - 1.
-    position_queries: of the same shape and dtype: the position of a query at distance query - key is in row query -
-        key + length - 1.
-    heads: `factor` multiplies all three terms of a score.
+    position_queries: likewise; the position of a query at distance query - key is in row query - key + length - 1.
     """
     queries = grid if query is None else Grid(grid.batch, query.shape[0] // grid.batch)
     query = None if query is None else query.contiguous()

@@ -1,7 +1,5 @@
 """Passes over activations between matrix products: dropout, gated and other activations, residuals and norms.
 
-Each runs as one C++ kernel forward and one backward, or as plain torch where there are no kernels.
-
 The dropout mask is a function of a seed and an element's index, so it is computed twice and never stored: element `e`
 takes 16 bits of word `e // 4` of the random stream SplitMix64 and is kept if they are at least `threshold`.
 `torch.bernoulli_` on the CPU is serial and costs as much as a matrix product; this costs one pass over memory.
@@ -22,10 +20,9 @@ from torch.nn import functional
 from cpuft.kernels import Kernels, kernels_for
 
 LEVELS = 1 << 16
-"""Number of different probabilities that a mask can have: 65536, as many as 16 random bits have values."""
+"""Number of different probabilities that a mask can have, as many as 16 random bits have values."""
 _INT64 = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
-"""The increment of SplitMix64."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Mask:
 
     @property
     def scale(self) -> float:
-        """The factor of elements that are kept: 65536 / (65536 - threshold), one over the probability of being kept."""
+        """The factor of elements that are kept: one over the probability of being kept."""
         return LEVELS / (LEVELS - self.threshold)
 
     @property
@@ -49,15 +46,13 @@ class Mask:
 
 
 NO_MASK = Mask(seed=0, threshold=0)
-"""The mask that drops nothing."""
 
 
 def draw_mask(p: float, training: bool) -> Mask:
-    """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536.
+    """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536; `p` = 1 becomes 65535/65536.
 
-    Without `training`, or if p rounds to 0, it returns `NO_MASK` and draws no random number. The seed comes from
-    torch's generator: `torch.manual_seed` repeats a run, and gradient checkpointing, which restores the generator,
-    repeats a mask. p = 1 cannot be represented and becomes 65535/65536.
+    The seed comes from torch's generator: `torch.manual_seed` repeats a run, and gradient checkpointing, which restores
+    the generator, repeats a mask. `NO_MASK` draws no number.
     """
     threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
     if threshold == 0:
@@ -77,10 +72,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Return a bool tensor of `shape`, true where `mask` keeps the element of a contiguous tensor of that shape.
-
-    It is computed in plain torch. The constants are those of SplitMix64 (Steele, Lea, Flood 2014).
-    """
+    """Return bools of `shape`, true for elements that `mask` keeps. SplitMix64 is by Steele, Lea and Flood 2014."""
     count = torch.Size(shape).numel()
     z = torch.arange(1, (count + 3) // 4 + 1, dtype=torch.int64)
     z = z * _to_signed(_GOLDEN) + _to_signed(mask.seed)
@@ -93,11 +85,7 @@ def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def masked(x: Tensor, mask: Mask) -> Tensor:
-    """Return a new tensor like `x`, of any shape, with dropped elements zero and the others times `mask.scale`.
-
-    If the mask drops nothing, it returns `x` itself. Autograd does not see this; the gradient for `x` is the same
-    function of the result's gradient.
-    """
+    """Return dropout of `x` that autograd does not see; a gradient is the same function of the result's gradient."""
     if mask.threshold == 0:
         return x
     x = x.contiguous()
@@ -132,10 +120,7 @@ class FastDropout(nn.Dropout):
     """`torch.nn.Dropout` with a cheap mask: the same probability (to 1/65536) and scale, other random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return dropout of `x`, any shape; `x` itself when not training or p is 0.
-
-        With `inplace`, p = 1 or a tensor that is not on the CPU, torch's own dropout runs.
-        """
+        """Return dropout of `x`; torch's own runs with `inplace`, p = 1 or a tensor that is not on the CPU."""
         if not self.training or self.p == 0.0 or self.inplace or x.device.type != "cpu" or self.p == 1.0:
             return super().forward(x)
         return dropout(x, draw_mask(self.p, True))
@@ -192,15 +177,10 @@ _gelu: Callable[..., Tensor] = _Gelu.apply
 
 
 def gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """Return the exact GELU (with erf, not tanh) of `x + bias`, (rows, columns) in the dtype of `x`.
+    """Return the exact GELU (with erf) of `x + bias` in the dtype of `x`, fp32 or bf16: (rows, columns) and (columns,).
 
-    The kernels keep the slope for backward. Value and slope are rounded once to the dtype of `x`; before that, their
-    absolute error is 2e-7, and with bf16 on CPUs with AVX-512 at most 5e-5. Gradients go to both arguments.
-
-    Parameters
-    ----------
-    x: (rows, columns), fp32 or bf16.
-    bias: (columns,), the same dtype.
+    The kernels keep the slope for backward. Before value and slope are rounded to the dtype of `x`, their absolute
+    error is 2e-7, and with bf16 on CPUs with AVX-512 at most 5e-5.
     """
     if kernels_for(x, bias):
         return _gelu(x, bias)
@@ -248,16 +228,9 @@ _glu: Callable[..., Tensor] = _Glu.apply
 def glu(x: Tensor, kind: str) -> Tensor:
     """Return the gated linear unit `activation(x[:, :inner]) * x[:, inner:]`: (rows, 2 * inner) -> (rows, inner).
 
-    The result has the dtype of `x`. With the kernels, which round it once, backward keeps nothing but `x`.
-
-    Parameters
-    ----------
-    x: (rows, 2 * inner), fp32 or bf16.
-    kind: of the activation: silu, gelu (with erf), or gelu_tanh. `GATES` translates the names of transformers.
-
-    Raises
-    ------
-    KeyError: the kind is another one.
+    The result has the dtype of `x`, fp32 or bf16. With the kernels, which round it once, backward keeps nothing but
+    `x`. `kind` is silu, gelu (with erf) or gelu_tanh; `GATES` translates the names of transformers. Raises KeyError for
+    another one.
     """
     activation = _PLAIN_GATES[kind]
     if kernels := kernels_for(x):
@@ -273,14 +246,13 @@ class Norm:
     weight: Tensor | None
     """(columns,), a parameter of the model, fp32 unless the whole model has been converted; None for ones."""
     bias: Tensor | None
-    """(columns,), a parameter of the model, likewise; None for zeros."""
+    """(columns,), likewise; None for zeros."""
     eps: float
-    """What is added to the variance, or to the mean square."""
+    """Added to the variance, or to the mean square."""
     is_centred: bool
-    """Whether this is layer norm, which subtracts the mean and divides by the standard deviation. If not, it is
-    RMSNorm, which divides by the root mean square."""
+    """Whether this is layer norm, which subtracts the mean; otherwise it is RMSNorm."""
     weight_offset: float = 0.0
-    """What is added to `weight` before multiplying: 1 in Gemma 3, whose weights begin at 0."""
+    """Added to `weight` before multiplying: 1 in Gemma 3, whose weights begin at 0."""
 
     @property
     def scale(self) -> Tensor | None:
@@ -301,12 +273,7 @@ _RMS_NORMS = ("LlamaRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "EuroBertRMSNorm
 
 
 def read_norm(module: nn.Module) -> Norm | None:
-    """Return the norm that a module computes; None for any module that is not known.
-
-    Known are torch.nn.LayerNorm over the last dimension, with or without weight and bias, and the RMSNorm of Llama,
-    Qwen3, SmolLM3, EuroBERT and Gemma 3 in transformers; exactly these classes, not their subclasses. The result refers
-    to the module's parameters.
-    """
+    """Return the norm that a module of exactly one of the known classes computes, with its parameters; else None."""
     kind: Any = type(module)
     parameters: Any = module
     if kind is nn.LayerNorm:
@@ -322,7 +289,7 @@ def read_norm(module: nn.Module) -> Norm | None:
 
 
 def _layer_norm_parameters(norm: Norm, columns: int) -> tuple[Tensor, Tensor]:
-    """Weight and bias: torch's layer norm of bf16 takes both in fp32, or none."""
+    """Return weight and bias: torch's layer norm of bf16 takes both in fp32, or none."""
     scale, shift = norm.scale, norm.shift
     return torch.ones(columns) if scale is None else scale, torch.zeros(columns) if shift is None else shift
 
@@ -343,7 +310,6 @@ def _plain_norm_forward(total: Tensor, norm: Norm) -> tuple[Tensor, Tensor | Non
 def _plain_norm_backward(
     dy: Tensor, total: Tensor, norm: Norm, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of `total`, of the weight and of the bias."""
     if mean is not None:
         parameters = _layer_norm_parameters(norm, total.shape[-1])
         dtotal, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
@@ -433,40 +399,24 @@ def _run_add_norm(x: Tensor, shift: Tensor | None, residual: Tensor | None, norm
 def dropout_add_norm(x: Tensor, shift: Tensor, residual: Tensor, norm: nn.LayerNorm, mask: Mask) -> Tensor:
     """Return `norm(residual + dropout(x + shift))`, in the shape and dtype of `x`: the end of both halves of a layer.
 
-    Gradients go to `x`, `shift`, `residual` and the norm's weight and bias.
-
-    Parameters
-    ----------
-    x, residual: (..., hidden), one dtype, fp32 or bf16.
-    shift: (hidden,), the bias of the linear layer before. Adding it here is cheaper than in the product, and backward
-        computes its gradient in the same pass.
-    norm: layer norm over the last dimension, with weight and bias. Its statistics are fp32 for any dtype.
-    mask: of the dropout; `NO_MASK` for none.
+    `x` and `residual` are (..., hidden), of one dtype, fp32 or bf16. `shift`, (hidden,), is the bias of the linear
+    layer before: adding it here is cheaper than in the product, and backward computes its gradient in the same pass.
     """
     normed: Tensor = _run_add_norm(x, shift, residual, Norm(norm.weight, norm.bias, norm.eps, True), mask)[1]
     return normed
 
 
 def add_norm(x: Tensor, residual: Tensor, norm: Norm, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return `total = residual + dropout(x)` and `norm(total)`, in the shape and dtype of `x`.
+    """Return `total = residual + dropout(x)` and `norm(total)`, in the shape and dtype of `x`: (..., hidden).
 
-    In a layer whose norms come first, `total` is the residual stream, which flows on, and the norm is that of the next
-    block. Gradients of both results are handled; they go to `x`, `residual` and the norm's weight and bias.
-
-    Parameters
-    ----------
-    x, residual: (..., hidden), one dtype, fp32 or bf16. bf16 rounds the total once, and the norm is that of the rounded
-        total.
-    mask: of the dropout; `NO_MASK` for none.
+    In a layer whose norms come first, `total` is the residual stream, which flows on. bf16 rounds it once, and the norm
+    is that of the rounded total. Both results may have gradients.
     """
     total, normed = _run_add_norm(x, None, residual, norm, mask)
     return total, normed
 
 
 def apply_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Return the norm of the rows of `x`, (..., hidden), fp32 or bf16, in its shape and dtype, rounded once.
-
-    Gradients go to `x` and the norm's weight and bias.
-    """
+    """Return the norm of the rows of `x`, (..., hidden), fp32 or bf16, in its shape and dtype, rounded once."""
     normed: Tensor = _run_add_norm(x, None, None, norm, NO_MASK)
     return normed

@@ -1,10 +1,7 @@
-"""Both halves of an encoder layer, each as one call of C++ in forward and one in backward: no Python runs between the
-kernels.
+"""Both halves of an encoder layer, each as one call of C++ in forward and one in backward, with no Python in between.
 
-The attention half is `norm(x + dropout(attention(x)))` with its linear layers, and the feed-forward half is
-`norm(x + dropout(feed_forward(x)))`, as in BERT. `encoder_layer.h` lists their steps. `layers.run_layer` runs the same
-steps one by one for all layers that `can_run_halves` refuses. There are two halves and not one whole layer so that the
-gradients of the feed-forward half are sent to other hosts while those of the attention half are computed.
+`encoder_layer.h` lists their steps, which `layers.run_layer` runs one by one for other layers. There are two halves so
+that the gradients of the feed-forward half are sent to other hosts while those of the attention half are computed.
 """
 
 from __future__ import annotations
@@ -27,8 +24,6 @@ from cpuft.train.fast.products import can_multiply
 
 @dataclass(frozen=True)
 class _Attention:
-    """What an attention half needs besides tensors with gradients."""
-
     kernels: Kernels
     grid: Grid
     bias: Tensor | None
@@ -48,8 +43,6 @@ class _Attention:
 
 @dataclass(frozen=True)
 class _FeedForward:
-    """What a feed-forward half needs besides tensors with gradients."""
-
     kernels: Kernels
     columns: int
     """Outputs of its first linear layer."""
@@ -141,14 +134,6 @@ _feed_forward_half: Callable[..., Tensor] = _FeedForwardHalf.apply
 def can_run_halves(parts: LayerParts, x: Tensor) -> bool:
     """Return whether `attention_half` and `feed_forward_half` can compute this layer for `x`, (tokens, hidden).
 
-    That is so if all of this holds:
-
-    - the CPU has AMX, and the batch is so large that the kernel is faster than torch (`can_multiply`);
-    - autograd is on, and all parameters of the layer are trained;
-    - its linear layers are torch.nn.Linear, without adapters and 8-bit products, and its activation is exact GELU;
-    - it has no gradient checkpointing;
-    - every query sees all keys, and every head has keys and values of its own.
-
     The caller has to check that the layout has no bias by distance, and that the layer has to compute all tokens.
     """
     if parts.int8 or parts.recomputes or not torch.is_grad_enabled() or not can_multiply(x, parts.inner[0].weight):
@@ -163,13 +148,11 @@ def can_run_halves(parts: LayerParts, x: Tensor) -> bool:
 def attention_half(
     parts: LayerParts, x: Tensor, grid: Grid, bias: Tensor | None, score_mask: Mask, mask: Mask
 ) -> Tensor:
-    """Return `norm(x + dropout(attention(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden).
+    """Return `norm(x + dropout(attention(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden), bf16.
 
-    Parameters
-    ----------
-    grid, bias: see `attention.attention`.
-    score_mask: dropout of the attention probabilities.
-    mask: dropout of the output of the linear layer after attention.
+    `grid` and `bias` are those of `attention.attention`, `score_mask` is the dropout of its probabilities, and `mask`
+    that of the output of the linear layer after attention. Raises MemoryError: there is not enough for the buffers of a
+    product.
     """
     norm, output, packed, heads = parts.attention_norm, parts.attention_output, parts.packed, parts.heads
     kernels = kernels_for(x)
@@ -182,11 +165,8 @@ def attention_half(
 
 
 def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Tensor:
-    """Return `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden).
-
-    Parameters
-    ----------
-    mask: dropout of the output of the second linear layer.
+    """Return `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden). Raises
+    as `attention_half`.
     """
     (inner,), outer, norm = parts.inner, parts.outer, parts.outer_norm
     kernels = kernels_for(x)

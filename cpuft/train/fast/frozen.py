@@ -1,9 +1,7 @@
 """Frozen weights in bf16, fp32 or 8 bits, which are converted for one product at a time.
 
-With LoRA adapters, nothing but the adapters is trained. The weights below them are only read, so that ranks of one host
-can share a mapped file of them, in a type that takes a half or a quarter of fp32's memory. Products need them in the
-type of the activations: a buffer, which all layers use in turn, gets the weights of one product in that type, in
-forward and again in backward.
+Weights below LoRA adapters are only read, so that ranks of one host can share a mapped file of them. A buffer, which
+all layers use in turn, gets the weights of one product in the type of the activations, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ _buffers = threading.local()
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer whose weight is frozen, and may be of another type than its inputs.
-
-    A layer becomes one by `freeze_linear`. Its outputs have the type of its inputs, or under autocast that of autocast.
-    """
+    """A linear layer whose frozen weight may be of another type than its inputs and outputs; see `freeze_linear`."""
 
     scales: Tensor | None
     """Of an int8 weight, the factor of each output, fp32, (outputs,); else None."""
@@ -58,13 +53,7 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def freeze_linear(layer: nn.Linear, scales: Tensor | None = None) -> None:
-    """Make a layer a FrozenLinear in place. Its weight has its final type already.
-
-    Parameters
-    ----------
-    layer: a torch.nn.Linear itself, not of a subclass.
-    scales: of an int8 weight, (outputs,), fp32.
-    """
+    """Make a torch.nn.Linear a FrozenLinear in place; its weight has its final type, int8 if there are `scales`."""
     layer.weight.requires_grad_(False)
     if layer.bias is not None:
         layer.bias.requires_grad_(False)
@@ -95,8 +84,7 @@ def list_frozen_weights(model: nn.Module) -> list[Tensor]:
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest int8 weight, (outputs, inputs), and the factor of each output, fp32, (outputs,).
 
-    The largest magnitude of an output's weights is 127, as for the weights of LLM.int8 (Dettmers and others 2022, arXiv
-    2208.07339). An output of zeros has the factor 1.
+    The largest magnitude of an output's weights is 127, as in LLM.int8 (Dettmers and others 2022, arXiv 2208.07339).
     """
     wide = weight.detach().float()
     scales = wide.abs().amax(1) / 127
@@ -130,9 +118,8 @@ class FrozenWeight:
     layers: Sequence[FrozenLinear]
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights as one matrix, (outputs of all layers, inputs), of this type.
-
-        It is valid until the next call in this thread, and must not be written to.
+        """Return the weights as one matrix, (outputs, inputs), to read only, and only until this thread's next call of
+        this, of `multiply_rows` or of `multiply_columns` for any frozen weight.
         """
         first = self.layers[0]
         if len(self.layers) == 1 and first.scales is None and first.weight.dtype == dtype:
@@ -186,22 +173,13 @@ _run_frozen_linear: Callable[..., Tensor] = _FrozenLinear.apply
 def frozen_linear(
     x: Tensor, weight: FrozenWeight, bias: Tensor | None, forward_pass: ForwardPass = ForwardPass.ONLY
 ) -> Tensor:
-    """Return x W^T + bias, of which only x has a gradient: (tokens, inputs) -> (tokens, outputs), in the type of x.
-
-    Parameters
-    ----------
-    bias: (outputs,), of any type.
-    forward_pass: which pass of a part under gradient checkpointing this is.
-    """
+    """Return x W^T + bias, of which only x has a gradient: (tokens, inputs) -> (tokens, outputs), in the type of x."""
     bias = None if bias is None else bias.detach().to(x.dtype)
     return _run_frozen_linear(x, weight, bias, forward_pass)
 
 
 def multiply_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write x W^T to `out`, (tokens, outputs), where the weight may be of another type than x and `out`.
-
-    A few rows of the weight are converted at a time. x is (tokens, inputs), and the weight (outputs, inputs).
-    """
+    """Write x W^T to `out`, (tokens, outputs), converting a few rows of the weight, (outputs, inputs), at a time."""
     for start in range(0, len(weight), _HEAD_ROWS):
         rows = weight[start : start + _HEAD_ROWS]
         part = _take_buffer(len(rows), rows.shape[1], x.dtype).copy_(rows)

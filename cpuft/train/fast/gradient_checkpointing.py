@@ -1,7 +1,7 @@
 """Gradient checkpointing of parts of a fast layer: backward runs a part again instead of keeping its activations.
 
-torch's checkpoint repeats all of a part. Here a part knows that it is being recomputed and leaves out what no gradient
-needs: its last product, which is a third of a layer's multiplications.
+Unlike with torch's checkpoint, a part knows that it is being recomputed, and leaves out its last product, which no
+gradient needs: a third of a layer's multiplications.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ def run_once(part: Callable[..., Any], *tensors: Any) -> Any:
 
 
 def run_with_recompute(part: Callable[..., Any], *tensors: Any) -> Any:
-    """Return `part(ForwardPass.FIRST, *tensors)`, and keep only `tensors` until backward.
+    """Return `part(ForwardPass.FIRST, *tensors)`, and keep only `tensors` until backward, which recomputes the part.
 
-    Backward runs `part(ForwardPass.RECOMPUTE, *tensors)` to have what it needs. The part must draw no random numbers,
-    because the generator's state is not restored. The checkpoint is not re-entrant, so that each
-    parameter gets its gradient at once.
+    The part must draw no random numbers, because the generator's state is not restored. The checkpoint is not
+    re-entrant, so that each parameter gets its gradient at once.
     """
     passes = itertools.chain([ForwardPass.FIRST], itertools.repeat(ForwardPass.RECOMPUTE))
     return checkpoint(

@@ -8,14 +8,13 @@ from itertools import pairwise
 from torch import Tensor
 
 _ATTRIBUTE = "_cpuft_gradient_place"
-"""Attribute of a parameter: the tensor to which its next gradient may be written."""
 
 
 def offer_place(parameter: Tensor, place: Tensor) -> None:
     """Let the next gradient of a parameter be written to `place`, a contiguous tensor of its shape and type.
 
-    Whoever offers it must find out afterwards whether the gradient is there, because only some layers write to places,
-    and withdraw the offer as soon as the parameter has a gradient: a later one must not be written over it.
+    Only some layers write to places, so look afterwards whether the gradient is there. Withdraw the offer as soon as
+    the parameter has a gradient: a later one must not be written over it.
     """
     setattr(parameter, _ATTRIBUTE, place)
 
@@ -26,12 +25,11 @@ def withdraw_place(parameter: Tensor) -> None:
 
 
 def take_place(parameters: Sequence[Tensor]) -> Tensor | None:
-    """Return the memory for the gradients of these parameters, one after another: (sum of rows, ...).
+    """End the offers, and return the memory for these parameters' gradients, one after another: (sum of rows, ...).
 
-    None if no place was offered, if they do not lie one after another, or if one was taken before: a shared weight has
-    several gradients in one backward pass, and torch adds up those behind the first one. In any case the offers end.
-
-    The tensor is a new view: torch takes a gradient without a copy only if nothing else refers to it.
+    None if one was not offered or was taken before, or if they do not lie one after another: a shared weight has
+    several gradients in one backward pass, and torch adds up those behind the first one. The tensor is a new view,
+    because torch takes a gradient without a copy only if nothing else refers to it.
     """
     places: list[Tensor | None] = [vars(parameter).pop(_ATTRIBUTE, None) for parameter in parameters]
     found = [place for place in places if place is not None]

@@ -33,25 +33,18 @@ from cpuft.train.fast.projection import can_feed_forward, feed_forward, linear, 
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 
 _Masks = tuple[Mask, Mask, Mask]
-"""Of the dropouts of attention, of its output and of feed-forward."""
+"""Masks of the dropouts of attention, of its output and of feed-forward."""
 _Run = Callable[..., Any]
-"""`run_once` or `run_with_recompute`: runs a part of a layer, given the part and its tensors."""
+"""`run_once` or `run_with_recompute`."""
 
 
 @without_autocast
 def run_layer(parts: LayerParts, x: Tensor, layout: Layout, is_last: bool, given: Mapping[str, Any]) -> Tensor:
     """Return the output of one patched layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
 
-    If it `is_last` and the layout is `first_only`, the output is (batch, hidden), the first tokens. Dropout masks are
-    drawn from torch's generator. With `parts.recomputes`, in training, activations are recomputed in backward.
-
-    Parameters
-    ----------
-    parts: of a layer that `stack.Stack.install` has patched.
-    x: in the dtype of the layer's linear weights.
-    is_last: whether no other layer runs after this one.
-    given: what transformers passes to the layer by name: of this, `position_embeddings` is read (rotary positions) and
-        `rel_embeddings` (all relative embeddings of disentangled attention, (embeddings, hidden), fp32).
+    If it `is_last` and the layout is `first_only`, the output is (batch, hidden). `x` has the dtype of the linear
+    weights. `given` is what transformers passes to the layer by name: of this, `position_embeddings` (rotary positions)
+    and `rel_embeddings` (of disentangled attention, (embeddings, hidden), fp32) are read.
     """
     training = parts.attention_module.training
     run = run_with_recompute if parts.recomputes and training else run_once
@@ -103,10 +96,7 @@ def _attend(
     x: Tensor,
     embeddings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The first part that gradient checkpointing recomputes: projections and attention; and x for what follows.
-
-    `embeddings`: the relative embeddings of the layout's distances after dropout, for disentangled attention.
-    """
+    """Run projections and attention, which gradient checkpointing recomputes, and return `x` for what follows, too."""
     assert parts.packed is not None
     packed, x = parts.packed.branch(x, int(first_only), parts.int8)
     query = linear(parts.projections[0], x[layout.first_rows], parts.int8) if first_only else None
@@ -122,7 +112,7 @@ def _attend(
 def _feed_forward(
     parts: LayerParts, mask: Mask, forward_pass: ForwardPass, context: Tensor, x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The second part: from the attention's output to the two operands of the last norm."""
+    """Run the second part: from the attention's output to the two operands of the last norm."""
     (inner,) = parts.inner
     x = dropout_add_norm(context, parts.attention_output.bias, x, parts.attention_norm, mask)
     if is_exact_gelu(parts.activation) and not parts.int8 and can_feed_forward(inner, parts.outer, x):
@@ -132,7 +122,6 @@ def _feed_forward(
 
 
 def _activate(activation: Callable[[Tensor], Tensor], x: Tensor, bias: Tensor) -> Tensor:
-    """Return the activation of `x + bias`, (tokens, inner)."""
     if is_exact_gelu(activation):
         return gelu(x, bias)
     # The approximation as transformers writes it takes eight passes, and keeps a tensor for each.
@@ -157,10 +146,7 @@ def _run_blocks(
     forward_pass: ForwardPass,
     x: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Run what gradient checkpointing recomputes: the whole pre-norm layer up to its last product.
-
-    Returns the residual stream after attention, and the product of feed-forward without its bias.
-    """
+    """Run a pre-norm layer up to its last product; return the residual stream and that product without its bias."""
     assert parts.packed is not None
     assert parts.packed_inner is not None
     packed = parts.packed(_norm(parts.attention_norm, x), int8=parts.int8)

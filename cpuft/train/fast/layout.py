@@ -12,9 +12,8 @@ from cpuft.train.fast.disentangled import Distances
 from cpuft.train.fast.rotary import Angles
 
 MIN_PADDING = 0.05
-"""Share of padding in a batch above which post-norm layers get packed tokens. With less, packing the tokens before the
-layers and around every attention costs about as much as the padding does. With MiniLM and 32 examples of 64 positions
-on a CPU with AVX512_BF16, both cost the same at 2 to 9 %."""
+"""Share of padding in a batch above which post-norm layers get packed tokens. With less, packing costs as much as
+padding does: with MiniLM and 32 examples of 64 positions on a CPU with AVX512_BF16, both cost the same at 2 to 9 %."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,13 @@ class Layout:
     batch: int
     length: int
     grid: Grid
-    """Which rows attend to each other: examples, and the positions of their tokens. Sequences that were packed into one
-    row of the batch are examples of their own here."""
+    """Which rows attend to each other. Sequences that were packed into one row of the batch are examples here."""
     sources: Tensor | None = None
     """(tokens,) int64: number of the position, b * length + p, from which each row comes. None: all, in order."""
     bias: Tensor | None = None
-    """What is added to the attention scores: fp32, (batch or 1, heads or 1, queries or 1, length); None for nothing."""
+    """Added to the attention scores: fp32, (batch or 1, heads or 1, queries or 1, length); None for nothing."""
     first_only: bool = False
-    """Whether the last layer has to compute only the first token of each example, because nothing reads the others."""
+    """Whether the last layer has to compute only the first token of each example."""
     positions: Tensor | Distances | None = None
     """What attention is told about distances, see `architectures.EncoderPositions`; None for nothing."""
     _angles: list[tuple[Tensor, Angles]] = field(default_factory=list, repr=False, compare=False)
@@ -39,19 +37,12 @@ class Layout:
 
     @property
     def first_rows(self) -> Tensor | slice:
-        """The rows of the examples' first tokens, to index (tokens, hidden) with, where no sequences were packed.
-
-        A slice if every position has its row, else (batch,) int64, with -1 for an example whose first position has
-        none.
-        """
+        """Index of examples' first tokens in (tokens, hidden), -1 where there is none; not for packed sequences."""
         rows = self.grid.rows
         return slice(None, None, self.length) if rows is None else rows[:: self.length]
 
     def pack(self, hidden: Tensor) -> Tensor:
-        """Return the rows of the tokens: (batch, length, width) -> (tokens, width).
-
-        A copy if positions are left out, else a view where the strides allow it. A batch of size 1 holds for all.
-        """
+        """Return the rows of the tokens, a copy or a view: (batch or 1, length, width) -> (tokens, width)."""
         flat = hidden.expand(self.batch, self.length, -1).reshape(self.batch * self.length, -1)
         return flat if self.sources is None else flat.index_select(0, self.sources)
 
@@ -63,11 +54,7 @@ class Layout:
         return rows.view(self.batch, self.length, -1)
 
     def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
-        """Return the angles of the rows of this batch. All layers that get the same ones share them.
-
-        `embeddings`: the cosines and sines of the model's rotary embedding, (batch or 1, length, size), whose second
-            half repeats the first one.
-        """
+        """Return the angles of this batch's rows for the model's cosines and sines, (batch or 1, length, size)."""
         cosines, sines = embeddings
         known = next((angles for given, angles in self._angles if given is cosines), None)
         if known is None:
@@ -82,16 +69,10 @@ def make_biased_layout(
 ) -> Layout:
     """Return the layout of a batch for post-norm layers, whose attention excludes keys by a bias.
 
-    Tokens that no query may look at are left out, if they are more than `MIN_PADDING` of the batch, the mask has one
-    row for each example (the same for all heads and queries), and each example keeps its first token. That changes no
-    other token's result.
-
-    Parameters
-    ----------
-    mask: as transformers passes it to layers, (batch or 1, heads or 1, queries or 1, length), bool (true: may be looked
-        at) or float (added to the scores); None for no mask.
-    first_only: of the layout; with a mask of one row for each example, it becomes False if it masks a first token.
-    positions: of the layout.
+    If more than `MIN_PADDING` of the batch may be seen by no query, these tokens are left out, which changes no other
+    token's result. That takes a mask with one row for each example, the same for all heads and queries, which keeps all
+    first tokens. `mask` is (batch or 1, heads or 1, queries or 1, length), bool (true: may be looked at) or float
+    (added to the scores). A masked first token makes `first_only` False.
     """
     bias = make_bias(mask)
     if bias is not None and not bool(bias.any()):
@@ -111,13 +92,9 @@ def make_biased_layout(
 def make_shifted_layout(batch: int, length: int, mask: Tensor | None, position_ids: Tensor | None) -> Layout | None:
     """Return the layout of a batch for pre-norm layers, of which each example begins at position 0 of the grid.
 
-    Returns None if there is padding between the tokens of an example, or the mask has another form than this.
-
-    Parameters
-    ----------
-    mask: (batch, length), 0 for padding, which is left out; None if there is no padding.
-    position_ids: (batch or 1, length); without a mask, a new sequence begins wherever a number is not one more than the
-        number before it, as in transformers. None for positions in order.
+    None if there is padding between the tokens of an example, or the mask is not (batch, length), 0 for padding.
+    Without a mask, a new sequence begins wherever a number of `position_ids`, (batch or 1, length), is not one more
+    than the number before it, as in transformers.
     """
     if mask is not None:
         if tuple(mask.shape) != (batch, length):

@@ -12,7 +12,6 @@ from cpuft.kernels import Kernels, kernels_for
 from cpuft.train.fast.elementwise import gelu_and_slope, times_slope
 
 _STEP = 32
-"""Numbers of a row that one instruction multiplies."""
 _MIN_ROWS = 1024
 """Rows of a left factor that is not transposed (in a layer, the tokens of a batch) below which packing the right factor
 takes too long: with 512 tokens on two cores of a Xeon with AMX, the kernel takes 0.6 to 1.4 times as long as torch."""
@@ -35,15 +34,9 @@ def matrix_product(
 ) -> Tensor:
     """Return left right + bias + addend: (rows, inner), (inner, columns) -> (rows, columns), in the factors' dtype.
 
-    Sums are fp32. All tensors have the same dtype.
-
-    Parameters
-    ----------
-    bias: (columns,); None for none.
-    addend: (rows, columns); None for none.
-    left_transposed: `left` is given as (inner, rows).
-    right_transposed: `right` is given as (columns, inner), as torch stores the weight of a linear layer.
-    place: (rows, columns), contiguous, to which the result is written; None for new memory.
+    Sums are fp32. `left_transposed` means that `left` is given as (inner, rows), and `right_transposed` that `right` is
+    given as (columns, inner), as torch stores the weight of a linear layer. `bias` is (columns,), and `addend` (rows,
+    columns), of the same dtype. The result is written to `place`, contiguous, if it is given.
     """
     product = _run(left, right, left_transposed, right_transposed, bias=bias, addend=addend, place=place)
     if product is not None:
@@ -58,16 +51,10 @@ def matrix_product(
 
 
 def gelu_product(x: Tensor, weight: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the exact GELU of x weight^T + bias, and its slope there: both (rows, columns), in the dtype of `x`.
+    """Return the exact GELU of x weight^T + bias, and its slope there or None: (rows, columns), in the dtype of `x`.
 
-    With the kernel for AMX, GELU sees the sums before they are rounded. There must be kernels for the dtype of `x`.
-
-    Parameters
-    ----------
-    x: (rows, inner).
-    weight: (columns, inner), as torch stores the weight of a linear layer.
-    bias: (columns,).
-    keeps_slope: whether the slope is wanted; otherwise it is None.
+    With the kernel for AMX, GELU sees the sums before they are rounded. There must be kernels for the dtype of `x`. `x`
+    is (rows, inner), `weight` (columns, inner), and `bias` (columns,).
     """
     slope = x.new_empty(len(x), len(weight)) if keeps_slope else None
     activated = _run(x, weight, False, True, bias=bias, slope=slope, has_gelu=True)
@@ -80,12 +67,8 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
     """Return the gradient before an activation, (grad weight) * slope, and the sums of its columns.
 
     They are (rows, columns), in the dtype of `grad`, and (columns,), fp32. There must be kernels for that dtype.
-
-    Parameters
-    ----------
-    grad: (rows, inner), the gradient of the next layer's output.
-    weight: (inner, columns), that layer's.
-    slope: (rows, columns), of the activation.
+    `grad`, (rows, inner), is that of the next layer's output, `weight`, (inner, columns), that layer's, and `slope`,
+    (rows, columns), that of the activation.
     """
     sums = torch.zeros(weight.shape[1], dtype=torch.float32)
     product = _run(grad, weight, False, False, factor=slope, column_sums=sums)
@@ -93,16 +76,9 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernel computes the products of `x` with this weight, forward and backward.
+    """Return whether the kernel computes the products of `x`, (tokens, inputs), with this weight, forward and backward.
 
-    It does if this CPU has AMX, both sizes of the weight are multiples of 32, and there are so many tokens that torch
-    is not faster. If that holds for the first layer of a feed-forward block, it holds for its second layer, and for the
-    attention before it.
-
-    Parameters
-    ----------
-    x: (tokens, inputs).
-    weight: (outputs, inputs), as torch stores the weight of a linear layer.
+    What holds for the first layer of a feed-forward block holds for its second layer, and for the attention before.
     """
     tokens, inputs = x.shape
     large = tokens >= _MIN_ROWS and tokens * inputs * inputs >= _MIN_WORK
@@ -149,7 +125,6 @@ def _has_tiles(kernels: Kernels) -> bool:
 
 
 def _is_done(kernels: Kernels, arrays: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> bool:
-    """Run the kernel; return whether it could multiply these sizes."""
     done = torch.zeros(1, dtype=torch.int64)
     kernels.run("matrix_product", torch.bfloat16, *arrays, done, *sizes)
     return bool(done.item())

@@ -1,7 +1,6 @@
 """Linear layers: one product for several layers with the same input (query, key, value), and cheap bias gradients.
 
-Of a layer with a LoRA adapter of peft only the two small factors are trained. The product for the weight's gradient, a
-third of a training step's multiplications, is left out.
+With a LoRA adapter only the two small factors are trained, so a third of a step's multiplications is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.frozen import FrozenLinear, FrozenWeight, frozen_linear
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 from cpuft.train.fast.gradient_places import take_place
-from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
+from cpuft.train.fast.int8_products import MIN_ROWS, multiply, quantise_rows
 from cpuft.train.fast.products import gelu_product, matrix_product, slope_product
 
 
@@ -35,11 +34,7 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 class _PackedLinear(torch.autograd.Function):
-    """x W^T + bias, and x itself for what else needs it, see `PackedLinear.branch`.
-
-    With `int8`, this product and the one for the input's gradient have 8-bit operands; the one for the weight's
-    gradient never has.
-    """
+    """x W^T + bias, and x itself for what else needs it, see `PackedLinear.branch`."""
 
     @staticmethod
     def forward(
@@ -85,10 +80,7 @@ class _PackedLinear(torch.autograd.Function):
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x W^T + (x A^T) B^T + bias, of which only A and B are trained.
-
-    W is a tensor, or weights that are expanded here and again in backward, because they share the buffer of all layers.
-    """
+    """x W^T + (x A^T) B^T + bias, of which only A and B are trained."""
 
     @staticmethod
     def forward(
@@ -101,6 +93,7 @@ class _AdaptedLinear(torch.autograd.Function):
         up: Tensor,
     ) -> Tensor:
         narrow = functional.linear(x, down)
+        # A FrozenWeight is expanded again in backward, because it shares the buffer of all layers.
         ctx.frozen = weight if isinstance(weight, FrozenWeight) else None
         ctx.save_for_backward(x, narrow, None if isinstance(weight, FrozenWeight) else weight, down, up)
         if forward_pass is ForwardPass.RECOMPUTE:
@@ -167,16 +160,12 @@ _block_diagonal: Callable[..., Tensor] = torch.block_diag
 
 
 def is_plain(layer: Any) -> bool:
-    """Return whether this is a torch.nn.Linear itself, or one with a frozen weight of any type, without an adapter."""
+    """Return whether this is exactly a torch.nn.Linear, or one with a frozen weight of any type, without an adapter."""
     return type(layer) in (nn.Linear, FrozenLinear)
 
 
 def is_adapted(layer: Any) -> bool:
-    """Return whether this is peft's LoRA layer around a frozen linear layer, with exactly one active adapter.
-
-    The adapter must be without dropout, bias and variant (such as DoRA), and neither merged nor disabled. False for any
-    other object.
-    """
+    """Return whether this is peft's LoRA around a frozen linear layer, without dropout, bias, variant or merging."""
     if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return False
     names, base = layer.active_adapters, layer.base_layer
@@ -188,8 +177,8 @@ def is_adapted(layer: Any) -> bool:
 def can_pack(layers: Sequence[Any], adapters: bool) -> bool:
     """Return whether the outputs of these linear layers, which have the same input, can be one product.
 
-    All are plain (`is_plain`), with `adapters` also layers for which `is_adapted` holds; among adapted layers, the
-    others are frozen. All of them have a bias or none has, and all or none are a FrozenLinear.
+    Either all or none have a bias, and either all or none are a FrozenLinear. All are plain, or with `adapters` also
+    adapted; the plain ones beside adapted ones are frozen.
     """
     if len({layer.bias is None for layer in layers if hasattr(layer, "bias")}) != 1:
         return False
@@ -203,12 +192,10 @@ def can_pack(layers: Sequence[Any], adapters: bool) -> bool:
 
 
 def _base_of(layer: Any) -> Any:
-    """The linear layer below the adapter of an adapted layer; any other layer itself."""
     return getattr(layer, "base_layer", layer)
 
 
 def _find_weight(layers: Sequence[Any]) -> Tensor | FrozenWeight:
-    """Return the weights of one layer, or of several that are a FrozenLinear each."""
     bases = [_base_of(layer) for layer in layers]
     if isinstance(bases[0], FrozenLinear):
         return FrozenWeight(bases)
@@ -217,10 +204,7 @@ def _find_weight(layers: Sequence[Any]) -> Tensor | FrozenWeight:
 
 
 def _lora_factors(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """An adapted layer's A, (rank, inputs), and its B times the adapter's scale, (outputs, rank).
-
-    Of a layer without an adapter, factors of rank 0 of this type.
-    """
+    """Return A, (rank, inputs), and B times the adapter's scale, (outputs, rank); rank 0 without an adapter."""
     if is_plain(layer):
         return torch.empty(0, layer.in_features, dtype=dtype), torch.empty(layer.out_features, 0, dtype=dtype)
     (name,) = layer.active_adapters
@@ -235,10 +219,7 @@ def _project(
     forward_pass: ForwardPass,
     int8: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of `layers`, for which `can_pack` holds, side by side, given all their weights and biases.
-
-    The second tensor is `x`, see `PackedLinear.branch`.
-    """
+    """Return the outputs of `layers` side by side, given their weights and biases, and `x`, as `branch` does."""
     if all(map(is_plain, layers)):
         if isinstance(weight, FrozenWeight):
             return frozen_linear(x, weight, bias, forward_pass), x
@@ -250,48 +231,34 @@ def _project(
 
 
 def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
-    """Return the output of one layer, with its adapter and bias: (tokens, inputs) -> (tokens, outputs).
+    """Return the output of one plain or adapted layer, with its bias: (tokens, inputs) -> (tokens, outputs).
 
-    Parameters
-    ----------
-    layer: a torch.nn.Linear, or a layer for which `is_adapted` holds, with or without a bias.
-    x: in the dtype of the layer's weight, unless that is a FrozenLinear's.
-    int8: multiply 8-bit numbers, if the layer is a torch.nn.Linear in training and there are at least `MIN_ROWS`
-        tokens. The weights are then fp32.
+    `x` has the dtype of the layer's weight, unless that is a FrozenLinear's. `int8` multiplies 8-bit numbers, if the
+    layer is a torch.nn.Linear in training with fp32 weights and there are at least `MIN_ROWS` tokens.
     """
     bias = None if layer.bias is None else layer.bias.detach()
     return _project(x, [layer], _find_weight([layer]), bias, ForwardPass.ONLY, int8)[0]
 
 
 def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass = ForwardPass.ONLY) -> Tensor:
-    """Return the output of one layer without its bias, x W^T: (tokens, inputs) -> (tokens, outputs).
+    """Return what `linear` returns without the bias, which the next pass over the activations adds.
 
-    With an adapter, its term is included. The next pass over the activations adds the bias.
-
-    Parameters
-    ----------
-    layer, x, int8: see `linear`; the layer needs no bias.
-    forward_pass: which pass of a part under gradient checkpointing this is. The part must end with this product,
-        because its values are undefined in the pass RECOMPUTE.
+    A part that gives its `forward_pass` must end with this product, which is undefined in the pass RECOMPUTE.
     """
     return _project(x, [layer], _find_weight([layer]), None, forward_pass, int8)[0]
 
 
 def can_feed_forward(inner: Any, outer: Any, x: Tensor) -> bool:
-    """Return whether `feed_forward` can compute these two layers: both are torch.nn.Linear, and there are kernels."""
+    """Return whether `feed_forward` can compute these two layers."""
     return type(inner) is nn.Linear and type(outer) is nn.Linear and kernels_for(x, inner.weight) is not None
 
 
 def feed_forward(x: Tensor, inner: nn.Linear, outer: nn.Linear, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
     """Return gelu(inner(x)) W^T, where W is the weight of `outer`, and `x` for the residual connection.
 
-    Both are (tokens, hidden). The GELU is exact (with erf). It and its slope belong to the products before and after
-    it, and so does the sum of both gradients of `x`, if the second result is used instead of `x`.
-
-    Parameters
-    ----------
-    x, inner, outer: for which `can_feed_forward` holds. The bias of `outer` is left out: the next pass adds it.
-    forward_pass: see `product`.
+    Both are (tokens, hidden); `can_feed_forward` must hold. The exact GELU and its slope belong to the products before
+    and after it, and so does the sum of both gradients of `x`, if the second result is used instead of `x`. The next
+    pass adds the bias of `outer`. `forward_pass`: see `product`.
     """
     return _feed_forward(x, inner.weight, inner.bias, outer.weight, forward_pass)
 
@@ -299,17 +266,12 @@ def feed_forward(x: Tensor, inner: nn.Linear, outer: nn.Linear, forward_pass: Fo
 class PackedLinear:
     """Linear layers with the same input whose weights become views of one tensor, so that one product serves all.
 
-    The layers stay in the model with their parameters and names. An optimizer that writes to their weights writes to
-    the packed tensor. Weights may be moved together; if one of them gets other storage, the weights are concatenated at
-    each call instead. Weights of FrozenLinear layers stay where they are, which may be a mapped file, and are expanded
-    into one buffer at each call.
-
-    `layers`: for which `can_pack` holds. They may have different numbers of outputs.
+    `can_pack` must hold. Weights that get other storage are concatenated at each call. Those of FrozenLinear layers
+    stay where they are, which may be a mapped file, and are expanded into one buffer at each call.
     """
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
-        """The layers in the order of their outputs."""
         if len(layers) > 1:
             if not isinstance(_base_of(layers[0]), FrozenLinear):
                 self._pack([layer.weight for layer in layers])
@@ -325,7 +287,7 @@ class PackedLinear:
 
     @staticmethod
     def _current(parameters: Sequence[Tensor]) -> Tensor:
-        """All parameters as one tensor: a view of their memory if they lie there one after another, else a copy."""
+        """Return all parameters as one tensor: a view of their memory if they lie there in this order, else a copy."""
         first, block = parameters[0].detach(), parameters[0].untyped_storage().data_ptr()
         addresses = itertools.accumulate((p.nbytes for p in parameters[:-1]), initial=first.data_ptr())
         if all(
@@ -336,14 +298,7 @@ class PackedLinear:
         return torch.cat([p.detach() for p in parameters])
 
     def __call__(self, x: Tensor, first: int = 0, int8: bool = False) -> Tensor:
-        """Return the outputs, side by side, of the layers from number `first` on: (tokens, sum of outputs).
-
-        Parameters
-        ----------
-        x: (tokens, inputs), in the dtype of the weights, unless these are of FrozenLinear layers.
-        first: 0 for all layers; less than their number.
-        int8: multiply 8-bit numbers, under the conditions of `linear`.
-        """
+        """Return the outputs, side by side, of the layers from number `first` on; for `x` and `int8` see `linear`."""
         return self.branch(x, first, int8)[0]
 
     def branch(self, x: Tensor, first: int = 0, int8: bool = False) -> tuple[Tensor, Tensor]:
@@ -355,10 +310,7 @@ class PackedLinear:
         return _project(x, self.layers[first:], *self.current(first), ForwardPass.ONLY, int8)
 
     def current(self, first: int = 0) -> tuple[Any, Tensor | None]:
-        """Return the weights and the biases of the layers from number `first` on, each as one tensor without gradients.
-
-        The weights of FrozenLinear layers are not expanded yet. Without biases, the second result is None.
-        """
+        """Return weights, which may be a FrozenWeight, and biases, without gradients, of the layers from `first` on."""
         layers = self.layers[first:]
         if isinstance(_base_of(layers[0]), FrozenLinear):
             weight: Any = _find_weight(layers)

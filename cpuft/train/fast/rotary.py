@@ -22,11 +22,7 @@ from cpuft.train.fast.elementwise import Norm
 
 @dataclass(frozen=True)
 class Angles:
-    """The rotation of each token: a row for each row of queries and keys, in the same order.
-
-    The rotary modules of transformers return (batch, length, size) with two equal halves, or less than `size` for a
-    partial rotation; of that, this is the first half, at the positions that have a token.
-    """
+    """The rotation of each row of queries and keys; of the two equal halves that transformers has, this is one."""
 
     cos: Tensor
     """(tokens, half) fp32: cosines, times the scaling of attention if the model has one."""
@@ -36,15 +32,13 @@ class Angles:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """The norms of every head of queries and keys before the rotation: RMSNorm over `size`, without bias."""
+    """Norms of each head of queries and keys before rotation: RMSNorm over `size`, without bias, else ValueError."""
 
     query: Norm | None
-    """With a weight (size,), the same for all heads of queries; None for no norm."""
+    """With a weight (size,), which all heads share; None for no norm."""
     key: Norm | None
-    """Likewise of the keys."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for layer norm or a bias, which no known model has here."""
         for norm in (self.query, self.key):
             if norm is not None and (norm.is_centred or norm.bias is not None):
                 raise ValueError("the norms of queries and keys must be RMSNorm without bias")
@@ -132,17 +126,10 @@ def _may_overwrite(packed: Tensor, norms: HeadNorms) -> bool:
 def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms | None) -> Tensor:
     """Return queries, keys and values side by side, the queries and keys normed and then rotated, the values unchanged.
 
-    The result has the shape and dtype of `packed`, whose memory it may have: use `packed` no more, unless it is a leaf
-    that requires a gradient. Values are computed in fp32 and rounded once. Gradients go to `packed` and to the weights
-    of the norms, not to the angles.
-
-    Parameters
-    ----------
-    packed: (tokens, (count + 2 * keys) * size), fp32 or bf16: query, key and value as `attention` takes them.
-    angles: of the rows of `packed`, with at most size / 2 columns; numbers of a head from 2 * half on do not turn. None
-        for no rotation.
-    heads: their numbers and their size.
-    norms: before the rotation; None for none.
+    `packed` is (tokens, (count + 2 * keys) * size), fp32 or bf16. The result has its shape and dtype, and may have its
+    memory: use `packed` no more, unless it is a leaf that requires a gradient. `angles` have at most size / 2 columns;
+    numbers of a head from 2 * half on do not turn. Values are computed in fp32 and rounded once. Gradients go to
+    `packed` and to the weights of the norms, not to the angles.
     """
     norms = norms or HeadNorms(None, None)
     if angles is None and norms.query is None and norms.key is None:

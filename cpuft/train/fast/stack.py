@@ -1,8 +1,7 @@
 """The layers of a model that the fast path replaces: finding them, patching them, and packing their tokens.
 
-Hooks on the module that holds the layers, or on the model around it, find out which tokens a batch has. The first layer
-packs them, so that no layer computes padding, and the last one puts them back to their positions. The layers keep their
-modules and parameters; their class becomes a subclass with another `forward`, see `layers.run_layer`.
+Hooks find out which tokens a batch has. The first layer packs them, so that no layer computes padding, and the last one
+puts them back. The layers keep their modules and parameters, and get another `forward`, see `layers.run_layer`.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ class FastLayer:
     """Mixed in before a layer's own class: `forward` runs the fast layer where the stack's hook has made a layout."""
 
     fast_parts: LayerParts
-    """The modules of this layer."""
     fast_stack: Stack
-    """The layers to which this one belongs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with the layout of this batch among its arguments.
@@ -53,16 +50,8 @@ class FastLayer:
     ) -> Any:
         """Return the layer's output, with `more_outputs` of its parts in a tuple, as its own class returns it.
 
-        With a layout the output is (tokens, hidden) in the dtype of the linear weights, or from the last run (batch,
-        length, hidden) in the dtype of the norms, with zeros for padding; (batch, 1, hidden) if the layout is
-        `first_only`. Without one, it is what the forward of the model's own class returns.
-
-        Parameters
-        ----------
-        hidden_states: (batch, length, hidden), or with a layout (tokens, hidden), except for the first layer.
-        fast_layout: the layout of the batch; None for the model's own class.
-        is_last_run: whether no other layer runs for this batch after this one.
-        args, kwargs: for the model's own class; for what a fast layer reads of them, see `layers.run_layer`.
+        With a layout this is (tokens, hidden) in the dtype of the linear weights, or from the last run (batch, length,
+        hidden) in the dtype of the norms, zero for padding, or (batch, 1, hidden) if the layout is `first_only`.
         """
         stack, parts = self.fast_stack, self.fast_parts
         if fast_layout is None:
@@ -79,15 +68,8 @@ class FastLayer:
 class Stack:
     """The layers of one encoder or decoder, and hooks which make the layout of each batch.
 
-    The hooks are methods, so that a deep copy of the model copies them along.
-
-    Parameters
-    ----------
-    owner: the module that gets the hooks: the one that holds the layers, such as BertEncoder or LlamaModel, or the
-        model around it, see `Architecture.is_entered_at_model`.
-    holder: the module that holds the layers.
-    runs: the layers in the order in which they run, each as often as it does.
-    architecture: of the layers.
+    `owner` gets the hooks: the `holder` of the layers, or the model around it, see `Architecture.is_entered_at_model`.
+    Hooks are methods, so that a deep copy of the model copies them along. `runs` are the layers as often as they run.
     """
 
     def __init__(self, owner: nn.Module, holder: nn.Module, runs: list[Any], architecture: Architecture) -> None:
@@ -95,9 +77,7 @@ class Stack:
         self.holder = holder
         self.runs = runs
         self.layers = list(dict.fromkeys(runs))
-        """Each layer once."""
         self.parts = [architecture.read_layer(layer) for layer in self.layers]
-        """Those of each layer."""
         self.is_pre_norm = self.parts[0].is_pre_norm
         self.architecture = architecture
         self.precision_dtype = torch.float32
@@ -127,10 +107,7 @@ class Stack:
         return [linear for parts in self.parts for linear in parts.linears]
 
     def find_obstacle(self, adapters: bool) -> str:
-        """Return what the fast path cannot compute, such as `the activation relu2`; empty if it can compute all layers.
-
-        `adapters`: allow linear layers with a LoRA adapter of peft for which `is_adapted` holds.
-        """
+        """Return what the fast path cannot compute, such as `the activation relu2`; "" if it can compute all layers."""
         if self.architecture.is_entered_at_model and self.owner is self.holder:
             return f"a {type(self.holder).__name__} without its model around it"
         unknown = self.architecture.find_unknown(self.holder)
@@ -138,10 +115,7 @@ class Stack:
         return unknown or next(filter(None, (_find_obstacle(layer, parts, adapters) for layer, parts in both)), "")
 
     def install(self, precision: str) -> None:
-        """Patch the layers, and register hooks, which then pack tokens. Call it once.
-
-        `precision`: bf16, fp32 or int8. For bf16, the linear weights must be bf16 already, else fp32.
-        """
+        """Patch the layers and register hooks; call it once. For bf16, the linear weights must be bf16 already."""
         self.precision_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
             parts.int8 = precision == "int8"
@@ -154,11 +128,7 @@ class Stack:
             getattr(self.holder, self.architecture.shared_layers.projection).register_forward_pre_hook(self._pack)
 
     def watch_head(self, model: nn.Module) -> None:
-        """Register hooks on `model`, whose head reads only first tokens, so that the last layer computes no others.
-
-        While `model` is in its forward, the encoder's last hidden state is (batch, 1, hidden), unless a caller wants
-        hidden states of all layers or an example's first token is masked.
-        """
+        """Register hooks on `model`, whose head reads only first tokens, so that the last layer computes no others."""
         model.register_forward_pre_hook(self._head_starts)
         model.register_forward_hook(self._head_ends, always_call=True)
 
@@ -195,11 +165,7 @@ class Stack:
         return make_biased_layout(batch, length, mask, self.head_is_running, known)
 
     def _needs_own_layers(self, given: dict[str, Any]) -> bool:
-        """Return whether the caller asks for what only the model's own layers give.
-
-        These are hidden states or attentions of all layers, keys and values of earlier tokens, those of these tokens
-        for later ones, what forward hooks on layers see, or masks of a form of the caller's own.
-        """
+        """Return whether the caller asks for what only the model's own layers give, such as all attentions."""
         settings = getattr(self.owner, "config", None)
         for name in ("output_hidden_states", "output_attentions"):
             if given.get(name) or (given.get(name) is None and getattr(settings, name, False)):
@@ -230,12 +196,7 @@ class Stack:
 
 
 def _patch_layer(layer: Any, parts: LayerParts, stack: Stack) -> None:
-    """Give `layer` the fast forward, in place.
-
-    Its class becomes a subclass of its own class, so that isinstance still holds. Weights of linear layers with the
-    same input become views of one tensor. Gradient checkpointing by transformers, if it is on, is replaced by the
-    layer's own.
-    """
+    """Give `layer` the fast forward in place, and replace transformers' gradient checkpointing by the layer's own."""
     own = type(layer)
     parts.packed, parts.packed_inner = PackedLinear(parts.projections), PackedLinear(parts.inner)
     parts.recomputes = bool(getattr(layer, "gradient_checkpointing", False))
@@ -266,10 +227,7 @@ def _find_obstacle(layer: Any, parts: LayerParts, adapters: bool) -> str:
 
 
 def list_stacks(model: nn.Module) -> list[Stack]:
-    """Return the stacks of layers of `model` whose architecture is known, in module order, also those with an obstacle.
-
-    Layers that are patched already are in none of them. Nothing is installed yet.
-    """
+    """Return the stacks of layers of known architecture, not patched yet, in module order, also with an obstacle."""
     found = []
     for holder in model.modules():
         runs = _list_runs(holder)
@@ -284,15 +242,12 @@ def list_stacks(model: nn.Module) -> list[Stack]:
 
 
 def find_stacks(model: nn.Module, adapters: bool = False) -> list[Stack]:
-    """Return the stacks of `list_stacks` that have no obstacle.
-
-    `adapters`: accept layers with LoRA adapters of peft, too.
-    """
+    """Return the stacks of `list_stacks` that have no obstacle."""
     return [stack for stack in list_stacks(model) if not stack.find_obstacle(adapters)]
 
 
 def _list_runs(module: nn.Module) -> list[Any]:
-    """The layers that a module holds in the order in which it runs them; none for another module."""
+    """Return the layers that a module holds in the order in which it runs them; none for another module."""
     for name in ("layer", "layers"):
         layers = module._modules.get(name)  # getattr would look through peft's wrappers
         if isinstance(layers, nn.ModuleList):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices, select_for_rank
 from cpuft.train.lora import has_adapters
@@ -80,7 +80,7 @@ class Objective:
         return False
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of the head, by their names in a model's configuration."""
+        """Abstract: return the settings of the head, by their names in a model's configuration."""
         raise NotImplementedError
 
     def plan_passes(self, setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
@@ -110,7 +110,7 @@ class Objective:
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Run a forward pass; return the loss of each example, fp32, shape (examples,).
 
-        If an example has several terms (`count_terms`), its loss is their sum.
+        If an example has several terms (`count_terms`), its loss is their sum. Abstract: raises NotImplementedError.
         """
         raise NotImplementedError
 
@@ -118,6 +118,7 @@ class Objective:
         """Return each of `metrics` by name, from the predictions for all examples of a split in their order.
 
         `predictions` are what `predict` has returned, filled up with -1 where shapes differ; `tokens` has the labels.
+        Abstract: raises NotImplementedError.
         """
         raise NotImplementedError
 
@@ -179,5 +180,7 @@ class Objective:
         return torch.from_numpy(tokens.labels[examples]).to(self.label_type)
 
     def list_token_ids(self, tokens: Tokens, examples: Indices) -> torch.Tensor:
-        """Return all token ids that these examples look up, with repetitions, padding last; int64, shape (ids,)."""
+        """Return all token ids that these examples may look up, with repetitions, then the padding's id once, whether
+        or not they are padded; int64, shape (ids,).
+        """
         return torch.from_numpy(np.append(tokens.ids[tokens.positions(examples)], self.pad_id).astype(np.int64))

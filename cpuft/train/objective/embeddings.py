@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
-from cpuft.train.embedding import normalize, pool
+from cpuft.train.embedder import normalize, pool
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.joint import deal_examples, make_joint_batches, run_joint_batch
 from cpuft.train.model import load_model
@@ -61,11 +61,11 @@ class EmbeddingObjective(Objective):
         return deal_examples(setup, examples)
 
     def represent(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Run a forward pass; return what the loss needs of each example, fp32, shape (examples, numbers)."""
+        """Abstract: run a forward pass; return what the loss needs of each example, fp32, (examples, numbers)."""
         raise NotImplementedError
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the losses, fp32, shape (examples,), from what `represent` and `make_labels` return for them."""
+        """Abstract: return losses, fp32, (examples,), from what `represent` and `make_labels` return for them."""
         raise NotImplementedError
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -77,7 +77,7 @@ class EmbeddingObjective(Objective):
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the encoder, in fp32 on the CPU; its pooler, which no embedding reads, is frozen."""
+        """Load the encoder in fp32; its pooler, which nothing reads, is frozen. Raises as `Objective.load_model`."""
         model = load_model(config, self.model_class, {}, self.vocab_size, self.pad_id)
         for name, parameter in model.named_parameters():
             if "pooler" in name.split("."):

@@ -62,7 +62,7 @@ class Classification(ClassObjective):
         return {"problem_type": "single_label_classification", **_name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Run a forward pass; return the cross entropy of each example, fp32, shape (examples,)."""
+        """Return the cross entropy of each example, weighted and smoothed if asked, fp32, shape (examples,)."""
         return self.cross_entropy(model(**batch.inputs).logits, batch.labels)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
@@ -161,6 +161,7 @@ def compute_label_metrics(
 
     Predictions and labels are class numbers or scores, shape (examples,), or 0 and 1, shape (examples, classes). The
     correlation with a constant is 0, as scikit-learn defines it for Matthews'; an F1 without any positive is 0, too.
+    Raises KeyError for an unknown name.
     """
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -188,7 +189,7 @@ def compute_tag_metrics(
     """Return metrics by name, from 0 to 1, computed by seqeval from the tags of each example's words.
 
     They are defined as in conlleval: f1, precision and recall are those of whole entities, 0 if there are none;
-    accuracy is that of words.
+    accuracy is that of words. Raises KeyError for any other name.
     """
     from seqeval import metrics
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import UNTAGGED, Tokens
 from cpuft.train.data.order import Indices
 from cpuft.train.data.texts import NEVER_MASKED, WORD_START
@@ -41,7 +41,7 @@ class MaskedLanguageModelling(TokenClassification):
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the encoder, in fp32 on the CPU, perhaps with adapters; its head computes masked places only."""
+        """Load the encoder as `Objective.load_model` does, in fp32 on the CPU; its head computes masked places only."""
         model = super().load_model(config)
         self.predict_masked_places_only(model.get_base_model() if has_adapters(model) else model)
         return model

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import EMPTY, UNTAGGED, Tokens
 from cpuft.train.data.order import Indices
@@ -50,7 +50,9 @@ class NextTokenPrediction(Objective):
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the decoder with its head, in fp32 on the CPU; with --lora-rank, with adapters."""
+        """Load the decoder with its head, in fp32 on the CPU; with --lora-rank, with adapters. Raises CpuftError: it
+        cannot be read, or its logits are not those of a linear head.
+        """
         # Labels tell what is padding, so a trained model keeps its own padding token, also if it has none.
         pad_id = self.pad_id if config.from_config else -1
         model = load_model(config, self.model_class, {}, self.vocab_size, pad_id, attention="auto")
@@ -58,10 +60,11 @@ class NextTokenPrediction(Objective):
         return model
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples; the labels are the tokens to predict, elsewhere UNTAGGED.
+        """Return the batch of these examples; the labels have each token to predict at its own position, not shifted,
+        elsewhere UNTAGGED.
 
         The input `targets` has these tokens, and `places` the indices from which they are predicted, among all
-        positions of the batch, row by row.
+        positions of the batch, row by row. A batch without padding has no attention_mask.
         """
         batch = super().make_batch(replace(tokens, types=EMPTY), examples)
         ids, labels = batch.inputs["input_ids"], batch.labels
@@ -141,7 +144,7 @@ class Chat(NextTokenPrediction):
         return torch.from_numpy(labels)
 
     def finish_folder(self, folder: Path, model: Any) -> None:
-        """Save the template of --chat-template with the tokenizer in the folder of the saved model."""
+        """Save the template of --chat-template, if given, with the tokenizer in the folder of the saved model."""
         if self.template:
             tokenizer = load_tokenizer(str(folder))
             tokenizer.chat_template = self.template
@@ -153,7 +156,8 @@ def compute_losses_in_model(model: Any, name: str) -> None:
 
     Then it runs the decoder without its head on the other inputs, and computes the head only for the last hidden states
     at these places, with the cross entropies of the input `targets`. Everything happens in the model's forward pass, so
-    that engines that wrap it see all of its parameters there.
+    that engines that wrap it see all of its parameters there. Raises CpuftError: the model's logits are not those of a
+    linear head.
     """
     form = _read_head_form(model)
     _check_head(model, form, name)

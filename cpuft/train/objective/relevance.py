@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
@@ -25,7 +25,7 @@ ACTIVATIONS = {"sigmoid": "torch.nn.modules.activation.Sigmoid", "identity": "to
 
 
 def read_activation(config: TrainConfig) -> str:
-    """Return which of ACTIVATIONS sentence-transformers has stored with the model, else sigmoid."""
+    """Return which of ACTIVATIONS is stored with the model, sigmoid if none is. Raises CpuftError: it is another."""
     if config.from_config:
         return "sigmoid"
     settings = load_config(config, {})
@@ -105,7 +105,7 @@ def compute_reranking_metrics(
     They equal those of sentence-transformers' CrossEncoderRerankingEvaluator, which computes them with scikit-learn. A
     query without relevant documents counts as 0, and one whose only document is relevant as 1. Names are ndcg@K and
     mrr@K, each with a number K, and map (average precision over all documents of a query); the arrays have the score,
-    relevance and query number of each example, shape (examples,).
+    relevance and query number of each example, shape (examples,). Raises ValueError for any other name.
     """
     # Relevant documents are first, as the evaluator lists them: of equal scores, it ranks the last one first.
     order = np.lexsort((~relevant, queries))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.chat import read_chat_template
 from cpuft.train.data.recipe import find_class_weights, parse_dimensions
@@ -36,7 +36,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
-    """Return the objective for the kind of these examples, with the options that it has."""
+    """Return the objective for the kind of these examples, with its options. Raises CpuftError: one is not valid."""
     padded_length = config.max_length if config.padding == "max_length" else 0
     objective = OBJECTIVES[prepared.kind]
     shared = (prepared.labels, prepared.metrics, prepared.pad_id, padded_length, prepared.vocab_size)

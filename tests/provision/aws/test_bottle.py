@@ -184,7 +184,10 @@ def test_a_run_leaves_a_spot_instance_before_it_is_reclaimed_and_it_is_replaced(
         assert launch.wait(10) == 0, said
     record = read_record(str(bottle.folder / "taken"))
     (resumed,) = record.resumptions
-    assert (resumed.because, resumed.repeated) == (f"host {master['private']} received an interruption notice", 0)
+    assert (resumed.restart_reason, resumed.repeated) == (
+        f"host {master['private']} received an interruption notice",
+        0,
+    )
     names = [f"ip-{one['private'].replace('.', '-')}" for one in others]
     assert [rank.host for rank in resumed.ranks] == names
     assert [one.step for one in record.steps] == list(range(1, 101))

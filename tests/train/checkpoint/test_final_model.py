@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.objective.labels import Classification

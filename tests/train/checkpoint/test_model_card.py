@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.checkpoint.model_card import format_model_card, write_model_card
 from tests.records import make_record
 

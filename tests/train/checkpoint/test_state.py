@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.lora import add_adapters
 from cpuft.train.optimizer import make_optimizer
-from cpuft.train.process_group import checksum_parameters
+from cpuft.train.ranks import checksum_parameters
 from tests.train.fast.encoders import make_batch, make_model
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.train.checkpoint.policy import CheckpointWriter, ResumePoint, resume
@@ -27,7 +27,7 @@ from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.loop import train
 from cpuft.train.objective.base import Batch, Objective, Predictions
-from cpuft.train.process_group import checksum_parameters
+from cpuft.train.ranks import checksum_parameters
 from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import become_rank
 from tests.records import make_record

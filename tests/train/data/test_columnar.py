@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import feather, parquet
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.record import read_record
 from cpuft.train.data.prepare import prepare

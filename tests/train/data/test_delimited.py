@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.sources import read_data
 from cpuft.train.data.tables import Table, read_table

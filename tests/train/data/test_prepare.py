@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import UNTAGGED, Prepared, read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
@@ -32,7 +32,7 @@ def test_a_cache_folder_that_others_can_write_to_is_refused(own_cache: None) -> 
 
 def test_data_that_is_in_the_cache_is_found_without_importing_transformers(own_cache: None) -> None:
     code = (
-        "import sys; from cpuft.config import TrainConfig; from cpuft.train.data.prepare import prepare; "
+        "import sys; from cpuft.config.train import TrainConfig; from cpuft.train.data.prepare import prepare; "
         "prepare(TrainConfig(max_train_samples=8)); sys.exit('transformers' in sys.modules)"
     )
     codes = [subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode for _ in range(2)]

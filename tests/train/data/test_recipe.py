@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import UNTAGGED, Prepared
 from cpuft.train.data.recipe import check_recipe, find_best_metric, find_class_weights

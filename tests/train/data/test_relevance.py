@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import PredictConfig, TrainConfig, refuse_conflicts
+from cpuft.config.conflicts import refuse_conflicts
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.kernels import plain_torch
 from cpuft.tasks import TASKS
 from cpuft.train.data import hard_negatives
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.pairs import read_pairs
+from cpuft.train.data.embedding_pairs import read_pairs
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import number_queries, read_documents_to_predict, read_relevance
@@ -274,12 +276,12 @@ def test_irrelevant_documents_are_found_once_for_each_query_and_kept(
     assert sorted(label for _, label in barking) == ["0", "0", "1", "1"], "both of its documents are relevant"
     assert len(found) == len({row[:2] for row in found})
 
-    from cpuft.train import embedding
+    from cpuft.train import embedder
 
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("the result is in the cache")
 
-    monkeypatch.setattr(embedding, "Embedder", fail)
+    monkeypatch.setattr(embedder, "Embedder", fail)
     assert list_train(read_relevance(TASK, mined(tmp_path))) == found
     for path in cache_folder(os.environ).glob("negatives-*"):
         path.write_bytes(path.read_bytes()[:-8])

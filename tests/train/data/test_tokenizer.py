@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.tokenizer import (
     choose_tokenizer,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.config import TrainConfig
-from cpuft.train.exchange.compression import make_levels
+from cpuft.config.train import TrainConfig
+from cpuft.train.exchange.compression_choice import make_levels
 from cpuft.train.exchange.table import choose_exchange
 from tests.comm.ranks import become_rank, simulate_hosts
 from tests.train.exchange.ranks import WORDS, Reader

@@ -18,11 +18,11 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from cpuft import comm
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.arena import UNUSED_ATTRIBUTE
 from cpuft.train.exchange import data_parallel
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.exchange.compression import make_levels
+from cpuft.train.exchange.compression_choice import make_levels
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import accelerate
 from tests.comm.ranks import become_rank

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from cpuft import comm
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.train.checkpoint.policy import CheckpointWriter, resume
@@ -32,7 +32,7 @@ from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.loop import train
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.optimizer import make_optimizer
-from cpuft.train.process_group import prove_equal_parameters
+from cpuft.train.ranks import prove_equal_parameters
 from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import become_rank
 from tests.records import make_record

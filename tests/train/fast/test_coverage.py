@@ -15,7 +15,7 @@ from transformers import (
     ModernBertConfig,
 )
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.optimizer import describe_fast_path
 from tests.train.fast.encoders import DEBERTA

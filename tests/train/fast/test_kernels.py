@@ -21,7 +21,7 @@ from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.attention import Grid, attention
 from cpuft.train.fast.disentangled import disentangled_attention
 from cpuft.train.fast.elementwise import Mask, Norm, add_norm, dropout_add_norm, gelu, glu, masked
-from cpuft.train.fast.int8 import multiply, quantise_rows
+from cpuft.train.fast.int8_products import multiply, quantise_rows
 from cpuft.train.fast.projection import column_sums
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 from tests.train.fast.encoders import relative_error

@@ -17,7 +17,7 @@ from sentence_transformers.sentence_transformer.losses import (
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from cpuft.train.data.archive import Tokens
-from cpuft.train.embedding import pool
+from cpuft.train.embedder import pool
 from cpuft.train.embedding_form import EmbeddingForm
 from cpuft.train.objective.embeddings import Pairs, ScoredPairs
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.evaluate import join
 from cpuft.train.objective.base import Batch

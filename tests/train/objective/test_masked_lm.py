@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.kernels import plain_torch
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.order import select_for_rank

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import EMPTY, UNTAGGED, Tokens
 from cpuft.train.data.chat import Encoded, join_examples

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from cpuft.config import parse_arguments
+from cpuft.config.fields import parse_arguments
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Services
 from tests.provision.aws.region import refuse

@@ -1,0 +1,253 @@
+"""Choice of the fastest backend between the ranks of a job: measured once, and cached for later runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from cpuft.comm.collectives import gather_single, scatter_single
+from cpuft.comm.registration import BACKENDS, start
+from cpuft.compressions import TIE_RATIO
+from cpuft.config.bench import BenchCase
+from cpuft.errors import CpuftError
+from cpuft.files import hash_text, write_text
+from cpuft.record import Measurement
+from cpuft.serialization import load, parse_json
+
+MESSAGE_BYTES = 2**20
+"""Size of the message with which backends are compared: about a compressed bucket, and short enough for a slow link."""
+PREFERENCE = ("gloo", "mpi", "ccl")
+"""Which of equally fast backends is chosen, the first one. gloo comes with torch; ccl has threads of its own."""
+
+_TURN_SECONDS = 3.0
+_ROUNDS = 3
+"""Backends are measured in turns, so that a few seconds of other load on the hosts affect all of them."""
+_PACKAGES = ("torch", "impi-rt", "oneccl-cpu", "mpi4py")
+
+Timings = Mapping[str, Sequence[tuple[float, float]]]
+"""Backend -> for each all-reduce, the seconds of the slowest rank and the CPU share (0 to 1) of the busiest rank."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend (a name of --backend, such as gloo), and the reason for it in one line."""
+
+    backend: str
+    reason: str
+
+
+def choose_backend(timings: Timings, nbytes: int) -> Choice:
+    """Return the backend with the lowest cost: median seconds * (1 + median CPU share). A tie is for PREFERENCE.
+
+    When the network is the limit, all backends take equally long. A backend that spins meanwhile slows the backward
+    pass that runs beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126 ms of computing, and gloo's
+    200 ms cost 84 ms. `nbytes` is the size of the measured message. Raises CpuftError if nothing was measured.
+    """
+    if not timings:
+        error = CpuftError("no backend could be measured: run `cpuft doctor`, or give a backend with --backend gloo")
+        error.exit_code = 1  # gloo always works, unless another program wrote to the store: the next start may succeed
+        raise error
+    seconds = {name: statistics.median(second for second, _ in found) for name, found in timings.items()}
+    busy = {name: statistics.median(share for _, share in found) for name, found in timings.items()}
+    costs = {name: seconds[name] * (1 + busy[name]) for name in timings}
+    equal = [name for name, cost in costs.items() if cost <= TIE_RATIO * min(costs.values())]
+    chosen = min(equal, key=lambda name: PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE))
+    figures = ", ".join(f"{name} {seconds[name] * 1e3:.2f} ms ({busy[name]:.0%} busy)" for name in sorted(timings))
+    return Choice(chosen, f"all-reduce of {nbytes / 2**20:.3g} MiB takes {figures}")
+
+
+def cache_key(hosts: Sequence[str], ranks: int, versions: Mapping[str, str]) -> str:
+    """Return the key of a cached choice, 16 hexadecimal digits; the order of `hosts` and `versions` plays no role."""
+    return hash_text(json.dumps([sorted(hosts), ranks, sorted(versions.items())]), 16)
+
+
+def read_choice(folder: Path, key: str) -> Choice | None:
+    """Return the choice cached in `folder/backend-KEY.json`; None if that is missing, unreadable or not valid."""
+    with contextlib.suppress(OSError, ValueError):
+        return load(Choice, parse_json((folder / f"backend-{key}.json").read_text()))
+    return None
+
+
+def write_choice(folder: Path, key: str, choice: Choice) -> None:
+    """Write a choice to `folder/backend-KEY.json`, atomically, and make the folder. OSError: it cannot be written."""
+    text = json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n"
+    write_text(folder / f"backend-{key}.json", text)
+
+
+def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str = "float32") -> Choice:
+    """Return the backend that `--backend auto` means on these hosts, the same on all ranks.
+
+    The choice for these hosts, this number of ranks, these versions of the libraries and this type comes from rank 0's
+    cache, or is measured within some seconds and written there. `dtype` is the type in which gradients are sent: not
+    every library sums 16-bit floats quickly. All ranks must call this together, before they make the default process
+    group, and the process must end with `exit_process`. Raises CpuftError if no backend could be measured.
+    """
+    store = PrefixStore("automatic", store)
+    store.set(f"host/{rank}", socket.gethostname())
+    hosts = [store.get(f"host/{other}").decode() for other in range(size)]
+    key = cache_key(hosts, size, _read_versions() | {"type": dtype, "bytes": str(MESSAGE_BYTES)})
+    if rank == 0:
+        cached = read_choice(cache, key)
+        store.set("remembered", json.dumps(cached and [cached.backend, cached.reason]))
+    found = json.loads(store.get("remembered"))
+    if found:
+        return Choice(found[0], f"{found[1]}, as measured earlier")
+    choice = measure_backends(store, rank, size, dtype=dtype)
+    if rank == 0:
+        with contextlib.suppress(OSError, CpuftError):  # a full disk, for example; then the next run measures again
+            write_choice(cache, key, choice)
+    return choice
+
+
+def _read_versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def measure_backends(
+    store: Store, rank: int, size: int, nbytes: int = MESSAGE_BYTES, dtype: str = "float32", timeout: float = 60.0
+) -> Choice:
+    """Measure all-reduces of one message over each backend in turn, and return the choice, the same on all ranks.
+
+    A backend that is missing on any rank is left out, with a line on rank 0's standard error. All ranks must call this
+    together, before they make the default process group, and once for each size and type. It leaves no process group,
+    and the process must end with `cpuft.comm.exit_process`. Raises CpuftError if no backend could be measured.
+    """
+    if size == 1:
+        return Choice("gloo", "a single rank does not communicate")
+    timings: dict[str, list[tuple[float, float]]] = {}
+    plan = [(backend, "all_reduce", dtype, nbytes) for _ in range(_ROUNDS) for backend in BACKENDS]
+    for found in measure_turns(PrefixStore(f"choice {dtype} {nbytes}", store), rank, size, plan, timeout):
+        timings.setdefault(found.backend, []).extend(zip(found.seconds, found.busy, strict=True))
+    return choose_backend(timings, nbytes)
+
+
+def measure_turns(
+    store: Store,
+    rank: int,
+    size: int,
+    plan: Sequence[BenchCase],
+    timeout_seconds: float,
+    choices: Mapping[tuple[str, int], Choice] | None = None,
+) -> Iterator[Measurement]:
+    """Measure each turn of a plan, and yield one measurement per turn, the same on all ranks.
+
+    A backend that cannot be used on any one of the ranks is left out: rank 0 prints why on standard error. All ranks
+    must iterate to the end together, without a default process group before; then none is left. `choices` has, by type
+    and bytes, what the backend `auto` stands for; its results name the backend, for example, `auto:mpi`.
+    """
+    current, is_usable = "", False
+    for number, (backend, operation, dtype, nbytes) in enumerate(plan):
+        actual = choices[dtype, nbytes].backend if backend == "auto" and choices else backend
+        if actual != current or backend == "auto":
+            _destroy_group()
+            current = actual
+            is_usable = _make_group(actual, store, rank, size, f"turn {number}", timeout_seconds)
+        if is_usable:
+            label = backend if actual == backend else f"{backend}:{actual}"
+            yield measure_collective(label, operation, dtype, nbytes, count_repetitions(nbytes))
+    _destroy_group()
+
+
+def _make_group(backend: str, store: Store, rank: int, size: int, prefix: str, timeout_seconds: float) -> bool:
+    """Make the default process group if all ranks can, and return whether they could."""
+    store = PrefixStore(prefix, store)
+    problem = BACKENDS[backend].find_problem()
+    if not _has_no_problem(backend, PrefixStore("has", store), rank, size, problem):
+        return False
+    try:
+        start(backend, timeout_seconds, PrefixStore("group", store), rank, size, compares_calls=False)
+    except (RuntimeError, CpuftError) as error:
+        problem = str(error).splitlines()[0]
+    if _has_no_problem(backend, PrefixStore("starts", store), rank, size, problem):
+        return True
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return False
+
+
+def _has_no_problem(backend: str, store: Store, rank: int, size: int, problem: str) -> bool:
+    """Return whether no rank has a problem with the backend. Rank 0 prints all problems."""
+    store.set(str(rank), problem)
+    problems = [store.get(str(other)).decode() for other in range(size)]
+    for other, text in enumerate(problems):
+        if text and rank == 0:
+            print(f"cpuft comm: leaving out {backend}: rank {other}: {text}", file=sys.stderr)
+    return not any(problems)
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, repeat: int) -> Measurement:
+    """Measure an operation of the default process group. All ranks call this together and get the same result.
+
+    For each repetition, the result holds the seconds of the slowest rank, and the CPU share (0 to 1 of the cores that
+    it may use) of the busiest rank. `backend` is only the name in the result. `nbytes`, of the whole message of all
+    ranks, is rounded down to equal parts of the ranks, but not in the result. There are fewer repetitions than
+    `repeat`, but at least 5, if they would take more than three seconds.
+    """
+    call = _make_operation(operation, getattr(torch, dtype), nbytes)
+    call()
+    started = time.perf_counter()
+    call()
+    duration = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    dist.all_reduce(duration, op=dist.ReduceOp.MAX)
+    repeat = limit_repetitions(repeat, float(duration))
+    for _ in range(repeat // 5 - 2):
+        call()
+    found = torch.empty((2, repeat), dtype=torch.float64)
+    cores = len(os.sched_getaffinity(0))
+    for repetition in range(repeat):
+        dist.barrier()
+        started, cpu_started = time.perf_counter(), time.process_time()
+        call()
+        seconds = time.perf_counter() - started
+        found[:, repetition] = torch.tensor([seconds, min(1.0, (time.process_time() - cpu_started) / seconds / cores)])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    slowest, busiest = (tuple(values) for values in found.tolist())
+    return Measurement(backend, operation, dtype, nbytes, dist.get_world_size(), slowest, busiest)
+
+
+def count_repetitions(nbytes: int, budget_bytes: int = 512 * 2**20) -> int:
+    """Return how often to repeat an operation on `nbytes`: `budget_bytes / nbytes`, but at least 5 and at most 50."""
+    return max(5, min(50, budget_bytes // max(1, nbytes)))
+
+
+def limit_repetitions(wanted: int, seconds: float) -> int:
+    """Return how often to repeat an operation of `seconds` for about three seconds: 5 or more, but `wanted` at most."""
+    return min(wanted, max(5, int(_TURN_SECONDS / max(seconds, 1e-9))))
+
+
+def _make_operation(name: str, dtype: torch.dtype, nbytes: int) -> Callable[[], object]:
+    size = dist.get_world_size()
+    length = max(1, nbytes // dtype.itemsize // size)
+    whole, part = torch.zeros(length * size, dtype=dtype), torch.zeros(length, dtype=dtype)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: gather_single(whole, part),
+        "reduce_scatter": lambda: scatter_single(part, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+    }
+    return calls[name]

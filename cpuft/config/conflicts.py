@@ -1,0 +1,201 @@
+"""Which options of a training exclude each other, or have no effect with its task."""
+
+from __future__ import annotations
+
+from cpuft.compressions import REMOVED_COMPRESSIONS, SHARDED_COMPRESSIONS
+from cpuft.config.fields import format_flag
+from cpuft.config.train import DEFAULT_LORA_RANK, TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.serialization import is_count
+from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, TASKS, find_task
+
+_LAYERS = "it trains with its own layers"
+_WEIGHTS = "it keeps the fp32 weights to itself"
+_SHARDS = "it shards the optimizer state itself"
+_UNTESTED = "this combination is not tested"
+_NO_CHECKPOINTS = "it writes no checkpoints, in which the best weights are kept"
+_OWN_LAYERS = {"fast_path": _LAYERS, "compile": _LAYERS, "lora_rank": _LAYERS, "gradient_checkpointing": _UNTESTED}
+UNSUPPORTED_BY_ENGINE = {
+    "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS, "save_best": _NO_CHECKPOINTS},
+    "deepspeed": {
+        **_OWN_LAYERS,
+        "sync_every": _WEIGHTS,
+        "grad_compression": "it sends gradients in its own way",
+        "shard": _SHARDS,
+        "save_best": _NO_CHECKPOINTS,
+        "layerwise_lr_decay": _UNTESTED,
+    },
+    "ort": {**_OWN_LAYERS, "shard": _UNTESTED, "save_best": _NO_CHECKPOINTS},
+}
+"""Value of --engine -> options that it does not support, and the reason."""
+
+
+def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool) -> None:
+    """Raise CpuftError if an engine does not support what a launch asks for."""
+    if has_notice and engine != "torch":
+        raise CpuftError(
+            f"--interruption-notice needs checkpoints, and --engine {engine} writes none: leave out one of them"
+        )
+    if is_independent and engine == "deepspeed":
+        raise CpuftError(
+            "--ideal trains every rank independently, which --engine deepspeed cannot: leave out one of them"
+        )
+
+
+EMBEDDING_OPTIONS = {
+    "pooling": EMBEDDING_KINDS,
+    "query_prompt": ("pairs",),
+    "document_prompt": ("pairs",),
+    "temperature": ("pairs",),
+    "symmetric_loss": ("pairs",),
+    "gather_negatives": EMBEDDING_KINDS,
+    "similarity_loss": ("similarity",),
+    "matryoshka": EMBEDDING_KINDS,
+    "micro_batch": EMBEDDING_KINDS,
+    "hard_negatives": ("pairs", "relevance"),
+    "mining_model": ("pairs", "relevance"),
+}
+"""Options of embedding models and rerankers, and the kinds of tasks that have each."""
+
+
+def refuse_conflicts(config: TrainConfig) -> None:
+    """Raise CpuftError if training options exclude each other, or are for another task."""
+    default, kind = TrainConfig(), find_task(config.task, config.causal).kind
+    if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
+        raise CpuftError(REMOVED_COMPRESSIONS[config.grad_compression])
+    for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
+        if _is_used(config, name, default):
+            flag = format_flag(name, getattr(config, name))
+            raise CpuftError(f"--engine {config.engine} excludes {flag}, because {reason}: leave out one of them")
+    if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
+        # Under torch 2.3, DistributedDataParallel waited for process groups written in Python with the GIL held. Others
+        # were not tried since cpuft does without it.
+        raise CpuftError("--engine ort trains only in fp32 and over gloo: add --precision fp32 --backend gloo")
+    if config.causal and config.task != "text":
+        raise CpuftError(f"--causal is for --task text only, and this is --task {config.task}: leave it out")
+    for name in ("chat_template", "pack"):
+        if getattr(config, name) and kind != "chat":
+            raise CpuftError(f"{format_flag(name)} is for --task chat only: leave it out")
+    if kind in DECODER_KINDS:
+        _refuse_decoder_conflicts(config, default)
+    if config.engine == "ort" and config.task == "text":
+        raise CpuftError(
+            "--engine ort cannot train --task text, because it masks the same positions in every batch: leave out one "
+            "of them"
+        )
+    if config.label_type != "auto" and config.task != "files":
+        raise CpuftError(
+            f"--label-type {config.label_type} is only for --task files, and the type of the labels of --task "
+            f"{config.task} is known: leave out --label-type"
+        )
+    if config.precision == "int8":
+        for name in ("engine", "fast_path", "compile", "lora_rank"):
+            if _is_used(config, name, default):
+                flag = format_flag(name, getattr(config, name))
+                raise CpuftError(f"--precision int8 needs the fast path, which excludes {flag}: leave out one of them")
+    if config.sync_schedule != "constant" and config.sync_every == 1:
+        raise CpuftError(
+            f"--sync-schedule {config.sync_schedule} changes nothing by itself: add --sync-every 4, or leave it out"
+        )
+    if config.shard != "none" and config.sync_every > 1:
+        raise CpuftError(
+            "--sync-every lets each rank update all parameters by itself, and --shard lets it update only its share: "
+            "leave out one of them"
+        )
+    if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED_COMPRESSIONS):
+        raise CpuftError(
+            f"--shard supports only {', '.join(SHARDED_COMPRESSIONS)} as --grad-compression: leave out "
+            f"--grad-compression {config.grad_compression}, or --shard"
+        )
+    if config.lora_rank > 0 and config.from_config:
+        raise CpuftError(
+            "--lora-rank adapts a pretrained model, and --from-config makes an untrained one: leave out one of them"
+        )
+    if config.eval_every not in ("epoch", "none") and not is_count(config.eval_every):
+        raise CpuftError(
+            f"--eval-every {config.eval_every!r:.60} is not valid: give epoch, none, or a number of updates, 1 or more"
+        )
+    for name in ("save_best", "early_stopping", "best_metric"):
+        if config.eval_every == "none" and getattr(config, name):
+            raise CpuftError(
+                f"{format_flag(name)} compares evaluations while training, and there are none: add --eval-every epoch"
+            )
+    if config.best_metric and not (config.save_best or config.early_stopping):
+        raise CpuftError(
+            "--best-metric changes nothing by itself: add --save-best or --early-stopping, or leave it out"
+        )
+    if config.lr_schedule == "constant" and (config.warmup_ratio or config.warmup_steps):
+        raise CpuftError("--lr-schedule constant has no warm-up: write constant-with-warmup")
+    for name, kinds in EMBEDDING_OPTIONS.items():
+        if kind not in kinds and getattr(config, name) != getattr(default, name):
+            flag = format_flag(name, getattr(config, name))
+            tasks = " and ".join(task.name for task in TASKS.values() if task.kind in kinds)
+            raise CpuftError(f"{flag} is for --task {tasks} only: leave it out")
+    if config.mining_model and not config.hard_negatives:
+        raise CpuftError(
+            f"--mining-model {config.mining_model} changes nothing by itself: add --hard-negatives 5, or leave it out"
+        )
+    if kind in EMBEDDING_KINDS and config.engine != "torch":
+        raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
+    if config.base_precision != "auto":
+        flag = f"--base-precision {config.base_precision}"
+        if config.lora_rank <= 0 and not config.may_choose_lora:
+            raise CpuftError(
+                f"{flag} is for the frozen weights of LoRA runs, and all weights are trained: add --lora-rank "
+                f"{DEFAULT_LORA_RANK}, or leave {flag} out"
+            )
+        if config.compile:
+            raise CpuftError(f"{flag} is not tested with --compile: leave out one of them")
+    if config.lora_merge and config.lora_rank <= 0 and not config.may_choose_lora:
+        raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
+
+
+def refuse_unused_data_options(train: TrainConfig) -> None:
+    """Refuse options about data that have no effect with `train.task`, because the user believes in their effect."""
+    default, text = TrainConfig(), ("mlm_probability", "whole_word_mask")
+    forms = ("delimiter", "quoting", "encoding")
+    files = ("train_file", "validation_file", "validation_split", "text_columns", "skip_unlabelled", *forms)
+    unlabelled = {"chat": (*forms, "skip_unlabelled"), "text": ("skip_unlabelled",), "pairs": ("skip_unlabelled",)}
+    own = unlabelled.get(train.task, ()) if train.task in FILE_TASKS else files
+    task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
+    for name in (*own, *(text if train.task != "text" else ())):
+        if getattr(train, name) != getattr(default, name):
+            corpus = "--task text for plain texts without labels"
+            fits = (
+                corpus
+                if name in text
+                else f"--task files for texts with labels, --task pairs for texts that belong together, or {corpus}"
+            )
+            raise CpuftError(f"--{name.replace('_', '-')} has no effect with {task}: give {fits}")
+    if train.data_dir and train.task in ("demo", *FILE_TASKS):
+        raise CpuftError(
+            f"--data-dir has no effect with {task}: the option names a folder with the data of a GLUE task, so name "
+            "that task as well, for example --task mrpc"
+        )
+
+
+def _is_used(config: TrainConfig, name: str, default: TrainConfig) -> bool:
+    """Return whether an option differs from its default; no LoRA, in whatever form, is the default."""
+    return config.lora_rank > 0 if name == "lora_rank" else getattr(config, name) != getattr(default, name)
+
+
+def _refuse_decoder_conflicts(config: TrainConfig, default: TrainConfig) -> None:
+    task = "--task chat" if config.task == "chat" else "--causal"
+    reasons = {
+        "engine": "decoders are trained with --engine torch only",
+        "compile": "decoders are not tested with it",
+        "mlm_probability": "no token is masked",
+        "whole_word_mask": "no token is masked",
+    }
+    for name, reason in reasons.items():
+        if getattr(config, name) != getattr(default, name):
+            raise CpuftError(
+                f"{task} excludes {format_flag(name, getattr(config, name))}, because {reason}: leave it out"
+            )
+    if config.precision == "int8":
+        raise CpuftError(f"{task} excludes --precision int8, which is for encoders: leave it out")
+    if config.from_config and not config.tokenizer:
+        raise CpuftError(
+            f"{task} with --from-config needs --tokenizer, because the tokenizers that cpuft makes drop spaces and "
+            f"capitals: name the tokenizer of a decoder"
+        )

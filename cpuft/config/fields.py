@@ -1,0 +1,152 @@
+"""An option as a field of a dataclass: how it is declared, parsed and formatted.
+
+The field's name is the key in YAML files and records, and with dashes it is the command-line flag. `cpuft.cli.options`
+makes the flags and the help from the fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any, TypeVar, get_type_hints
+
+from cpuft.compressions import REMOVED_COMPRESSIONS
+from cpuft.errors import CpuftError, suggest_names
+
+SECTIONS = (
+    "Hosts and ranks",
+    "Task, model and data",
+    "Training recipe",
+    "Evaluation while training",
+    "Speed and memory",
+    "Communication",
+    "Output, checkpoints and restarts",
+)
+"""Headings of the help of `launch` and its relatives, in this order."""
+
+C = TypeVar("C")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    section: str = "",
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    takes: str = "TEXT",
+    rare: bool = False,
+) -> Any:
+    """Return a dataclass field that is an option; its metadata has the other parameters by their names.
+
+    Parameters
+    ----------
+    help: a phrase that can be understood alone, without a period at its end. It names the unit, what 0 means, and the
+        default as "(default: ...)" if that is not the value `default`.
+    section: the heading in the help, one of SECTIONS, or empty for the last one.
+    choices: the only texts that are accepted; empty for any text.
+    least, most: None for no limit. A `least` of -1 stands for a default that depends on other options: messages call 0
+        the smallest number.
+    takes: placeholder for the value in the help; shells complete FILE and FOLDER. TEXT stands for the choices, if there
+        are any, and for N if the value is a number.
+    rare: whether few runs need the option: only --help-all shows it.
+    """
+    metadata = {"help": help, "section": section, "choices": choices, "least": least, "most": most}
+    metadata |= {"takes": takes, "rare": rare}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+hosts_option, data_option, recipe_option, evaluation_option, speed_option, communication_option, output_option = (
+    partial(option, section=section) for section in SECTIONS
+)
+
+
+def option_names(config: type) -> list[str]:
+    """Return the field names of a configuration class, in their order, with underscores."""
+    return [field.name for field in dataclasses.fields(config)]
+
+
+def format_flag(name: str, value: object = True) -> str:
+    """Return the command-line flag of an option: `--batch-size`, or `--no-fast-path` if `value` is False."""
+    return ("--no-" if value is False else "--") + name.replace("_", "-")
+
+
+def format_arguments(config: Any) -> list[str]:
+    """Return a command-line argument for each option that differs from its default: ["--task=mrpc", ...]."""
+    fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
+    return [f"{format_flag(field.name)}={getattr(config, field.name)}" for field in fields]
+
+
+def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
+    """Return the configuration that arguments describe; the inverse of `format_arguments`."""
+    fields = _fields(config)
+    types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
+    for argument in rest:
+        flag, equals, text = argument.partition("=")
+        name = flag[2:].replace("-", "_")
+        if flag[:2] != "--" or name not in fields:
+            raise CpuftError(f"{flag[:80]!r} is no option here: {suggest_names(flag, map(format_flag, fields))}")
+        value = text if equals else next(rest, None)
+        if value is None:
+            raise CpuftError(f"{flag} has no value: write {flag}=VALUE")
+        texts[name] = value
+    return config(**{name: parse_value(fields[name], types[name], text) for name, text in texts.items()})
+
+
+def _fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(config)}
+
+
+def parse_value(field: dataclasses.Field[Any], kind: type, text: str) -> Any:
+    """Return the value of an option, a field made by `option`, from its text; CpuftError if the field refuses it."""
+    flag, choices = format_flag(field.name), field.metadata["choices"]
+    if choices and text not in choices:
+        raise CpuftError(describe_unknown_value(flag, text, choices))
+    if kind is str:
+        return text
+    least, most = field.metadata["least"], field.metadata["most"]
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    try:
+        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        # Python accepts digits of any script, other programs do not; nan and infinity are of no use.
+        if text.isascii() and math.isfinite(value) and low <= value <= high:
+            return value
+    except (KeyError, ValueError, OverflowError):
+        pass
+    digits = "" if text.isascii() else ", in the digits 0 to 9"
+    raise CpuftError(f"{flag} {text[:80]!r} is not valid: give {_describe_values(kind, least, most)}{digits}")
+
+
+def _describe_values(kind: type, least: float | None, most: float | None) -> str:
+    if kind is bool:
+        return "True or False"
+    noun = "a whole number" if kind is int else "a number"
+    # -1 as the smallest number stands for a default that depends on other options.
+    limits = max(least or 0, 0), most or 0
+    low, high = (str(int(limit)) if limit == int(limit) else f"{limit:g}" for limit in limits)
+    if least is None:
+        return noun if most is None else f"{noun} of {high} or less"
+    return f"{noun} of {low} or more" if most is None else f"{noun} from {low} to {high}"
+
+
+_NO_GPU = "works on GPUs only, and cpuft trains on CPUs"
+_NO_FP16 = (
+    "is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU"
+)
+_VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP16, "half": _NO_FP16}
+"""Values that other trainers accept and cpuft does not, with the answer."""
+
+
+def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
+    """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
+    if option == "--grad-compression" and value in REMOVED_COMPRESSIONS:
+        return REMOVED_COMPRESSIONS[value]
+    known = _VALUES.get(value.lower(), "")
+    if known == _NO_GPU:
+        return f"{option} {value} {known}: choose one of {', '.join(choices)}"
+    if known and {"bf16", "fp32"} <= set(choices):
+        return f"{option} {value} {known}"
+    return f"{value!r} is not a value of {option}: {suggest_names(value, choices)}"

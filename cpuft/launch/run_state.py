@@ -1,0 +1,223 @@
+"""The run state: one document, RUN/state.json, that says where a run stands. Figures come from the record instead.
+
+The process that supervises the ranks replaces it as a whole on the head host. The launcher's run folder has a copy, and
+each host with a disk of its own has that of the last start beside its run folder. The newest whole one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cpuft.errors import RESUMABLE, CpuftError
+from cpuft.execute import SSH_FAILED
+from cpuft.files import hash_text, write_atomically
+from cpuft.hosts.cluster import STATE_FILE, Cluster
+from cpuft.serialization import load, parse_json
+from cpuft.transfer import sync
+
+SENDING, PREPARING, TRAINING, SAVING = "sending", "preparing", "training", "saving"
+"""Phases of an active run: files are sent to the hosts, examples are prepared, ranks work, rank 0 saves the model."""
+FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
+"""Phases of a run that has ended: its results are whole, it can be resumed, or it failed."""
+PHASES = (SENDING, PREPARING, TRAINING, SAVING, FINISHED, INTERRUPTED, FAILED)
+LATER_START = 213
+"""Exit code of a step or supervisor that knows a start of the run with a higher number. No signal has the number 85."""
+WAIT_FOR_OTHER = "wait until that one has ended, or stop it, and resume the run"
+_FORMAT = 1
+UNSAVED_MODEL = "model.[0-9]*.tmp"
+"""Folder in the run folder that rank 0 writes the model to; it is renamed when it is complete."""
+
+
+class LaterStartError(CpuftError):
+    """Another launcher has started the run again. Nothing of it may be removed, and this start must not go on."""
+
+    exit_code = LATER_START
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands. Each start of the run has a higher `owner`, and each state of a start a higher `sequence`."""
+
+    id: str
+    """12 hexadecimal digits, made at random when the run was started first."""
+    name: str = "run"
+    """Name of the run folder. On hosts with disks of their own the folder is ID/NAME below the user's folder."""
+    owner: int = 1
+    """Number of the start (attempt) of the run."""
+    sequence: int = 0
+    start: str = ""
+    """8 random hexadecimal digits, which tell apart two launchers that make a start of the same number at once."""
+    phase: str = SENDING
+    reason: str = ""
+    """Empty unless the run was interrupted or failed."""
+    exit_code: int = -1
+    """-1 while the supervisor of the ranks is active, and if it was lost."""
+    hosts: tuple[str, ...] = ()
+    """Name of each rank's host, as in the hostfile."""
+    exit_codes: dict[str, int] = field(default_factory=dict)
+    """Exit codes of the ranks that have ended, by the number of the rank; 128 + N for signal N."""
+    silent: tuple[str, ...] = ()
+    """Hosts that did not answer at the end of the attempt."""
+    leaving: tuple[str, ...] = ()
+    """Hosts that had received an interruption notice."""
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    """Update of the newest checkpoint on each host that has one."""
+    seconds: float = 0.0
+    """Time used by all starts until this state was written, with the preparation."""
+    lease: int = 0
+    """End of the hosts' lease in seconds since 1970, as the launcher knew it; 0 for none."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the supervisor of the ranks has come to its end. It has not if the supervisor was lost."""
+        return self.exit_code >= 0
+
+
+def newest(states: Iterable[RunState]) -> RunState | None:
+    """Return the state with the highest owner and, within it, the highest sequence number; None if there is none."""
+    return max(states, key=lambda state: (state.owner, state.sequence), default=None)
+
+
+def format_state(state: RunState) -> str:
+    """Return the line of JSON of a state, with a checksum that shows whether somebody has changed it."""
+    values = {"format": _FORMAT, **asdict(state)}
+    return json.dumps(values | {"checksum": _checksum(values)}) + "\n"
+
+
+def parse_state(text: str, place: str) -> RunState:
+    """Return the state of a JSON text. Raises CpuftError, with `place` as its origin: it is damaged or newer."""
+    try:
+        values = load(dict[str, Any], parse_json(text))
+        version = values.get("format")
+        if type(version) is int and version > _FORMAT:
+            raise ValueError(f"a newer version of cpuft wrote it (format {version:.0f})")
+        if values.pop("checksum", "") != _checksum(values):
+            raise ValueError("it is damaged or was edited")
+        state = load(RunState, {name: value for name, value in values.items() if name != "format"})
+        if not re.fullmatch("[0-9a-f]{12}", state.id) or state.phase not in PHASES:
+            raise ValueError(f"it has the id {state.id!r:.40} and the phase {state.phase!r:.40}")
+    except ValueError as error:
+        raise CpuftError(
+            f"the run state {place} cannot be used, because {error}: use the version of cpuft that wrote it, or put "
+            f"a whole copy in its place, such as the {STATE_FILE} that hosts have of the run"
+        ) from None
+    return state
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return hash_text(json.dumps(values, sort_keys=True))
+
+
+def read_state(run_dir: str) -> RunState | None:
+    """Return the state in a run folder on this machine; None if there is none. Raises CpuftError: it cannot be used."""
+    path = Path(run_dir, STATE_FILE)
+    try:
+        return parse_state(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CpuftError(f"the run state {path} cannot be read ({error.strerror}): check this file") from None
+
+
+def write_state(run_dir: str, state: RunState) -> None:
+    """Replace the state in a run folder on the disk. Without a run folder, nothing is written. Raises OSError: the disk
+    does not take it.
+    """
+    if Path(run_dir).is_dir():
+        with write_atomically(Path(run_dir, STATE_FILE)) as beside:
+            beside.write_text(format_state(state), encoding="utf-8")
+            with suppress(OSError):  # a file system that cannot
+                sync(str(beside))
+
+
+def note_state(run_dir: str, **changes: Any) -> None:
+    """Change fields of the state in a run folder on the launcher's machine, if there is one and the disk takes it."""
+    with suppress(OSError, CpuftError):
+        if state := read_state(run_dir):
+            write_state(run_dir, replace(state, sequence=state.sequence + 1, **changes))
+
+
+def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
+    """Return the first state of a start of the run, from that in the run folder on this machine. Nothing is written.
+    Raises as `read_state`.
+    """
+    identity, _, name = cluster.name_folder(run_dir).partition("/")
+    earlier = read_state(run_dir) or RunState(identity, name)
+    return RunState(
+        earlier.id,
+        earlier.name,
+        owner,
+        start=secrets.token_hex(4),
+        hosts=cluster.rank_hosts,
+        checkpoints=earlier.checkpoints,
+        seconds=earlier.seconds,
+        lease=cluster.access.entry.until,
+    )
+
+
+def find_end(run_dir: str, owner: int) -> RunState | None:
+    """Return how the start with this owner number ended; None if its supervisor did not come to its end."""
+    with suppress(CpuftError):
+        state = read_state(run_dir)
+        return state if state and state.owner == owner and state.has_ended else None
+    return None
+
+
+class StateWriter:
+    """Keeps the state of a run on the head host up to date, and stores the error that ends its `with` block."""
+
+    def __init__(self, run_dir: str, state: RunState) -> None:
+        self.state = state
+        self._run_dir, self._begun = run_dir, time.monotonic() - state.seconds
+
+    def __enter__(self) -> StateWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error:
+            self.end(getattr(error, "exit_code", 1), str(error))
+
+    def check(self) -> None:
+        """Note that rank 0 has begun to save the model. Raises LaterStartError: a later start of the run has begun."""
+        self.refuse_later_start()
+        if self.state.phase == TRAINING and any(Path(self._run_dir).glob(UNSAVED_MODEL)):
+            self.write(phase=SAVING)
+
+    def refuse_later_start(self) -> None:
+        """Raise LaterStartError if the host knows a start with a higher number, or another one with this number."""
+        states, own = list[RunState | None](), (self.state.owner, self.state.start)
+        for folder in (self._run_dir, os.path.dirname(self._run_dir)):
+            with suppress(CpuftError):
+                states.append(read_state(folder))
+        for there in (state for state in states if state and state.id == self.state.id):
+            if there.owner >= self.state.owner and (there.owner, there.start) != own:
+                other = f"another launcher has begun start {there.owner} of the run"
+                raise LaterStartError(f"{other}, so this one, start {own[0]}, was ended: {WAIT_FOR_OTHER}")
+
+    def note(self, **changes: Any) -> None:
+        """Change fields of the state, which the next `write` stores."""
+        self.state = replace(self.state, **changes)
+
+    def write(self, **changes: Any) -> None:
+        """Change fields of the state and store it. Errors of the disk are ignored: training goes on."""
+        self.note(sequence=self.state.sequence + 1, seconds=time.monotonic() - self._begun, **changes)
+        with suppress(OSError, CpuftError):
+            self.refuse_later_start()
+            write_state(self._run_dir, self.state)
+
+    def end(self, code: int, reason: str = "") -> int:
+        """Store how the attempt has ended, and return the exit code."""
+        phase = FINISHED if not code else INTERRUPTED if code == RESUMABLE or code > 128 else FAILED
+        if phase == FINISHED:
+            self.note(checkpoints={})
+        self.write(phase=phase, exit_code=min(code, SSH_FAILED - 1), reason=reason)
+        return code

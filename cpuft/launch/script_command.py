@@ -1,0 +1,85 @@
+"""The command of a user's own script: what the user typed, and what each rank runs for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from cpuft.errors import CpuftError
+
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "mpiexec", "horovodrun")
+_LAUNCHER_MODULES = {"torch.distributed": "torchrun", "accelerate.commands": "accelerate", "deepspeed": "deepspeed"}
+"""Prefixes of modules that are launchers, and the name of each launcher."""
+
+
+def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command of a user's script, given as its argv (not empty). Looks at local files and PATH only.
+
+    A .py file is run by the Python that runs cpuft, which also stands for `python` and `python3`.
+    """
+    if len(script) > 1 and _is_own_python(script[0]):
+        arguments = script[2:] if script[1] == "-u" else script[1:]
+        if len(arguments) > 1 and arguments[0] == "-m":
+            return (sys.executable, *arguments)
+        script = arguments if arguments and arguments[0].endswith(".py") else script
+    path = Path(script[0])
+    if path.suffix == ".py" or path.is_file():
+        if not path.is_file():
+            place = "" if path.is_absolute() else f" in the folder {os.getcwd()}"
+            raise CpuftError(f"there is no script {script[0]}{place}: give the path of the script")
+        if path.suffix == ".py":
+            return (sys.executable, str(path.absolute()), *script[1:])
+        return (str(path.absolute()), *script[1:])
+    if shutil.which(script[0]) is None:
+        raise CpuftError(f"there is no script or program {script[0]}: give a .py file or a program in PATH")
+    return script
+
+
+def name_script(command: tuple[str, ...]) -> str:
+    """Return the name of the run of a user's script, such as "train" for train.py and for `-m package.train`."""
+    if command[0] != sys.executable or len(command) == 1:
+        return Path(command[0]).stem
+    if command[1] == "-m" and len(command) > 2:
+        return command[2].rpartition(".")[2]
+    return Path(command[1]).stem
+
+
+def refuse_other_launchers(script: tuple[str, ...]) -> None:
+    """Refuse a script that another launcher starts. Every rank would start a job of its own, which trains by itself."""
+    name = Path(script[0]).name
+    if _is_own_python(script[0]):
+        arguments = list(script[1:])
+        while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
+            del arguments[: 2 if arguments[0] in ("-X", "-W") else 1]
+        module = arguments[1] if len(arguments) > 1 and arguments[0] == "-m" else ""
+        name = next((known for prefix, known in _LAUNCHER_MODULES.items() if module.startswith(prefix)), "")
+    if name in _LAUNCHERS:
+        raise CpuftError(
+            f"cpuft launch starts the ranks itself, and {name} would start a job of its own on each of them: leave "
+            f"{name} and its options out (cpuft launch --np N -- train.py ...), or add --independent"
+        )
+
+
+def _is_own_python(program: str) -> bool:
+    """Whether a program is the interpreter that runs cpuft, so that `python train.py` means `train.py`. A bare `python`
+    or `python3` counts as that one, because it may be another one, or missing, on other hosts.
+    """
+    if program in ("python", "python3"):
+        return True
+    found = shutil.which(program) or ""
+    return Path(found).name.startswith("python") and os.path.realpath(Path(found).parent) == os.path.realpath(
+        Path(sys.executable).parent
+    )
+
+
+def wrap_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
+    """Return the command that runs a Python script under cpuft's checks, and with `wrap` also with the fast path. Any
+    other command is returned unchanged, or refused with `wrap`. `python` is the one that runs the ranks.
+    """
+    if len(command) < 2 or command[0] != python or not (command[1] == "-m" or command[1].endswith(".py")):
+        if wrap:
+            raise CpuftError("--wrap takes a Python script: cpuft launch --wrap -- train.py ...")
+        return command
+    return ("-m", "cpuft.train.wrap" if wrap else "cpuft.rank.script", *command[1:])

@@ -1,0 +1,302 @@
+"""A token embedding whose gradient costs what an update's tokens do, and the sum of all embeddings with its norm.
+
+The gradient is kept in one buffer, of which only the rows of an update's tokens are written and cleared; the gradient's
+norm is taken from them; and AdamW skips rows that no update has touched yet, whose moments are zero.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cpuft.comm.compression.embedding_rows import find_embedding
+from cpuft.kernels import Kernels, kernels_for
+from cpuft.train.fast.elementwise import apply_norm, read_norm
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class EmbeddingGradient:
+    """The gradient of one embedding, and which of its rows may be other than zero.
+
+    If anything writes to the gradient by torch's operators, the version that torch counts for it changes, and the rows
+    are unknown until the next gradient.
+    """
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        self._embedding = embedding
+        self._buffer: Tensor | None = None
+        self._rows: Tensor | None = None
+        """The rows of the buffer that may not be zero: ascending, int64, each once."""
+        self._version = 0
+        """Version of the buffer for which `_rows` holds. It is one more than the present version after `accumulate` has
+        returned a sparse gradient that autograd has not added yet."""
+        self._touched: Tensor | None = None
+        self._moments: tuple[object, ...] = ()
+        """Addresses and versions of the moments for which `_touched` holds."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The embedding's current weight, (vocabulary, width)."""
+        return self._embedding.weight
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Rows outside of which the gradient is zero: (rows,) int64, ascending, each once; None if unknown."""
+        return self._known_rows() if self._is_ours() else None
+
+    def set_rows(self, rows: Tensor) -> None:
+        """State the rows outside of which the gradient is zero, as in `rows`; those known before must be among them."""
+        if self._buffer is not None:
+            self._rows, self._version = rows, self._buffer._version
+
+    def nonzero_part(self, grad: Tensor) -> Tensor:
+        """Return a copy of the rows of the weight's gradient that may not be zero; all of it if they are unknown."""
+        return grad if (rows := self.rows) is None else grad.index_select(0, rows)
+
+    def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
+        """Return (vocabulary,) uint8, to read only: 0 where gradient and moments are zero, else 1; None if unknown."""
+        if (rows := self.rows) is None:
+            self._touched = None
+            return None
+        # The kernel writes moments without raising their version: a new version means that something else wrote.
+        moments = tuple((state[name].data_ptr(), state[name]._version) for name in _MOMENTS)
+        if self._touched is None or moments != self._moments:
+            self._touched = torch.stack([(state[name] != 0).any(1) for name in _MOMENTS]).any(0).to(torch.uint8)
+            self._moments = moments
+        self._touched[rows] = 1
+        return self._touched
+
+    def accumulate(self, rows: Tensor, values: Tensor) -> Tensor:
+        """Return what backward has to return for the weight, and record which rows its gradient has then.
+
+        Without a gradient, that is the buffer; else a sparse tensor that autograd adds to the gradient. `rows` are
+        (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
+        """
+        if self.weight.grad is None:
+            buffer = self._buffer = self._cleared_buffer()
+            buffer.index_copy_(0, rows, values)
+            self.set_rows(rows)
+            return buffer.detach()  # a new tensor object: autograd would copy one that is referenced elsewhere
+        # Autograd adds the sparse gradients of all look-ups of a backward pass at once, so a second look-up finds the
+        # rows of the first one recorded for a version that the buffer does not have yet.
+        is_added_later = self._buffer is not None and self._version == self._buffer._version + 1
+        if self._is_ours() and self._rows is not None and (is_added_later or self._known_rows() is not None):
+            assert self._buffer is not None
+            both = torch.cat([self._rows, rows])
+            self._rows, self._version = torch.unique(both), self._buffer._version + 1
+        else:
+            self._rows = None
+        return torch.sparse_coo_tensor(rows[None], values, self.weight.shape, is_coalesced=True, check_invariants=False)
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Return the embedding of tokens, (...) int32 or int64 -> (..., width): the module's forward after patching."""
+        own = self._embedding
+        if not (torch.is_grad_enabled() and own.weight.requires_grad):
+            return nn.functional.embedding(tokens, own.weight)
+        return _look_up(tokens, own.weight, self, own.padding_idx)
+
+    def _is_ours(self) -> bool:
+        grad = self.weight.grad
+        return grad is not None and self._buffer is not None and grad.data_ptr() == self._buffer.data_ptr()
+
+    def _known_rows(self) -> Tensor | None:
+        return self._rows if self._buffer is not None and self._buffer._version == self._version else None
+
+    def _cleared_buffer(self) -> Tensor:
+        """Return zeros like the weight: new memory if something uses the buffer, as in a second look-up's backward."""
+        weight = self.weight
+        if self._buffer is None or self._buffer.dtype != weight.dtype or _count_users(self._buffer) > 1:
+            return torch.zeros_like(weight)
+        if (known := self._known_rows()) is None:
+            return self._buffer.zero_()
+        return self._buffer.index_fill_(0, known, 0.0)
+
+
+def _count_users(tensor: Tensor) -> int:
+    """Return how many tensors share this one's memory."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` itself
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, gradient: EmbeddingGradient, padding: int | None) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.gradient, ctx.padding = gradient, padding
+        return nn.functional.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        rows, values = _sum_by_row(grad, tokens, ctx.padding)
+        return None, ctx.gradient.accumulate(rows, values), None, None
+
+
+_look_up: Callable[..., Tensor] = _LookUp.apply
+
+
+def _sum_by_row(grad: Tensor, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+    """Return the rows of a table that were looked up, ascending, and their gradients: (rows,) int64, (rows, width).
+
+    `grad` is that of what was looked up, (..., width), and `padding` is a row that gets none.
+    """
+    kernels, ids = kernels_for(grad), ids.long()
+    if kernels is None:
+        rows, places = torch.unique(ids, return_inverse=True)
+        values = torch.ops.aten.embedding_dense_backward(grad, places, len(rows), -1, False)
+    else:
+        ascending, order = ids.reshape(-1).sort(stable=True)
+        rows, counts = torch.unique_consecutive(ascending, return_counts=True)
+        starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=starts[1:])
+        grad, values = grad.contiguous(), grad.new_empty(len(rows), grad.shape[-1])
+        kernels.run("sum_table_rows", grad.dtype, grad, order, starts, values, *values.shape)
+    if padding is None:
+        return rows, values
+    kept = rows != padding
+    return (rows, values) if bool(kept.all()) else (rows[kept], values[kept])
+
+
+class _SumOfRows(torch.autograd.Function):
+    """The sum of rows of up to three tables: those of words, of positions and of token types."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, ids: list[Tensor], owner: FusedEmbeddings, *tables: Tensor) -> Tensor:
+        ctx.save_for_backward(*ids)
+        ctx.owner = owner
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        owner: FusedEmbeddings = ctx.owner
+        grads = list[Tensor | None]()
+        for ids, table, is_wanted in zip(ctx.saved_tensors, owner.tables, ctx.needs_input_grad[3:], strict=True):
+            if not is_wanted:
+                grads.append(None)
+                continue
+            rows, values = _sum_by_row(grad, ids, table.padding_idx)
+            if table.weight is owner.gradient.weight:
+                grads.append(owner.gradient.accumulate(rows, values))
+            else:
+                grads.append(torch.zeros_like(table.weight).index_copy_(0, rows, values))
+        return None, None, None, *grads
+
+
+_sum_of_rows: Callable[..., Tensor] = _SumOfRows.apply
+
+
+def _count_positions(ids: Tensor, padding: int | None) -> Tensor:
+    """Return positions, (batch, length) int64, from 0; with `padding`, as in RoBERTa, padding tokens do not count."""
+    if padding is None:
+        return torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
+    is_token = ids != padding
+    return is_token.cumsum(1) * is_token + padding
+
+
+_COUNTS_ALL_POSITIONS = {
+    "BertEmbeddings": True,
+    "ElectraEmbeddings": True,
+    "Embeddings": True,
+    "RobertaEmbeddings": False,
+    "XLMRobertaEmbeddings": False,
+    "CamembertEmbeddings": False,
+    "MPNetEmbeddings": False,
+}
+"""The classes of transformers that `FusedEmbeddings` knows (Embeddings is DistilBERT's) -> whether they count positions
+of padding, too."""
+
+
+class FusedEmbeddings:
+    """A module of transformers that adds word, position and token type embeddings, with its norm and dropout.
+
+    Its own forward makes eight passes over memory in fp32, and torch's backward of each embedding is serial.
+    """
+
+    def __init__(self, module: nn.Module, gradient: EmbeddingGradient) -> None:
+        self.module: Any = module
+        self.gradient = gradient
+        self._counts_all = _COUNTS_ALL_POSITIONS[type(module).__name__]
+
+    @property
+    def tables(self) -> list[Any]:
+        """The embeddings of words, of positions and, if there is one, of token types."""
+        own = self.module
+        types = getattr(own, "token_type_embeddings", None)
+        return [own.word_embeddings, own.position_embeddings, *([] if types is None else [types])]
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the embeddings of a batch, (batch, length, width): the module's forward after patching."""
+        kind: Any = type(self.module)
+        given = dict(inspect.signature(kind.forward).bind(self.module, *args, **kwargs).arguments)
+        del given["self"]
+        words = given.pop("input_ids", None)
+        asked = (given.pop("position_ids", None), given.pop("token_type_ids", None))
+        has_more = any(isinstance(value, Tensor) or value not in (None, 0, {}) for value in given.values())
+        total = None
+        if not has_more and words is not None and words.dim() == 2 and self._can_run():
+            total = self._add(words, *asked)
+        if total is None:
+            return kind.forward(self.module, *args, **kwargs)
+        norm = read_norm(self.module.LayerNorm)
+        assert norm is not None
+        return self.module.dropout(apply_norm(total, norm))
+
+    def _can_run(self) -> bool:
+        norm, tables = self.module.LayerNorm, self.tables
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        plain = not any(getattr(one, name) for one in (*tables, norm, self.module.dropout) for name in hooks)
+        plain = plain and all(type(one) is nn.Embedding and one.weight.dtype == torch.float32 for one in tables)
+        plain = plain and all(one.weight.is_contiguous() for one in tables) and read_norm(norm) is not None
+        plain = plain and getattr(self.module, "position_embedding_type", "absolute") == "absolute"
+        return plain and torch.is_grad_enabled() and kernels_for(self.gradient.weight) is not None
+
+    def _add(self, words: Tensor, positions: Tensor | None, types: Tensor | None) -> Tensor | None:
+        """Return the sum of all embeddings, or None if an id is no row: the own forward then raises IndexError."""
+        tables, kernels = self.tables, kernels_for(self.gradient.weight)
+        assert kernels is not None
+        if positions is None:
+            positions = _count_positions(words, None if self._counts_all else self.module.padding_idx)
+        types = torch.zeros_like(words) if types is None else types
+        ids = [one.expand(words.shape).contiguous().long() for one in (words, positions, types)[: len(tables)]]
+        weights = [one.weight for one in tables]
+        total = weights[0].new_empty(*words.shape, weights[0].shape[1])
+        if not _run_sum(kernels, [one.detach() for one in weights], ids, total):
+            return None
+        return _sum_of_rows(total, ids, self, *weights)
+
+
+def _run_sum(kernels: Kernels, tables: list[Tensor], ids: list[Tensor], total: Tensor) -> bool:
+    """Write the sums of the tables' rows to `total`; return whether all ids are rows of their table."""
+    outside = torch.zeros(1, dtype=torch.int64)
+    missing = [None] * (3 - len(tables))
+    sizes = (total[..., 0].numel(), total.shape[-1], *(len(table) for table in tables), *(0 for _ in missing))
+    arrays = (*tables, *missing, *ids, *missing, total, outside)
+    kernels.run("add_table_rows", total.dtype, *arrays, *sizes)
+    return not outside.item()
+
+
+def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
+    """Give a model's token embedding the fast look-up, and return the object that keeps its gradient, or None.
+
+    The embedding, and the module around it if `FusedEmbeddings` knows that, get another `forward`, a bound method, so
+    that a deep copy of the model copies it along.
+    """
+    embedding = find_embedding(model)
+    if embedding is None or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        return None
+    gradient = EmbeddingGradient(embedding)
+    vars(embedding)["forward"] = gradient.look_up
+    for module in model.modules():
+        kind = type(module)
+        is_known = kind.__name__ in _COUNTS_ALL_POSITIONS and kind.__module__.startswith("transformers.")
+        if is_known and getattr(module, "word_embeddings", None) is embedding:
+            vars(module)["forward"] = FusedEmbeddings(module, gradient).embed
+    return gradient

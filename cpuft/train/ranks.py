@@ -1,0 +1,214 @@
+"""How the ranks of a run join a process group, gather values, and check that they form one job with equal weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from cpuft.comm import start
+from cpuft.comm.backend_choice import Choice, select_backend
+from cpuft.errors import CpuftError
+from cpuft.files import cache_folder
+from cpuft.rank.script import keep_forever
+from cpuft.rank.world import World
+from cpuft.record import RecordedRank
+
+
+@contextmanager
+def join_process_group(
+    world: World, backend: str, timeout_seconds: float, gradient_type: str = "float32", earlier: Choice | None = None
+) -> Iterator[Choice]:
+    """Form a process group with the other ranks for the time of the context, as torch's default group.
+
+    The ranks find each other at MASTER_ADDR and MASTER_PORT; a single rank needs no address. The timeout is how long a
+    collective may take, and how long ranks wait for rank 0.
+
+    The `backend` is gloo, mpi, ccl, or auto: the fastest of them here, measured once with gradients of torch's
+    `gradient_type` for these hosts and then read from rank 0's cache folder. `earlier` is what auto chose for these
+    hosts before, the same on all ranks, which is used without measuring. Yields the backend, and why it was chosen.
+
+    Raises CpuftError: the address is not set, or the backend cannot be used. Raises RuntimeError, by torch: rank 0
+    cannot be reached, or its port is taken.
+    """
+    store, rank, size = _open_store(world, timeout_seconds), world.rank, world.size
+    choice = Choice(backend, "as you asked")
+    if backend == "auto":
+        choice = Choice("gloo", "a single rank does not communicate")
+        if size > 1:
+            # Only rank 0 caches the choice, so that other hosts need no home folder.
+            cache = Path() if rank else cache_folder(os.environ)
+            choice = earlier or select_backend(store, rank, size, cache, gradient_type)
+    start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size, compares_calls=False)
+    keep_forever(dist.group.WORLD)
+    try:
+        yield choice
+    finally:
+        dist.destroy_process_group()
+
+
+def _open_store(world: World, timeout_seconds: float) -> Store:
+    if world.size == 1:
+        return HashStore()
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise CpuftError(
+            f"rank {world.rank} of {world.size} was not told where rank 0 is: export MASTER_ADDR (its host) and "
+            f"MASTER_PORT (a free port there) before mpirun or srun, or start with cpuft launch"
+        )
+    timeout = timedelta(seconds=timeout_seconds)
+    store: Store = next(rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+    return store
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every rank's picklable `value` in the order of ranks; [value] without a process group. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather_to_first(value: Any) -> list[Any] | None:
+    """Return what `gather` returns on rank 0, and None on all others. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values
+
+
+def broadcast_value(value: Any) -> Any:
+    """Return rank 0's `value`, which must be picklable, on all ranks. Collective."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
+    """Start to send this rank's numbers to all ranks; return a function that waits for those of all ranks. Collective.
+
+    That function returns them as fp64, (ranks, numbers), in the order of ranks. It may be called several times.
+    """
+    # Directly to each rank: the 2 (ranks - 1) messages of a ring, as in gloo's all-reduce, would be sent one after the
+    # other, and each of them would wait behind larger messages on the same link.
+    sent = torch.tensor(list(numbers), dtype=torch.float64).repeat(dist.get_world_size())
+    received = torch.empty_like(sent)
+    work = dist.all_to_all_single(received, sent, async_op=True)
+
+    def wait() -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        return received.view(-1, len(numbers))
+
+    return wait
+
+
+def check_ranks(world: World) -> list[RecordedRank]:
+    """Raise CpuftError on all ranks if one is not where the plan put it; return where each rank is. Collective.
+
+    The launcher passes its plan in CPUFT_WORLD_SIZE (number of ranks), CPUFT_HOSTNAME and CPUFT_CORES (hardware
+    threads, separated by commas). Without these variables, only the numbers of ranks and processes are checked.
+    """
+    own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
+    planned = {
+        "size": os.environ.get("CPUFT_WORLD_SIZE", str(world.size)),
+        "host": os.environ.get("CPUFT_HOSTNAME", own.host),
+        "cpus": [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or own.cpus,
+    }
+    found = gather((own, planned, os.getpid()))
+    problem = find_misplaced(world.size, found)
+    if problem:
+        raise CpuftError(problem)
+    return [rank for rank, _, _ in found]
+
+
+def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], int]]) -> str:
+    """Return the first thing that is wrong with the places of `size` ranks, and what to do; empty if nothing is.
+
+    `found` has for each rank where it is, its plan, and its process number. The plan has `size` (number of ranks, as
+    text), `host` (name) and `cpus` (list of hardware threads).
+    """
+    for number, count in Counter(rank.rank for rank, _, _ in found).items():
+        if count > 1:
+            return f"rank {number} exists {count} times: start the run with one mpirun, and unset RANK in your shell"
+    for (host, process), count in Counter((rank.host, pid) for rank, _, pid in found).items():
+        if count > 1:
+            return f"process {process} on {host} holds {count} ranks: start the run with cpuft launch"
+    for rank, planned, _ in found:
+        if planned["size"] != str(size):
+            return f"rank {rank.rank} was planned for {planned['size']} ranks and finds {size}: check mpirun's -n"
+        if planned["host"] != rank.host:
+            return f"rank {rank.rank} is on {rank.host}, planned on {planned['host']}: check the hostfile's names"
+        if planned["cpus"] != rank.cpus:
+            return (
+                f"rank {rank.rank} on {rank.host} runs on hardware threads {rank.cpus}, planned {planned['cpus']}: "
+                f"let only cpuft pin ranks: unset I_MPI_PIN* and do not start under taskset or numactl"
+            )
+    return ""
+
+
+def checksum_parameters(model: torch.nn.Module) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of the values in `state_dict`, without names, shapes and types."""
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(_view_bytes(value))
+    return digest.hexdigest()[:16]
+
+
+def _view_bytes(value: torch.Tensor) -> Any:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _list_unequal(model: torch.nn.Module) -> list[str]:
+    """Return the names of rank 0's parameters that differ on any rank. Collective."""
+    found = gather({name: hashlib.sha256(_view_bytes(one)).digest() for name, one in model.state_dict().items()})
+    return [name for name, own in found[0].items() if any(other.get(name) != own for other in found)]
+
+
+def share_random_weights(model: torch.nn.Module) -> None:
+    """Give all ranks rank 0's new weights, as of a head, if torch uses other instructions on some ranks. Collective."""
+    # With AVX2 torch draws other normal numbers from a seed than with AVX-512.
+    if len(set(gather(torch.backends.cpu.get_cpu_capability()))) > 1:
+        state = model.state_dict()
+        for name in _list_unequal(model):
+            dist.broadcast(state[name], 0)
+
+
+def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
+    """Return the checksum of `compare_parameters`; raise CpuftError on all ranks if parameters differ. Collective."""
+    checksum, difference = compare_parameters(model, when)
+    if difference:
+        raise CpuftError(difference)
+    return checksum
+
+
+def compare_parameters(model: torch.nn.Module, when: str) -> tuple[str, str]:
+    """Return the checksum of most ranks' parameters, 16 hexadecimal digits, and how other ranks differ. Collective.
+
+    The second text is empty if no rank differs; else it begins with `when`, such as `after update 2`.
+    """
+    checksums = gather((checksum_parameters(model), socket.gethostname()))
+    usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]
+    difference, odd = "", [f"{rank} on {host}" for rank, (checksum, host) in enumerate(checksums) if checksum != usual]
+    if odd:
+        names = _list_unequal(model)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        difference = (
+            f"{when}, the parameters of rank {', '.join(odd)} differ from those of the other ranks: "
+            f"{', '.join(names[:3])}{more}. Either the hosts differ in versions or CPUs (run cpuft doctor), or the "
+            f"exchange of gradients does not suit this model (train it with --np 1)"
+        )
+    return str(usual), difference

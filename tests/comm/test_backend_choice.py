@@ -1,0 +1,96 @@
+"""The choice of a backend from measurements, and its cache."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cpuft.comm.backend_choice import (
+    Choice,
+    cache_key,
+    choose_backend,
+    count_repetitions,
+    limit_repetitions,
+    measure_collective,
+    read_choice,
+    write_choice,
+)
+from cpuft.errors import CpuftError
+from cpuft.train.joint import exchange_examples
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    "gloo, mpi, ccl, chosen",
+    (
+        ((0.042,), (0.0047,), (0.0054,), "mpi"),
+        ((0.079,), (0.101,), (0.196,), "gloo"),
+        ((0.100,), (0.0985,), (0.099,), "gloo"),
+        ((0.100,), (0.091,), (0.090,), "mpi"),
+        ((0.100,), (0.050, 0.050, 9.0), (0.060,), "mpi"),
+    ),
+    ids=("fastest", "gloo wins", "gloo wins a tie", "a tie between the others", "one slow repetition"),
+)
+def test_the_fastest_median_wins(
+    gloo: tuple[float, ...], mpi: tuple[float, ...], ccl: tuple[float, ...], chosen: str
+) -> None:
+    timings = {name: [(one, 0.5) for one in found] for name, found in {"gloo": gloo, "mpi": mpi, "ccl": ccl}.items()}
+    assert choose_backend(timings, 25 * MIB).backend == chosen
+
+
+def test_cpu_time_taken_from_computing_counts() -> None:
+    # At 1 Gbit/s all take the same time. Spinning costs much on a rank's only core, and little on one of 28.
+    timings = {"mpi": [(0.198, 1.0)], "gloo": [(0.200, 0.13)], "ccl": [(0.199, 0.33)]}
+    assert choose_backend(timings, MIB).backend == "gloo"
+    assert choose_backend(timings | {"mpi": [(0.198, 1 / 28)]}, MIB).backend == "mpi"
+
+
+def test_the_reason_is_one_line_with_all_figures() -> None:
+    timings = {"mpi": [(0.0047, 1.0)], "gloo": [(0.042, 0.87)]}
+    assert choose_backend(timings, 25 * MIB).reason == (
+        "all-reduce of 25 MiB takes gloo 42.00 ms (87% busy), mpi 4.70 ms (100% busy)"
+    )
+
+
+def test_without_measurements_the_error_says_what_to_do() -> None:
+    with pytest.raises(CpuftError, match="--backend gloo"):
+        choose_backend({}, MIB)
+
+
+def test_a_choice_is_cached_for_its_hosts(tmp_path: Path) -> None:
+    key = cache_key(["b", "a"], 2, {"torch": "2.13"})
+    assert read_choice(tmp_path, key) is None
+    write_choice(tmp_path, key, Choice("mpi", "why"))
+    assert read_choice(tmp_path, cache_key(["a", "b"], 2, {"torch": "2.13"})) == Choice("mpi", "why")
+    assert read_choice(tmp_path, cache_key(["a", "b"], 4, {"torch": "2.13"})) is None
+    (tmp_path / f"backend-{key}.json").write_text("{")
+    assert read_choice(tmp_path, key) is None
+
+
+@pytest.mark.parametrize("nbytes, times", ((1, 50), (25 * 2**20, 20), (2**30, 5)))
+def test_large_messages_are_repeated_less_often(nbytes: int, times: int) -> None:
+    assert count_repetitions(nbytes) == times
+
+
+@pytest.mark.parametrize(
+    "wanted, seconds, times", ((50, 0.0, 50), (50, 0.01, 50), (50, 0.126, 23), (50, 2.5, 5), (3, 2.5, 3))
+)
+def test_operations_over_a_slow_link_are_repeated_less_often(wanted: int, seconds: float, times: int) -> None:
+    assert limit_repetitions(wanted, seconds) == times
+
+
+def test_own_calls_of_collectives_have_the_names_that_torch_does_not_warn_about(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            for operation in ("all_gather", "reduce_scatter"):
+                assert measure_collective("gloo", operation, "float32", 64, 5).seconds
+            assert exchange_examples(torch.ones(1, 2), [1], 0).tolist() == [[1, 1]]
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,139 @@
+"""What a page shows below a command is what the command prints, on any CPU and with any numbers."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cpuft.files import cache_path
+from tests.provision.simulated import needs_root
+from tests.test_readme import TEXTS
+
+QUICKER = {"--task pairs": " --max-steps 4"}
+"""What is added to a command that has these words, so that it ends sooner; the lines stay the same."""
+
+
+def find_shown(text: str) -> list[tuple[str, str]]:
+    """Return each command of a page's console blocks with the lines below it.
+
+    Commands of several hosts are left out: tests/launch/test_detached.py and scripts/check-clusters run such commands.
+    """
+    blocks = re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.M)
+    found = [one for block in blocks for one in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)]
+    return [(command, lines) for command, lines in found if "--cluster" not in command]
+
+
+SHOWN = {path: found for path, text in TEXTS.items() if (found := find_shown(text))}
+
+
+def write_reviews(folder: Path) -> None:
+    """Write what pages call reviews.csv and new.csv: short texts that are good or bad."""
+    words = (
+        ("awful", "boring", "terrible", "dreadful", "poor"),
+        ("great", "wonderful", "excellent", "fine", "brilliant"),
+    )
+    forms = ("The {} was {}.", "What a {}: {}!", "I found the {} {}.", "{} of the week, and {}.")
+    things = ("film", "book", "meal", "hotel", "concert", "play", "trip", "room")
+    with (folder / "reviews.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(("text", "label"))
+        for thing, number, label, form in itertools.product(things, range(5), (0, 1), forms):
+            rows.writerow((form.format(thing, words[label][number]), ("bad", "good")[label]))
+    (folder / "new.csv").write_text("text\nThe museum was wonderful.\nA boring evening.\n", encoding="utf-8")
+
+
+class World:
+    """A folder in which the commands of the pages run, each once, in the order of their first page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: dict[tuple[str, int], str] = {}
+        (folder / "cache/cpuft").mkdir(parents=True, mode=0o700)
+        for kernels in cache_path(os.environ).glob("kernels-*.so"):
+            (folder / "cache/cpuft" / kernels.name).symlink_to(kernels)
+        write_reviews(folder)
+        for text in TEXTS.values():
+            for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.M):
+                if name := re.match(r"# (\w+\.py)\b", block):
+                    (folder / name[1]).write_text(block, encoding="utf-8")
+
+    def run(self, command: str, time: int = 1) -> str:
+        """Return what a command prints when a page shows it for this time; other pages share the same run of it."""
+        if (command, time) not in self.said:
+            more = "".join(words for part, words in QUICKER.items() if part in command)
+            environ = {name: text for name, text in os.environ.items() if name != "TEST_OF"}  # hosts outlive a test
+            folders = {"XDG_CACHE_HOME": f"{self.folder}/cache", "CPUFT_STATE": f"{self.folder}/state"}
+            path = {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"}
+            done = subprocess.run(
+                ["bash", "-c", f"exec 2>&1; {command}{more}"],
+                cwd=self.folder,
+                env=environ | folders | path,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            self.said[command, time] = done.stdout
+        return self.said[command, time]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("you"))
+    yield made
+    if any("provision local" in command for command, _ in made.said):
+        made.run("cpuft provision down lab", 0)
+
+
+def simplify(text: str, folder: str = "/home/you") -> list[str]:
+    """Return lines that are the same for all numbers, machines and choices that depend on the CPU and its load."""
+    text = text.replace(folder, "/home/you").replace(socket.gethostname(), "vm")
+    text = re.sub(r"^CPUFT-\d+ on .*\n", "", text, flags=re.M)
+    text = re.sub(r"\b(fp32|bf16)\b(: .*)?", "bf16", text)
+    text = re.sub(r"^gradients over .*", "gradients over a backend", text, flags=re.M)
+    text = re.sub(r"\b(mpi|ccl)\b", "gloo", text)
+    text = re.sub(r"\b(none|int8|powersgd)\b(?= +\d)", "bf16", text)
+    text = re.sub(r"-?\d[\d.,]*(e-?\d+)?%?|\binf\b", "0", text)
+    lines = [" ".join(re.sub(r"[#─]+", "#", line).split()) for line in text.splitlines()]
+    lines = [line for line, _ in itertools.groupby(lines)]
+    # Lines that were left out between two that are alike, such as those of updates, are one line with them.
+    places = [
+        place for place in range(1, len(lines) - 1) if lines[place] == "..." and lines[place - 1] == lines[place + 1]
+    ]
+    return [line for place, line in enumerate(lines) if place not in places and place - 1 not in places]
+
+
+LOCAL = "docs/clusters-simulated.md"
+
+
+@pytest.mark.parametrize("path", [pytest.param(one, marks=needs_root) if one == LOCAL else one for one in SHOWN])
+def test_commands_print_what_pages_show(path: str, world: World) -> None:
+    commands = [command for command, _ in SHOWN[path]]
+    for place, (command, shown) in enumerate(SHOWN[path], 1):
+        said = world.run(command, commands[:place].count(command))
+        printed = "".join(f"{line}\n" for line in simplify(said, str(world.folder)))
+        lines = (r"(?:.*\n)*" if line == "..." else re.escape(line) + "\n" for line in simplify(shown))
+        assert re.fullmatch("".join(lines), printed), f"{path}: {command}\n{said}"
+
+
+@pytest.mark.parametrize("path", ("README.md", "docs/training.md"))
+def test_the_trained_model_is_loaded_with_transformers(path: str, world: World) -> None:
+    (launch,) = (command for command, _ in SHOWN[path] if "cpuft launch" in command)
+    world.run(launch)
+    (block,) = (one for one in re.findall(r"^```python\n(.*?)^```", TEXTS[path], re.DOTALL | re.M) if "pipeline" in one)
+    assert world.run(f"python -c {shlex.quote(block)}").count("'label': 'good'") == 1
+
+
+def test_every_page_of_a_task_begins_with_it_and_shows_what_one_sees() -> None:
+    tasks = {path for path, text in TEXTS.items() if "\n**Task:** " in text}
+    assert {path for path in tasks if "```console" not in TEXTS[path] and "```text" not in TEXTS[path]} == set()
