@@ -13,7 +13,7 @@ from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, p
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.base import PROVIDERS, describe_region, find_cluster, load_cluster, load_provider
+from cpuft.provision.base import PROVIDERS, describe_rented, find_cluster, load_cluster, load_provider
 from cpuft.provision.options import ImageConfig, LocalConfig
 from cpuft.steps import Plan, Step, format_plan
 
@@ -74,7 +74,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     cluster = load_cluster(config.name, os.environ)
     if not isinstance(cluster, SimulatedCluster):
         raise CpuftError(f"{config.name} is a cluster of kind {cluster.kind}: {fault} is for simulated hosts only")
-    plan = cluster.plan_fault(fault, node)
+    plan = cluster.show_fault(fault, node)
     if dry_run:
         click.echo(format_plan(plan), nl=False)
     else:
@@ -166,7 +166,7 @@ def status(name: str | None, region: str) -> None:
         click.echo(cluster.describe(), nl=False)
         return
     if region:
-        click.echo(describe_region(region), nl=False)
+        click.echo(describe_rented(region), nl=False)
         return
     names = list_names(state_root(os.environ))
     for one in names:

@@ -354,7 +354,7 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
     return load_cluster(name, environ)
 
 
-def describe_region(region: str) -> str:
+def describe_rented(region: str) -> str:
     """Return the lines of `cpuft provision status --region`; an empty `region` is that of the AWS configuration. Raises
     CpuftError: AWS cannot be asked.
     """

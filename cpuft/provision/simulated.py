@@ -521,7 +521,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         """Plan the removal of everything that is left."""
         return plan_cluster_down(self.config, facts, self.layout)
 
-    def plan_fault(self, fault: str, node: str) -> Plan:
+    def show_fault(self, fault: str, node: str) -> Plan:
         """Plan a fault (a key of `FAULTS`) of a host, by its number from 1, name or address; CpuftError for others."""
         return plan_fault(self.config, self.gather(), self.layout, fault, node)
 

@@ -29,7 +29,6 @@ EXEMPT = {
     "load_weights": "transformers reads it",
     "parse_cores": "what cpuft launch has written",
     "parse_hashes": "what scripts/pin has written",
-    "parse_images": "what boto3 has read by AWS's own model",
     "parse_json_cells": "read_table, and texts of one's own",
     "parse_kernel": "what oneDNN prints in this process",
     "parse_options": "parse_value, of each option",

@@ -12,8 +12,8 @@ from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
-from cpuft.provision.aws.client import ENVIRONMENT, IMAGE, OWNER, CallStep, plan_call, specify_tags
-from cpuft.provision.aws.facts import PENDING, READY, Ami, find_images
+from cpuft.provision.aws.client import CallStep, Tag, plan_call, read_tags, specify_tags
+from cpuft.provision.aws.facts import PENDING, READY, Image, find_disk_size, find_images, find_snapshots
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Services
 from cpuft.provision.base import Ask, Say, lock, reconcile, run_stages
@@ -41,27 +41,30 @@ def name_image(recipe: str, environment: str) -> str:
     return f"cpuft-{recipe}-{environment[:12]}"
 
 
-def is_ready(image: Ami | None, name: str) -> bool:
+def is_ready(image: Image | None, name: str) -> bool:
     """Whether the AMI found under `name` can be used now. CpuftError if it never can, as when it is not cpuft's."""
-    if image and not image.recipe:
+    if not image:
+        return False
+    if Tag.IMAGE not in read_tags(image):
         raise CpuftError(
-            f"AMI {image.id} has the name {name}, but cpuft did not make it: deregister it, or give it another name"
+            f"AMI {image['ImageId']} has the name {name}, but cpuft did not make it: deregister it, or give it another "
+            "name"
         )
-    if image and image.state not in (READY, PENDING):
+    if image["State"] not in (READY, PENDING):
         raise CpuftError(
-            f"AMI {name} could not be made (its state is {image.state!r}): delete it with `cpuft provision image "
+            f"AMI {name} could not be made (its state is {image['State']!r}): delete it with `cpuft provision image "
             f"--delete {name}`"
         )
-    return bool(image and image.state == READY)
+    return bool(image["State"] == READY)
 
 
-def plan_image(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> CallStep:
+def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> CallStep:
     """Return the call that makes an AMI of an instance, and tags it and its snapshots.
 
     AWS shuts the instance down meanwhile, so that its disk is consistent. `recipe` is a digest, `environment` a stamp,
     and `owner` the ARN of who makes the AMI.
     """
-    tags = {IMAGE: recipe, ENVIRONMENT: environment, OWNER: owner, "Name": name}
+    tags = {Tag.IMAGE: recipe, Tag.ENVIRONMENT: environment, Tag.OWNER: owner, "Name": name}
     parameters = {
         "InstanceId": instance,
         "Name": name,
@@ -71,29 +74,40 @@ def plan_image(instance: str, name: str, recipe: str, environment: str, owner: s
     return plan_call("create_image", f"make AMI {name}", region, parameters)
 
 
-def plan_deletion(images: Sequence[Ami], wanted: str, region: str) -> Plan:
-    """Return the steps that delete those of `images` with the name or id `wanted`, together with their snapshots."""
-    steps = tuple(
-        plan_call(
-            "deregister_image",
-            f"delete AMI {one.name} and its snapshot",
-            region,
-            {"ImageId": one.id, "DeleteAssociatedSnapshots": True},
-        )
-        for one in images
-        if wanted in (one.id, one.name)
-    )
-    if not steps:
-        known = suggest_names(wanted, {one.name for one in images}) if images else "there is nothing to delete"
+def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted: str, region: str) -> Plan:
+    """Return the steps that delete the AMI with the name or id `wanted`, if it is among `images`, then its snapshots.
+
+    AWS deletes no snapshot of an AMI that exists. `snapshots` has the name of the AMI of each snapshot, by id.
+    """
+    found = {str(one["ImageId"]): str(one["Name"]) for one in images if wanted in (one["ImageId"], one["Name"])}
+    disks = [disk for disk, name in snapshots.items() if wanted in (disk, name) or name in found.values()]
+    if not found and not disks:
+        names = {*(one["Name"] for one in images), *snapshots.values()}
+        known = suggest_names(wanted, names) if names else "there is nothing to delete"
         raise CpuftError(f"cpuft has made no AMI {wanted!r:.80} in {region}: {known}")
-    return Plan((steps,))
+    calls = (
+        [plan_call("deregister_image", f"delete AMI {found[one]}", region, {"ImageId": one}) for one in found],
+        [plan_call("delete_snapshot", f"delete snapshot {one}", region, {"SnapshotId": one}) for one in disks],
+    )
+    return Plan(tuple(tuple(stage) for stage in calls if stage))
 
 
-def describe_images(images: Sequence[Ami], region: str) -> str:
-    """Return a line for each AMI, `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`; one that says so without any."""
+def describe_images(images: Sequence[Image], snapshots: Mapping[str, str], region: str) -> str:
+    """Return a line for each AMI, `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, and for snapshots without one.
+
+    Without any, the only line says so.
+    """
     lines = [
-        f"{one.name}  {one.id}  {one.state}, {one.gigabytes} GB, made {one.created[:16].replace('T', ' ')} UTC"
+        f"{one['Name']}  {one['ImageId']}  {one['State']}, {find_disk_size(one)} GB, "
+        f"made {one['CreationDate'][:16].replace('T', ' ')} UTC"
         for one in images
+    ]
+    names = {one["Name"] for one in images}
+    lines += [
+        f"{name}  {disk}  snapshot of a deleted AMI, which costs money: delete it with `cpuft provision image "
+        f"--delete {name}`"
+        for disk, name in snapshots.items()
+        if name not in names
     ]
     return "".join(f"{line}\n" for line in lines or [f"cpuft has made no AMI in {region}"])
 
@@ -167,7 +181,7 @@ class AmiBuilder:
         notes = [f"then: {why}" for why in (*later, f"make AMI {name}", "terminate the instance, even after an error")]
         return replace(plan, notes=(*plan.notes, *notes))
 
-    def _find_image(self, name: str) -> Ami | None:
+    def _find_image(self, name: str) -> Image | None:
         return next(iter(find_images(self.cluster.client, "name", name)), None)
 
     def _gather_supply(self) -> Supply:
@@ -179,7 +193,7 @@ class AmiBuilder:
 
         Raises CpuftError when another machine made it and still uses it, which it does until the AMI is `ready`.
         """
-        facts = self.cluster.gather_remains().rental
+        facts = self.cluster.gather_remains()
         if is_ours(facts.files, facts.directory):
             say(self.cluster.down(say))
         elif (facts.resources.group or facts.resources.live) and not ready:
@@ -190,14 +204,14 @@ class AmiBuilder:
 
     def _build(self, name: str, stamp: str, say: Say, ask: Ask) -> None:
         self.cluster.make(say, ask)
-        resources = self.cluster.gather_remains().rental.resources
+        resources = self.cluster.gather_remains().resources
         instance, region = resources.live[0], self.cluster.config.region
         if self.services.uses_ssh:
             transport = SshTransport(str(self.cluster.directory / "ssh_config"), here="")
             run_stages(
                 plan_finish(self.recipe, instance.private, transport.command_prefix(Host(instance.private))), say
             )
-        step = plan_image(instance.id, name, self.recipe.digest, stamp, resources.caller, region)
+        step = _plan_ami(instance.id, name, self.recipe.digest, stamp, resources.caller, region)
         self.cluster.run(Plan(((step,),)), say)
 
     def _wait_until_ready(self, name: str) -> None:
@@ -241,24 +255,15 @@ def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan
 def list_images(region: str, services: Services | None = None) -> str:
     """Return a line for each AMI of cpuft in a region of this account; "" is that of the AWS configuration."""
     client = (services or Services()).open_client(region)
-    return describe_images(find_images(client, "tag-key", IMAGE), client.region)
+    return describe_images(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), client.region)
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
     """Delete the AMI with the name or id `wanted` and its snapshots, or only plan that with `dry_run`."""
     client = (services or Services()).open_client(region)
-    plan = plan_deletion(find_images(client, "tag-key", IMAGE), wanted, client.region)
-    for step in () if dry_run else plan.stages[0]:
+    plan = plan_deletion(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), wanted, client.region)
+    for step in () if dry_run else (step for stage in plan.stages for step in stage):
         assert isinstance(step, CallStep)
         say(step.why)
-        left = [
-            f"snapshot {one['SnapshotId']} ({one['ReturnCode']})"
-            for one in client.execute(step).get("DeleteSnapshotResults", ())
-            if one["ReturnCode"] != "success"
-        ]
-        if left:
-            raise CpuftError(
-                f"AMI {wanted} was deleted, but AWS kept {', '.join(left)}, which costs money: delete it with `aws ec2 "
-                f"delete-snapshot --region {client.region}`"
-            )
+        client.execute(step)
     return plan

@@ -13,14 +13,24 @@ from typing import Any
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.steps import Step
 
-TAG = "cpuft:cluster"
-"""Tag of every resource that belongs to a cluster, by which it is found; its value is the cluster's name."""
-OWNER, UNTIL, GENERATION = "cpuft:owner", "cpuft:until", "cpuft:generation"
-"""Tags of a cluster: ARN of its owner, end of its lease, last request for missing instances; times since the epoch."""
-LIMIT, GROUP = "cpuft:limit", "cpuft:group"
-"""Tags: the time to which a running job may extend the lease; the security group in which an instance was started."""
-IMAGE, ENVIRONMENT = "cpuft:image", "cpuft:environment"
-"""Tags of AMIs and their snapshots, which outlive clusters: the digest of the recipe, the stamp of the environment."""
+
+class Tag:
+    """Keys of the tags of resources in AWS. The values of times are in seconds since the epoch."""
+
+    CLUSTER = "cpuft:cluster"
+    """Of every resource of a cluster, by which it is found: the cluster's name."""
+    OWNER = "cpuft:owner"
+    """ARN of the user or role that made the resource."""
+    UNTIL, LIMIT = "cpuft:until", "cpuft:limit"
+    """The end of the lease, and the time to which a running job may extend it."""
+    GENERATION = "cpuft:generation"
+    """When missing instances were last requested."""
+    GROUP = "cpuft:group"
+    """The security group in which an instance was started."""
+    IMAGE, ENVIRONMENT = "cpuft:image", "cpuft:environment"
+    """Of AMIs and their snapshots, which outlive clusters: digest of the recipe, stamp of the environment."""
+
+
 SPOT_SERVICE, SPOT_ROLE = "spot.amazonaws.com", "AWSServiceRoleForEC2Spot"
 """The role without which AWS starts no spot instances."""
 POLICY = Path(__file__).with_name("policy.json")
@@ -108,6 +118,7 @@ _TRANSIENT_CODES = (
     "InvalidPlacementGroup.Unknown",
     "DependencyViolation",
     "InvalidPlacementGroup.InUse",
+    "InvalidSnapshot.InUse",
 )
 """Codes beside HTTP 5xx after which a call is repeated: AWS is busy, or a resource is not visible yet or in use."""
 _QUOTA_CODES = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded")

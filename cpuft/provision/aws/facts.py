@@ -6,24 +6,12 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
 from cpuft.errors import CpuftError, suggest_names
-from cpuft.provision.aws.client import (
-    GENERATION,
-    GROUP,
-    IMAGE,
-    LIMIT,
-    OWNER,
-    SPOT_ROLE,
-    TAG,
-    UNTIL,
-    AwsClient,
-    CallError,
-    read_tags,
-)
+from cpuft.provision.aws.client import SPOT_ROLE, AwsClient, CallError, Tag, read_tags
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.image import read_recipe
 from cpuft.report.estimate import TABLE
@@ -36,6 +24,7 @@ LIVE = ("pending", "running")
 BILLED = (*LIVE, "stopping", "stopped")
 """States in which an instance or its disk costs money until it is terminated."""
 READY, PENDING = "available", "pending"
+"""States of AMIs that can be used, or will be soon."""
 QUOTA_CODES = {False: "L-1216C47A", True: "L-34B43A08"}
 """Service quotas of EC2 for the vCPUs of running standard instances, by whether they are spot instances."""
 _DEBIAN_PARAMETER = "/aws/service/debian/release/12/latest/amd64"
@@ -45,6 +34,8 @@ _HOST_KEY = re.compile(
     re.DOTALL,
 )
 """What cloud-init writes to the console, when user data's commands have run."""
+Image = Mapping[str, Any]
+"""An AMI, as DescribeImages returns it."""
 Rule = dict[str, Any]
 """Rule of a security group for one peer: an entry of IpPermissions, as calls return and take it."""
 _PEERS = {
@@ -109,8 +100,8 @@ class Resources:
     """Everything in a region that carries a cluster's tag."""
 
     now: float
-    caller: str
-    """ARN of the user or role that asked."""
+    caller: str = ""
+    """ARN of the user or role that asked; empty if it does not matter."""
     group: SecurityGroup | None = None
     instances: tuple[Instance, ...] = ()
     """The head host comes first; terminated instances are included as long as AWS lists them."""
@@ -126,58 +117,31 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Zone:
-    """An availability zone that offers an instance type."""
-
-    name: str
-    subnet: str
-    """Id of its default subnet."""
-    spot_price: float = 0.0
-    """In dollars per hour, now; 0 if unknown."""
-
-
-@dataclass(frozen=True)
-class Ami:
-    """An AMI of this account, or one that instances start from."""
-
-    id: str
-    name: str
-    state: str
-    """`READY`, `PENDING`, or the state of an AMI that could not be made."""
-    created: str
-    """As AWS writes it, which sorts in time order."""
-    recipe: str
-    """Digest of its recipe; empty for an AMI that cpuft did not make."""
-    root: str
-    """Name of its root device."""
-    gigabytes: int
-    """Size of its root disk; 0 if unknown."""
-    architecture: str = ""
-    """"x86_64" or "arm64"; empty if unknown."""
-
-
-@dataclass(frozen=True)
 class Offer:
     """What AWS offers of an instance type, and how much of it this account may rent."""
 
-    vcpus: int
-    architectures: tuple[str, ...]
-    in_placement_groups: bool
-    markets: tuple[str, ...]
-    """"on-demand", "spot" or both."""
-    zones: tuple[Zone, ...]
-    """Zones that offer the type and have a default subnet, by name."""
-    image: Ami
+    type: Mapping[str, Any]
+    """The type, as DescribeInstanceTypes returns it."""
+    zones: Mapping[str, str]
+    """Availability zones that offer the type: the id of the default subnet, by name."""
+    image: Image
     quota: float | None
     """vCPUs that may run at the same time; None if unknown."""
-    cores: int = 0
-    """Of an instance; 0 if unknown."""
-    threads: tuple[int, ...] = ()
-    """Possible numbers of hardware threads per core; (2,) if AWS says nothing."""
-    efa: bool = False
-    """Whether the type has an Elastic Fabric Adapter."""
+    spot_prices: Mapping[str, float] = field(default_factory=dict)
+    """Present prices in dollars per hour, by zone; zones without a known price are left out."""
     has_spot_role: bool = True
     """Whether the account has the role without which no spot instance starts."""
+
+    @property
+    def in_placement_groups(self) -> bool:
+        """Whether instances of the type can be placed close to each other."""
+        return "cluster" in self.type.get("PlacementGroupInfo", {}).get("SupportedStrategies", ())
+
+    @property
+    def threads(self) -> list[int]:
+        """Possible numbers of hardware threads per core; [2] if AWS says nothing."""
+        cpus = self.type["VCpuInfo"]
+        return list(cpus.get("ValidThreadsPerCore") or [cpus.get("DefaultThreadsPerCore", 2)])
 
 
 def normalize_owner(arn: str) -> str:
@@ -189,13 +153,13 @@ def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
     tags = read_tags(found)
     return SecurityGroup(
         found["GroupId"],
-        tags.get(TAG, ""),
-        tags.get(OWNER, ""),
-        _parse_time(tags.get(UNTIL, "")),
-        _parse_time(tags.get(GENERATION, "")),
+        tags.get(Tag.CLUSTER, ""),
+        tags.get(Tag.OWNER, ""),
+        _parse_time(tags.get(Tag.UNTIL, "")),
+        _parse_time(tags.get(Tag.GENERATION, "")),
         parse_rules(found.get("IpPermissions", ())),
         parse_rules(found.get("IpPermissionsEgress", ())),
-        _parse_time(tags.get(LIMIT, "")),
+        _parse_time(tags.get(Tag.LIMIT, "")),
     )
 
 
@@ -220,7 +184,7 @@ def _parse_instance(found: Mapping[str, Any]) -> Instance:
     tags = read_tags(found)
     return Instance(
         id=found["InstanceId"],
-        cluster=tags.get(TAG, ""),
+        cluster=tags.get(Tag.CLUSTER, ""),
         state=found["State"]["Name"],
         type=str(found.get("InstanceType", "")),
         zone=str(found.get("Placement", {}).get("AvailabilityZone", "")),
@@ -229,10 +193,10 @@ def _parse_instance(found: Mapping[str, Any]) -> Instance:
         spot=found.get("InstanceLifecycle") == "spot",
         launched=found["LaunchTime"].timestamp(),
         ended=_parse_end(str(found.get("StateTransitionReason") or "")),
-        until=_parse_time(tags.get(UNTIL, "")),
-        generation=_parse_time(tags.get(GENERATION, "")),
+        until=_parse_time(tags.get(Tag.UNTIL, "")),
+        generation=_parse_time(tags.get(Tag.GENERATION, "")),
         index=int(found.get("AmiLaunchIndex", 0)),
-        group=tags.get(GROUP, ""),
+        group=tags.get(Tag.GROUP, ""),
         reason=str(found.get("StateReason", {}).get("Message") or ""),
     )
 
@@ -263,25 +227,10 @@ def is_standard(instance_type: str) -> bool:
     return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("inf", "hpc", "mac", "trn"))
 
 
-def parse_images(response: Mapping[str, Any]) -> tuple[Ami, ...]:
-    """Return the AMIs in a response to DescribeImages, the oldest first."""
-    found = [_parse_image(one) for one in response.get("Images", ())]
-    return tuple(sorted(found, key=lambda one: (one.created, one.id)))
-
-
-def _parse_image(found: Mapping[str, Any]) -> Ami:
-    disks = {one.get("DeviceName"): one.get("Ebs", {}) for one in found.get("BlockDeviceMappings", ())}
-    root = str(found.get("RootDeviceName", ""))
-    return Ami(
-        id=found["ImageId"],
-        name=str(found.get("Name", "")),
-        state=str(found.get("State", "")),
-        created=str(found.get("CreationDate", "")),
-        recipe=read_tags(found).get(IMAGE, ""),
-        root=root,
-        gigabytes=int(disks.get(root, {}).get("VolumeSize", 0)),
-        architecture=str(found.get("Architecture", "")),
-    )
+def find_disk_size(image: Image) -> int:
+    """Return the size of an AMI's root disk in GB; 0 if unknown."""
+    disks = {one.get("DeviceName"): one.get("Ebs", {}) for one in image.get("BlockDeviceMappings", ())}
+    return int(disks.get(image.get("RootDeviceName"), {}).get("VolumeSize", 0))
 
 
 def read_table() -> dict[str, ListedType]:
@@ -302,21 +251,32 @@ def find_own_address() -> str:
 
 def find_resources(client: AwsClient, name: str, now: float) -> Resources:
     """Return everything in the client's region that carries the tag of the cluster `name`, seen at `now`."""
-    filters = [{"Name": f"tag:{TAG}", "Values": [name]}]
-    groups = client.query("describe_security_groups", Filters=filters).get("SecurityGroups", ())
+    filters = [{"Name": f"tag:{Tag.CLUSTER}", "Values": [name]}]
     places = client.query("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
     unattached = [*filters, {"Name": "status", "Values": ["available"]}]
-    volumes = client.query("describe_volumes", Filters=unattached).get("Volumes", ())
-    group = _parse_group(groups[0]) if groups else None
-    instances = parse_instances(client.query("describe_instances", Filters=filters))
-    return Resources(
-        now=now,
+    volumes = client.query("describe_volumes", Filters=unattached)["Volumes"]
+    return replace(
+        _find_clusters(client, filters, now).get(name, Resources(now)),
         caller=normalize_owner(client.caller),
-        group=group,
-        instances=drop_earlier_cluster(instances, group),
         placement_group=next((one["GroupName"] for one in places if one.get("State") != "deleted"), ""),
         volumes=tuple(one["VolumeId"] for one in volumes),
     )
+
+
+def find_clusters(client: AwsClient, now: float) -> dict[str, Resources]:
+    """Return by name all clusters of the account in this region: their security groups and instances, seen at `now`."""
+    return _find_clusters(client, [{"Name": "tag-key", "Values": [Tag.CLUSTER]}], now)
+
+
+def _find_clusters(client: AwsClient, filters: list[dict[str, Any]], now: float) -> dict[str, Resources]:
+    groups = [_parse_group(one) for one in client.query("describe_security_groups", Filters=filters)["SecurityGroups"]]
+    instances = parse_instances(client.query("describe_instances", Filters=filters))
+    by_name = {group.cluster: group for group in groups}
+    clusters = {}
+    for name in sorted({*by_name, *(one.cluster for one in instances)}):
+        group, own = by_name.get(name), [one for one in instances if one.cluster == name]
+        clusters[name] = Resources(now, group=group, instances=drop_earlier_cluster(own, group))
+    return clusters
 
 
 def find_host_key(client: AwsClient, instance: str) -> str:
@@ -335,27 +295,13 @@ def find_host_key(client: AwsClient, instance: str) -> str:
     return found[-1] if found else ""
 
 
-def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tuple[Instance, ...]]]:
-    """Return by name all clusters of the account in this region: security group (None if deleted), instances."""
-    filters = [{"Name": "tag-key", "Values": [TAG]}]
-    groups = [_parse_group(one) for one in client.query("describe_security_groups", Filters=filters)["SecurityGroups"]]
-    instances = parse_instances(client.query("describe_instances", Filters=filters))
-    by_name = {group.cluster: group for group in groups}
-    clusters = {}
-    for name in sorted({*by_name, *(one.cluster for one in instances)}):
-        group, own = by_name.get(name), [one for one in instances if one.cluster == name]
-        clusters[name] = (group, drop_earlier_cluster(own, group))
-    return clusters
-
-
 def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     """Return what AWS offers of the instance type that the options ask for.
 
     The AMI is --image, otherwise the newest one of --recipe, otherwise Debian 12's. Spot prices and the role for spot
     instances are looked up only with --spot.
     """
-    details = _find_type(client, config.type)
-    cpus = details["VCpuInfo"]
+    found = _find_type(client, config.type)
     subnets = client.query("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
     if not subnets:
         raise CpuftError(f"region {client.region} has no default network: make one with `aws ec2 create-default-vpc`")
@@ -363,23 +309,14 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     response = client.query("describe_instance_type_offerings", LocationType="availability-zone", Filters=filters)
     offering = {one["Location"] for one in response["InstanceTypeOfferings"]}
     prices = find_spot_prices(client, config.type) if config.spot else {}
-    zones = [
-        Zone(name, one["SubnetId"], prices.get(name, 0.0))
-        for one in subnets
-        if (name := one["AvailabilityZone"]) in offering
-    ]
+    zones = {one["AvailabilityZone"]: one["SubnetId"] for one in subnets if one["AvailabilityZone"] in offering}
     return Offer(
-        vcpus=cpus["DefaultVCpus"],
-        cores=cpus.get("DefaultCores", 0),
-        threads=tuple(cpus.get("ValidThreadsPerCore") or [cpus.get("DefaultThreadsPerCore", 2)]),
-        efa=bool(details.get("NetworkInfo", {}).get("EfaSupported")),
-        has_spot_role=not config.spot or _has_spot_role(client),
-        architectures=tuple(details["ProcessorInfo"]["SupportedArchitectures"]),
-        in_placement_groups="cluster" in details.get("PlacementGroupInfo", {}).get("SupportedStrategies", ()),
-        markets=tuple(details.get("SupportedUsageClasses", ())),
-        zones=tuple(sorted(zones, key=lambda zone: zone.name)),
+        type=found,
+        zones=zones,
+        spot_prices={zone: price for zone, price in prices.items() if zone in zones},
         image=_find_base_image(client, config.image or _find_recipe_image(client, config.recipe)),
         quota=_find_quota(client, config.spot),
+        has_spot_role=not config.spot or _has_spot_role(client),
     )
 
 
@@ -404,17 +341,17 @@ def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
     return {one["AvailabilityZone"]: float(one["SpotPrice"]) for one in reversed(history)}
 
 
-def _find_base_image(client: AwsClient, image: str) -> Ami:
+def _find_base_image(client: AwsClient, image: str) -> Image:
     """Return the AMI with this id, or Debian 12's newest one if the id is empty."""
     try:
         wanted = image or str(client.query("get_parameter", Name=_DEBIAN_PARAMETER)["Parameter"]["Value"])
-        found = parse_images(client.query("describe_images", ImageIds=[wanted]))
+        found: list[Image] = client.query("describe_images", ImageIds=[wanted])["Images"]
     except CallError as error:
         if error.code == "ParameterNotFound":
             raise CpuftError(f"region {client.region} offers no AMI of Debian 12: give an AMI with --image") from None
         if not error.code.startswith("InvalidAMIID"):
             raise
-        found = ()
+        found = []
     if not found:
         raise CpuftError(
             f"region {client.region} has no AMI {image!r:.60} that you can use: an AMI belongs to one region, and its "
@@ -427,14 +364,22 @@ def _find_recipe_image(client: AwsClient, path: str) -> str:
     """Return the id of the newest AMI of a recipe that instances can start from; empty without one or a recipe."""
     if not path:
         return ""
-    found = find_images(client, f"tag:{IMAGE}", read_recipe(path).digest)
-    return next((one.id for one in reversed(found) if one.state == READY), "")
+    found = find_images(client, f"tag:{Tag.IMAGE}", read_recipe(path).digest)
+    return next((str(one["ImageId"]) for one in reversed(found) if one["State"] == READY), "")
 
 
-def find_images(client: AwsClient, name: str, value: str) -> tuple[Ami, ...]:
+def find_images(client: AwsClient, name: str, value: str) -> list[Image]:
     """Return the AMIs of this account that a filter of DescribeImages selects, the oldest first, in any state."""
     filters = [{"Name": name, "Values": [value]}]
-    return parse_images(client.query("describe_images", Owners=["self"], Filters=filters))
+    found = client.query("describe_images", Owners=["self"], Filters=filters)["Images"]
+    return sorted(found, key=lambda one: (one["CreationDate"], one["ImageId"]))
+
+
+def find_snapshots(client: AwsClient) -> dict[str, str]:
+    """Return the snapshots that cpuft's AMIs of this account have or have left: name of the AMI, by id."""
+    filters = [{"Name": "tag-key", "Values": [Tag.IMAGE]}]
+    found = client.query("describe_snapshots", OwnerIds=["self"], Filters=filters)["Snapshots"]
+    return {one["SnapshotId"]: read_tags(one).get("Name", "") for one in found}
 
 
 def _has_spot_role(client: AwsClient) -> bool:

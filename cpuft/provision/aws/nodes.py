@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import Entry
 from cpuft.hosts.ssh_config import Member
-from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, map_hosts, try_hosts
-from cpuft.provision.aws.client import CallError
+from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, try_hosts
 from cpuft.provision.aws.facts import Instance, SecurityGroup
 from cpuft.provision.aws.lease import CHECK_TIMER, Timer, make_schedule_command, parse_timer
 from cpuft.provision.aws.options import AwsConfig
@@ -55,18 +55,11 @@ class Nodes(Servers):
         # The key of an instance that had the same address before is left out.
         self.keys = {name: key for name, key in self.keys.items() if key.split()[2:] == [marks.get(name)]}
         self._aws_config = config
+        self._has_spot = any(one.spot for one in instances)
         self._until, self._limit = group.until, max(group.until, group.limit)
 
     def _make_entry(self) -> Entry:
-        return make_entry(self._aws_config, str(self.directory), self.hostfile, self._until)
-
-    def _read_timers(self, transport: Transport) -> dict[str, Timer]:
-        """Return what each instance says about its lease, by private address."""
-
-        def read(member: Member) -> Timer:
-            return parse_timer(transport.run(Host(member.address), ("sh", "-c", CHECK_TIMER)).output)
-
-        return dict(zip([member.address for member in self.members], map_hosts(read, self.members)))
+        return make_entry(self._aws_config, str(self.directory), self.hostfile, self._until, self._has_spot)
 
     def secure_lease(self, say: Callable[[str], None]) -> None:
         """Verify over ssh that all instances terminate themselves when their lease ends, or make them do so.
@@ -74,29 +67,27 @@ class Nodes(Servers):
         Raises LeaseError when instances still would not terminate themselves afterwards, or cannot be asked.
         """
         with self._temporary_transport(()) as transport:
-            try:
-                for address, timer in self._read_timers(transport).items():
-                    if fault := timer.find_fault(self._limit):
-                        say(f"{address}: schedule the shutdown at the end of the lease, because {fault}")
-                        self._schedule_shutdown(transport, address, timer)
-                timers = self._read_timers(transport)
-            except LeaseError:
-                raise
-            except CpuftError as error:
-                raise LeaseError(
-                    f"it is not known whether all instances terminate themselves when their lease ends: {error}"
-                ) from None
-        faults = {address: timer.find_fault(self._limit) for address, timer in timers.items()}
-        if reasons := ", ".join(f"{address}: {fault}" for address, fault in faults.items() if fault):
-            raise LeaseError(f"instances would not terminate themselves when their lease ends ({reasons})")
+            faults = try_hosts(partial(self._schedule_shutdown, transport, say), self.members)
+        if reasons := "; ".join(str(fault) for fault in faults if fault):
+            raise LeaseError(f"it is not certain that all instances terminate when their lease ends ({reasons})")
 
-    def _schedule_shutdown(self, transport: Transport, address: str, timer: Timer) -> None:
+    def _schedule_shutdown(self, transport: Transport, say: Callable[[str], None], member: Member) -> str:
+        """Schedule the shutdown of an instance unless it is scheduled; return why the instance would run on, or ""."""
+
+        def read_timer() -> Timer:
+            return parse_timer(transport.run(Host(member.address), ("sh", "-c", CHECK_TIMER)).output)
+
+        timer = read_timer()
+        if not (fault := timer.find_fault(self._limit)):
+            return ""
+        say(f"{member.address}: schedule the shutdown at the end of the lease, because {fault}")
         # If a running job has extended the lease within its limit, that end stays.
         until = timer.until if self._until <= timer.until <= self._limit else self._until
-        answer = transport.run(Host(address), make_schedule_command(until, self._limit))
-        if answer.exit_code:
-            errors = " ".join(answer.errors.split())[-300:] or "without a message"
-            raise LeaseError(f"the shutdown of {address} at the end of its lease could not be scheduled ({errors})")
+        answer = transport.run(Host(member.address), make_schedule_command(until, self._limit))
+        if not (fault := read_timer().find_fault(self._limit)):
+            return ""
+        said = " ".join(answer.errors.split())[-300:] or "no message"
+        return f"{member.address}: {fault}, after scheduling it ended with exit code {answer.exit_code} ({said})"
 
     def connect(
         self,
@@ -139,14 +130,6 @@ class Nodes(Servers):
     def _find_keys(self, find_key: Callable[[str], str]) -> list[str]:
         """Look for the host keys that are unknown; return the instances whose keys still are: "10.0.0.1 (i-1)"."""
         for one in self.members:
-            if one.known_name in self.keys:
-                continue
-            try:
-                key = find_key(one.mark)
-            except CallError as error:
-                if not error.is_transient:
-                    raise
-                key = ""  # it is looked for again
-            if key:
+            if one.known_name not in self.keys and (key := find_key(one.mark)):
                 self.keys[one.known_name] = key
         return [f"{one.address} ({one.mark})" for one in self.members if one.known_name not in self.keys]

@@ -16,19 +16,7 @@ from typing import Any
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
-from cpuft.provision.aws.client import (
-    GENERATION,
-    GROUP,
-    LIMIT,
-    OWNER,
-    SPOT_SERVICE,
-    TAG,
-    UNTIL,
-    CallStep,
-    make_tags,
-    plan_call,
-    specify_tags,
-)
+from cpuft.provision.aws.client import SPOT_SERVICE, CallStep, Tag, make_tags, plan_call, specify_tags
 from cpuft.provision.aws.facts import (
     QUOTA_CODES,
     Instance,
@@ -36,7 +24,7 @@ from cpuft.provision.aws.facts import (
     Resources,
     Rule,
     SecurityGroup,
-    Zone,
+    find_disk_size,
     is_standard,
 )
 from cpuft.provision.aws.lease import (
@@ -49,6 +37,7 @@ from cpuft.provision.aws.lease import (
 )
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import is_ours, plan_files, plan_key, plan_removal
+from cpuft.provision.servers import ClusterFacts
 from cpuft.steps import Plan, Step
 
 _NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
@@ -78,6 +67,8 @@ class RentalFacts:
     """None when nothing is missing that would have to be rented."""
     refused: Mapping[tuple[str, bool], str] = field(default_factory=dict)
     """Why there was no capacity, by (zone, whether for spot instances)."""
+    servers: ClusterFacts | None = None
+    """What the instances say; None as long as something is missing in AWS, or if they are not logged in to."""
 
     @property
     def public_key(self) -> str:
@@ -102,36 +93,34 @@ def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: s
     """Check that AWS offers the instances that are missing. Raises CpuftError that names the option to change."""
     missing = config.nodes - len(resources.live)
     market = "spot" if config.spot else "on-demand"
-    if market not in offer.markets:
+    if market not in offer.type["SupportedUsageClasses"]:
         raise CpuftError(f"AWS does not offer {config.type} as {market} instance: choose another --type")
-    if "x86_64" not in offer.architectures:
-        architectures = "/".join(offer.architectures)
-        raise CpuftError(f"{config.type} is {architectures}, and cpuft needs x86_64: choose another --type")
-    if offer.image.architecture not in ("x86_64", ""):
-        raise CpuftError(
-            f"AMI {offer.image.id} is for {offer.image.architecture}: choose an AMI for x86_64 with --image"
-        )
-    if config.threads_per_core == 1 and offer.threads and 1 not in offer.threads:
+    if "x86_64" not in (architectures := offer.type["ProcessorInfo"]["SupportedArchitectures"]):
+        raise CpuftError(f"{config.type} is {'/'.join(architectures)}, and cpuft needs x86_64: choose another --type")
+    if (architecture := offer.image.get("Architecture", "x86_64")) != "x86_64":
+        image = offer.image["ImageId"]
+        raise CpuftError(f"AMI {image} is for {architecture}: choose an AMI for x86_64 with --image")
+    if config.threads_per_core == 1 and 1 not in offer.threads:
         raise CpuftError(f"{config.type} does not support --threads-per-core 1: leave the option out")
     if not offer.zones:
         raise CpuftError(
             f"no zone of {region} with a default subnet offers {config.type}: try another --type or --region"
         )
-    names = [zone.name for zone in offer.zones]
-    if config.zone and config.zone not in names:
+    if config.zone and config.zone not in offer.zones:
         raise CpuftError(
             f"region {region} has no zone {config.zone!r:.60} that offers {config.type}: "
-            f"{suggest_names(config.zone, names)}"
+            f"{suggest_names(config.zone, offer.zones)}"
         )
     _check_quota(config, offer, missing)
 
 
 def _check_quota(config: AwsConfig, offer: Offer, missing: int) -> None:
     """Check the quota of standard instance types. Other types have quotas of their own, which are not checked."""
-    wanted = missing * offer.vcpus
+    each = offer.type["VCpuInfo"]["DefaultVCpus"]
+    wanted = missing * each
     if offer.quota is None or not is_standard(config.type) or wanted <= offer.quota:
         return
-    possible = int(offer.quota) // offer.vcpus
+    possible = int(offer.quota) // each
     raise CpuftError(
         f"{missing} x {config.type} need {wanted} vCPUs, but your quota is {offer.quota:.0f} vCPUs: "
         f"{f'use --nodes {possible}, or ' if possible else ''}request a higher quota {QUOTA_CODES[config.spot]} in the "
@@ -180,26 +169,26 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
     """
     resources = facts.resources
     check_rental(config, resources)
-    stages: list[list[Step]] = [*_plan_files(config, facts), _plan_group(config, facts), _plan_placement(config, facts)]
-    missing = config.nodes - len(resources.live)
-    notes = []
+    missing, has_spot = config.nodes - len(resources.live), any(one.spot for one in resources.live)
+    launch, notes = list[list[Step]](), list[str]()
     if missing and facts.offer:
         zone, spot = choose_zone(config, resources, facts.offer, facts.refused)
-        config = replace(config, spot=spot)
+        has_spot = has_spot or spot
         if resources.group and facts.public_key:
-            stages += _plan_launch(config, facts, resources.group, facts.offer, zone)
+            launch = _plan_launch(replace(config, spot=spot), facts, resources.group, facts.offer, zone)
         else:
-            image = facts.offer.image.name or facts.offer.image.id
+            image = facts.offer.image.get("Name") or facts.offer.image["ImageId"]
             notes = [
                 f"The next steps are planned when the security group exists: allow ssh from {facts.ssh_from} only, and "
-                f"start {counted(missing, 'instance')} of image {image} in {zone.name}"
+                f"start {counted(missing, 'instance')} of image {image} in {zone}"
             ]
-    return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes))
+    stages = [*_plan_files(config, facts, has_spot), _plan_group(config, facts), _plan_placement(config, facts)]
+    return Plan(tuple(tuple(stage) for stage in (*stages, *launch) if stage), tuple(notes))
 
 
-def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
+def _plan_files(config: AwsConfig, facts: RentalFacts, has_spot: bool) -> list[list[Step]]:
     base, until = facts.directory, facts.resources.group.until if facts.resources.group else 0
-    record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until))}
+    record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until, has_spot))}
     steps = plan_files(record, facts.files, "register the cluster")
     if facts.public_key:
         return [steps]
@@ -208,7 +197,7 @@ def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
     return [steps, [plan_key(f"{base}/id_ed25519", "make the key to log in with")]]
 
 
-def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int) -> Entry:
+def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int, has_spot: bool) -> Entry:
     """Return the record of a cluster; `until` is the end of its lease in epoch seconds, 0 if not fixed yet."""
     return Entry(
         config.name,
@@ -219,8 +208,8 @@ def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int) -> 
         # The options `yes` and `recipe` are of one run only.
         options={key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()},
         ssh_config_there=f"{config.prefix}/clusters/{config.name}/ssh_config",
-        # On-demand instances are never reclaimed.
-        notice=_NOTICE_URL if config.spot else "",
+        # On-demand instances are never reclaimed, so hosts look for a notice only if one of them is a spot instance.
+        notice=_NOTICE_URL if has_spot else "",
         renewal=RENEW_COMMAND,
         until=until,
     )
@@ -245,20 +234,25 @@ def _resource_name(name: str) -> str:
     return f"cpuft-{name}"
 
 
+def find_lease(config: AwsConfig, resources: Resources) -> tuple[int, int]:
+    """Return the end of the lease and its limit in epoch seconds, which are fixed when the group is created."""
+    if resources.group:
+        return resources.group.until, resources.group.limit
+    now, lease = int(resources.now), parse_lease(config.lease)
+    return now + lease, now + parse_limit(config.lease_limit, lease)
+
+
 def _make_cluster_tags(config: AwsConfig, resources: Resources) -> dict[str, str]:
-    """Return the tags of every resource of a cluster. The end of the lease is fixed when the group is created."""
-    group = resources.group
-    until = group.until if group else int(resources.now) + parse_lease(config.lease)
-    return {TAG: config.name, OWNER: resources.caller, UNTIL: str(until)}
+    """Return the tags of every resource of a cluster."""
+    return {Tag.CLUSTER: config.name, Tag.OWNER: resources.caller, Tag.UNTIL: str(find_lease(config, resources)[0])}
 
 
 def _plan_group(config: AwsConfig, facts: RentalFacts) -> list[Step]:
     """Plan the security group with its tags; once it exists, plan that it has exactly the rules that it should have."""
     resources, region, group = facts.resources, facts.region, facts.resources.group
     if not group:
-        now = int(resources.now)
-        limit = now + parse_limit(config.lease_limit, parse_lease(config.lease))
-        tags = _make_cluster_tags(config, resources) | {GENERATION: str(now), LIMIT: str(limit)}
+        tags = _make_cluster_tags(config, resources)
+        tags |= {Tag.GENERATION: str(int(resources.now)), Tag.LIMIT: str(find_lease(config, resources)[1])}
         parameters = {
             "GroupName": _resource_name(config.name),
             "Description": "Made by cpuft provision",
@@ -302,7 +296,7 @@ def _uses_placement_group(config: AwsConfig, offer: Offer) -> bool:
 
 def choose_zone(
     config: AwsConfig, resources: Resources, offer: Offer, refused: Mapping[tuple[str, bool], str]
-) -> tuple[Zone, bool]:
+) -> tuple[str, bool]:
     """Return the zone to start instances in, and whether as spot instances; those in `refused` are not chosen again.
 
     All instances of a cluster are in one zone: that of the instances that exist, otherwise --zone, otherwise the
@@ -310,10 +304,10 @@ def choose_zone(
     no zone is left for spot instances. Raises NoCapacityError when no zone is left.
     """
     used = {one.zone for one in resources.live}
-    zones = [zone for zone in offer.zones if zone.name in (used or {config.zone or zone.name})]
+    zones = [zone for zone in sorted(offer.zones) if zone in (used or {config.zone or zone})]
     for spot in (True, False) if config.spot_or_demand else (config.spot,):
-        if left := [zone for zone in zones if (zone.name, spot) not in refused]:
-            return min(left, key=lambda zone: ((zone.spot_price or math.inf) if spot else 0.0, zone.name)), spot
+        if left := [zone for zone in zones if (zone, spot) not in refused]:
+            return min(left, key=lambda zone: offer.spot_prices.get(zone, math.inf) if spot else 0.0), spot
     reasons = "; ".join(f"{name}: {reason}" for (name, _), reason in refused.items())
     raise NoCapacityError(
         f"no zone has {counted(config.nodes - len(resources.live), 'instance')} of {config.type} ({reasons}): try "
@@ -322,7 +316,7 @@ def choose_zone(
 
 
 def _plan_launch(
-    config: AwsConfig, facts: RentalFacts, group: SecurityGroup, offer: Offer, zone: Zone
+    config: AwsConfig, facts: RentalFacts, group: SecurityGroup, offer: Offer, zone: str
 ) -> list[list[Step]]:
     """Plan one call that starts all missing instances or none.
 
@@ -339,48 +333,50 @@ def _plan_launch(
     is_used = any(one.generation == generation for one in resources.instances)
     if is_used or resources.now - generation > STALE_SECONDS:
         generation = max(int(resources.now), generation + 1)
-        change = {"Resources": [group.id], "Tags": make_tags({GENERATION: str(generation)})}
+        change = {"Resources": [group.id], "Tags": make_tags({Tag.GENERATION: str(generation)})}
         stages.append([plan_call("create_tags", "record that instances are requested again", region, change)])
     request = make_request(config, resources, offer, zone, missing)
-    request["ClientToken"] = hash_text(f"{group.id} {generation} {zone.name}{' spot' * config.spot}", 32)
+    request["ClientToken"] = hash_text(f"{group.id} {generation} {zone}{' spot' * config.spot}", 32)
     request["UserData"] = format_user_data(group.until, group.limit, facts.public_key)
     request["NetworkInterfaces"][0]["Groups"] = [group.id]
-    tags = {GENERATION: str(generation), GROUP: group.id, "Name": _resource_name(config.name)}
+    tags = {Tag.GENERATION: str(generation), Tag.GROUP: group.id, "Name": _resource_name(config.name)}
     for one in request["TagSpecifications"]:
         one["Tags"] += make_tags(tags)
     if _uses_placement_group(config, offer):
         request["Placement"]["GroupName"] = _resource_name(config.name)
     start = f"start {counted(missing, 'spot instance' if config.spot else 'instance')}"
-    why = f"{start} of {config.type} in {zone.name}, all or none"
+    why = f"{start} of {config.type} in {zone}, all or none"
     return [*stages, [plan_call("run_instances", why, region, request)]]
 
 
-def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: Zone, count: int) -> dict[str, Any]:
+def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: str, count: int) -> dict[str, Any]:
     """Return the parameters of RunInstances for `count` instances that do not depend on other resources of the cluster.
 
     AWS can check them in a dry run before anything exists. An instance that shuts down terminates.
     """
     disk: dict[str, Any] = {"VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
-    disk["VolumeSize"] = max(config.disk, offer.image.gigabytes)
-    interface = {"DeviceIndex": 0, "SubnetId": zone.subnet, "AssociatePublicIpAddress": True}
+    disk["VolumeSize"] = max(config.disk, find_disk_size(offer.image))
+    has_efa = offer.type.get("NetworkInfo", {}).get("EfaSupported")
+    interface = {"DeviceIndex": 0, "SubnetId": offer.zones[zone], "AssociatePublicIpAddress": True}
     # The adapter carries all other traffic as well. Whether ranks use it is decided on the hosts.
-    interface |= {"InterfaceType": "efa"} if offer.efa and config.nodes > 1 else {}
+    interface |= {"InterfaceType": "efa"} if has_efa and config.nodes > 1 else {}
     request: dict[str, Any] = {
-        "ImageId": offer.image.id,
+        "ImageId": offer.image["ImageId"],
         "InstanceType": config.type,
         "MinCount": count,
         "MaxCount": count,
         "InstanceInitiatedShutdownBehavior": "terminate",
         "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1, "HttpEndpoint": "enabled"},
-        "BlockDeviceMappings": [{"DeviceName": offer.image.root, "Ebs": disk}],
+        "BlockDeviceMappings": [{"DeviceName": offer.image["RootDeviceName"], "Ebs": disk}],
         "NetworkInterfaces": [interface | {"DeleteOnTermination": True}],
-        "Placement": {"AvailabilityZone": zone.name},
+        "Placement": {"AvailabilityZone": zone},
     }
     # The policy that we print allows the call only if everything that it creates gets the tag.
     kinds = ["instance", "volume", "network-interface", *(["spot-instances-request"] if config.spot else [])]
     request["TagSpecifications"] = specify_tags(_make_cluster_tags(config, resources), *kinds)
-    if config.threads_per_core < max(offer.threads, default=0):
-        request["CpuOptions"] = {"CoreCount": offer.cores, "ThreadsPerCore": config.threads_per_core}
+    if config.threads_per_core < max(offer.threads):
+        cores = offer.type["VCpuInfo"]["DefaultCores"]
+        request["CpuOptions"] = {"CoreCount": cores, "ThreadsPerCore": config.threads_per_core}
     if config.spot:
         options = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
         request["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": options}
@@ -390,12 +386,12 @@ def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: Zo
 def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     """Return the steps that delete everything with the cluster's tag, in the order that AWS allows, then its record.
 
-    As long as instances are neither terminated nor shutting down, the only step is their termination. Raises CpuftError
-    when somebody else made the cluster.
+    As long as instances are not terminated, the only step is their termination. Raises CpuftError when somebody else
+    made the cluster.
     """
     resources, region = facts.resources, facts.region
     _check_owner(name, resources)
-    running = [one.id for one in resources.instances if one.state not in ("terminated", "shutting-down")]
+    running = [one.id for one in resources.instances if one.state != "terminated"]
     if running:
         why = f"terminate {counted(len(running), 'instance')}"
         return Plan(((plan_call("terminate_instances", why, region, {"InstanceIds": running}),),))
@@ -423,7 +419,7 @@ def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
     if not group or not live:
         raise CpuftError(f"{name} has no instances in {facts.region}: rent some with `cpuft provision aws`")
     limit = max(until, group.limit)
-    tags = make_tags({UNTIL: str(until), LIMIT: str(limit)})
+    tags = make_tags({Tag.UNTIL: str(until), Tag.LIMIT: str(limit)})
     why = f"move the end of the lease from {format_time(group.until)} to {format_time(until)}"
     change = {"Resources": [group.id, *(one.id for one in live)], "Tags": tags}
     call = plan_call("create_tags", why, facts.region, change)

@@ -7,14 +7,7 @@ from dataclasses import dataclass, field
 
 from cpuft.errors import counted
 from cpuft.provision.aws.client import AwsClient
-from cpuft.provision.aws.facts import (
-    BILLED,
-    LIVE,
-    Instance,
-    SecurityGroup,
-    find_spot_prices,
-    read_table,
-)
+from cpuft.provision.aws.facts import BILLED, LIVE, Instance, Resources, find_spot_prices, read_table
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.aws.options import AwsConfig
 
@@ -46,10 +39,9 @@ class Price:
 
 
 def find_price(instance_type: str, region: str, spot_by_zone: Mapping[str, float]) -> Price:
-    """Return the price of an instance type, from our table and from the present spot prices, where 0 means unknown."""
+    """Return the price of an instance type, from our table and from the present spot prices."""
     listed = read_table().get(instance_type) if region == LISTED else None
-    known = {zone: price for zone, price in spot_by_zone.items() if price}
-    return Price(listed.dollars_per_hour if listed else None, listed.dated if listed else "", known)
+    return Price(listed.dollars_per_hour if listed else None, listed.dated if listed else "", spot_by_zone)
 
 
 def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
@@ -64,18 +56,15 @@ def describe_price(price: Price, config: AwsConfig, missing: int, now: float, un
 
     The times are in seconds since the epoch: `until` is the end of the lease, to `limit` running jobs may extend it.
     """
-    unknown, spot = f"cpuft has only the list prices of {LISTED}", price.spot_by_zone.values()
+    spot, hourly = price.spot_by_zone.values(), price.on_demand or 0.0
+    each = f"about ${hourly:.3f} per hour ({price.source})"
+    if not hourly:
+        each = f"an unknown price (cpuft has only the list prices of {LISTED})"
     if config.spot:
-        low, high = min(spot, default=0.0), max(spot, default=0.0)
-        span = f"{low:.3f}" if low == high else f"{low:.3f} to ${high:.3f}"
-        each = f"${span} per hour now in {config.region}" if spot else "an unknown price"
-        on_demand = f"about ${price.on_demand:.3f}, {price.source}" if price.on_demand else f"unknown, {unknown}"
-        each += f" (on demand: {on_demand})"
-        hourly = high * missing
-    else:
-        each = f"about ${price.on_demand:.3f} per hour ({price.source})" if price.on_demand else ""
-        each = each or f"an unknown price ({unknown})"
-        hourly = (price.on_demand or 0.0) * missing
+        low, hourly = min(spot, default=0.0), max(spot, default=0.0)
+        span = f"{low:.3f}" if low == hourly else f"{low:.3f} to ${hourly:.3f}"
+        each = f"{f'${span} per hour now in {config.region}' if spot else 'an unknown price'}, on demand {each}"
+    hourly *= missing
     hours, longest = max(0.0, until - now) / 3600, max(0.0, limit - now) / 3600
     end = f"the lease ends at {format_time(until)} (in {format_span(until - now)})"
     sentences = [
@@ -117,21 +106,21 @@ def _format_amount(amount: float) -> str:
     return f"{amount:.2f}" if amount >= 1 else f"{amount:.3g}"
 
 
-def describe_instances(
-    group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price
-) -> list[str]:
-    """Return a line about a cluster's lease and cost, and one for each instance; `group` is None if deleted."""
-    lines = [_describe_lease(group, instances, now, price)]
-    for one in instances:
+def describe_instances(found: Resources, price: Price) -> list[str]:
+    """Return a line about a cluster's lease and cost, and one for each instance."""
+    lines = [_describe_lease(found, price)]
+    for one in found.instances:
         market = "spot" if one.spot else "on demand"
         live = one.state in LIVE
-        age = f"{'up' if live else 'ran'} for {format_span((now if live else one.ended or now) - one.launched)}"
+        end = found.now if live else one.ended or found.now
+        age = f"{'up' if live else 'ran'} for {format_span(end - one.launched)}"
         lines.append(f"{one.private or one.id}  {one.state}, {one.id}, {one.type} {market} in {one.zone}, {age}")
     return lines
 
 
-def _describe_lease(group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price) -> str:
-    until = max([group.until if group else 0, *(one.until for one in instances)])
+def _describe_lease(found: Resources, price: Price) -> str:
+    group, now = found.group, found.now
+    until = max([group.until if group else 0, *(one.until for one in found.instances)])
     if not until:
         return "AWS has no resource that is tagged as this cluster's"
     lease = f"the lease {'ends' if until > now else 'ended'} at {format_time(until)}"
@@ -139,15 +128,12 @@ def _describe_lease(group: SecurityGroup | None, instances: Sequence[Instance], 
     if group and group.limit > until:
         lease += f"; running jobs can extend it to {format_time(group.limit)}"
     owner = f"owner: {group.owner}" if group else "its security group was deleted"
-    return f"{lease}; so far it has cost {describe_cost(price, instances, now)}; {owner}"
+    return f"{lease}; so far it has cost {describe_cost(price, found.instances, now)}; {owner}"
 
 
-def describe_cluster(
-    name: str, group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price
-) -> list[str]:
+def describe_cluster(name: str, found: Resources, price: Price) -> list[str]:
     """Return lines about a cluster that was found by its tags: its name, then `describe_instances`, indented."""
-    nodes = counted(sum(one.state in LIVE for one in instances), "node")
     return [
-        f"cluster {name} (aws), {nodes}",
-        *(f"  {line}" for line in describe_instances(group, instances, now, price)),
+        f"cluster {name} (aws), {counted(len(found.live), 'node')}",
+        *(f"  {line}" for line in describe_instances(found, price)),
     ]

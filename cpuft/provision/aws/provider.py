@@ -16,7 +16,6 @@ from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.hosts.transport import SshTransport
 from cpuft.provision.aws.client import CAPACITY_CODES, AwsClient, CallError, CallStep, plan_call
 from cpuft.provision.aws.facts import (
-    Instance,
     Offer,
     Resources,
     find_clusters,
@@ -36,6 +35,7 @@ from cpuft.provision.aws.plan import (
     check_ssh_config,
     choose_zone,
     count_states,
+    find_lease,
     make_request,
     needs_offer,
     parse_ssh_from,
@@ -60,6 +60,8 @@ _BOOT_SECONDS = 300.0
 """Time limit for instances to reach the state "running", and again to accept ssh connections."""
 _END_SECONDS = 600.0
 """Time limit for instances that shut down to be terminated."""
+_APPEAR_SECONDS = 30.0
+"""Time limit for instances that were requested a moment ago to appear in AWS's lists."""
 _POLL_SECONDS = 2.0
 _NO_INSTANCE = f"i-{'0' * 17}"
 """Id for checks of permissions when there is no instance yet."""
@@ -77,22 +79,11 @@ class Services:
     now: Callable[[], float] = time.time
     """Returns seconds since the epoch."""
     find_address: Callable[[], str] = find_own_address
-    appear_seconds: float = 30.0
-    """How long to wait for instances that were requested a moment ago to appear in AWS's lists."""
     uses_ssh: bool = True
     """Whether to log in to the instances; otherwise they are rented only."""
 
 
-@dataclass(frozen=True)
-class AwsFacts:
-    """What exists in AWS and, once all instances run, what they say about themselves."""
-
-    rental: RentalFacts
-    servers: ClusterFacts | None = None
-    """None as long as something is missing in AWS, or if the instances are not logged in to."""
-
-
-class Aws(Provider[AwsConfig, AwsFacts]):
+class Aws(Provider[AwsConfig, RentalFacts]):
     """A cluster of instances that are rented from AWS, which are found by their tags.
 
     This machine keeps only the keys, and the files that say how to reach the instances. The constructor does not ask
@@ -123,11 +114,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         self._price = ""
         self._waits = False
         """Whether to wait until instances start or end, which commands that change nothing do not."""
-        self._ended: frozenset[str] | None = None
-        """Ids of the instances that had ended when `make` looked first; None before."""
         self._say: Say = lambda text: None
-        self._last_instances: tuple[Instance, ...] = ()
-        """Those that `down` saw when it last looked, for the bill."""
 
     @classmethod
     def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Aws | None:
@@ -139,9 +126,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """Return lines that describe all clusters that the account has in a region, whoever made them."""
         services = services or Services()
         client, lines = services.open_client(region), list[str]()
-        for name, (group, instances) in find_clusters(client).items():
-            price = find_price_of(client, instances)
-            lines += describe_cluster(name, group, instances, services.now(), price)
+        for name, resources in find_clusters(client, services.now()).items():
+            lines += describe_cluster(name, resources, find_price_of(client, resources.instances))
         return lines
 
     def check(self) -> None:
@@ -154,7 +140,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 f"provision down {self.name}`"
             )
 
-    def gather(self) -> AwsFacts:
+    def gather(self) -> RentalFacts:
         """Return what exists in AWS; when nothing is missing there, also what the instances say.
 
         `make` waits here until the instances run and accept ssh connections, 5 minutes for each, and schedules
@@ -162,39 +148,23 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         LeaseError when instances would not terminate themselves.
         """
         facts = self._gather_rental()
+        starting = {one.id for one in facts.resources.live if one.state == "pending"}
+        if self._waits and starting:
+            self._wait_for("running", starting, _BOOT_SECONDS)
+            facts = self._gather_rental()
         if self.services.uses_ssh and not plan_rental(self.config, facts).stages:
-            facts = self._wait_until_running(facts) if self._waits else facts
-            if not plan_rental(self.config, facts).stages:
-                return AwsFacts(facts, self._gather_servers(facts.resources))
-        return AwsFacts(facts)
+            return replace(facts, servers=self._gather_servers(facts.resources))
+        return facts
 
     def _gather_rental(self) -> RentalFacts:
-        facts = self._gather_resources()
+        facts = self.gather_remains()
         resources, ssh_from = facts.resources, self.config.ssh_from or self.services.find_address()
-        self._refuse_ended(resources)
         check_rental(self.config, resources)
         if needs_offer(self.config, resources) and not self._offer:
             offer = find_offer(self.client, self.config)
             check_offer(self.config, resources, offer, self.client.region)
             self._offer = offer
         return replace(facts, ssh_from=parse_ssh_from(ssh_from), offer=self._offer)
-
-    def _refuse_ended(self, resources: Resources) -> None:
-        """Raise CpuftError if an instance has ended since `make` began.
-
-        Without this, `make` would start others again and again if AWS ends each of them at its start, for example
-        because its disk is encrypted with a key that may not be used.
-        """
-        ended = [one for one in resources.instances if one not in resources.live]
-        if self._ended is None or not self._waits:
-            self._ended = frozenset(one.id for one in ended)
-        for one in ended:
-            if one.id not in self._ended:
-                raise CpuftError(
-                    f"AWS has ended instance {one.id} of {self.name} ({one.reason or 'it does not say why'}): correct "
-                    "the cause and run the same command again, or remove the cluster with `cpuft provision down "
-                    f"{self.name}`"
-                )
 
     def _find_other(self) -> str:
         """Return of which other kind or region this machine has recorded a cluster of this name; "" for none."""
@@ -204,9 +174,13 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         region = entry.options.get("region") or self.client.region
         return f"in {region}" if region != self.client.region else ""
 
-    def _gather_resources(self) -> RentalFacts:
+    def _find_resources(self) -> Resources:
+        return find_resources(self.client, self.name, self.services.now())
+
+    def gather_remains(self) -> RentalFacts:
+        """Return what exists in AWS and on this machine."""
         return RentalFacts(
-            find_resources(self.client, self.name, self.services.now()),
+            self._find_resources(),
             # The directory belongs to the cluster in its record. This one is then as on another machine.
             {} if self._find_other() else read_files(self.directory, Path(self.hostfile)),
             str(self.directory),
@@ -226,18 +200,35 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         assert resources.group, "a plan without a security group is not empty"
         return Nodes(self.config, resources.live, self.environ, self.hostfile, resources.group)
 
-    def _wait_until_running(self, facts: RentalFacts) -> RentalFacts:
-        end = self.services.now() + _BOOT_SECONDS
-        while any(one.state != "running" or not one.public for one in facts.resources.live):
-            if self.services.now() > end:
-                raise CpuftError(
-                    f"the instances of {self.name} did not start within {_BOOT_SECONDS / 60:.0f} minutes "
-                    f"({count_states(facts.resources.instances)}): remove them with `cpuft provision down {self.name}`"
-                )
+    def _wait_until(self, is_done: Callable[[Resources], bool], seconds: float) -> Resources:
+        """Return the resources of the cluster as soon as `is_done` says so of them, or as they are after `seconds`."""
+        end = self.services.now() + seconds
+        while not is_done(found := self._find_resources()) and self.services.now() < end:
             self.services.sleep(_POLL_SECONDS)
-            facts = replace(facts, resources=find_resources(self.client, self.name, self.services.now()))
-            self._refuse_ended(facts.resources)
-        return facts
+        return found
+
+    def _wait_for(self, state: str, wanted: set[str], seconds: float) -> None:
+        """Wait until AWS lists all instances with the ids `wanted` in a state: "running" or "terminated".
+
+        Raises CpuftError when AWS has ended one instead, as it does when it may not use the key of their disks.
+        """
+
+        def find_lacking(found: Resources) -> set[str]:
+            return wanted - {one.id for one in found.instances if one.state in (state, "terminated")}
+
+        found = self._wait_until(lambda found: not find_lacking(found), seconds)
+        if find_lacking(found):
+            raise CpuftError(
+                f"after {seconds / 60:.0f} minutes, not all instances of {self.name} are {state} "
+                f"({count_states(found.instances)}): remove them with `cpuft provision down {self.name}`"
+            )
+        for one in found.instances:
+            if one.id in wanted and one.state != state:
+                raise CpuftError(
+                    f"AWS has ended instance {one.id} of {self.name} ({one.reason or 'it does not say why'}): correct "
+                    "the cause and run the same command again, or remove the cluster with `cpuft provision down "
+                    f"{self.name}`"
+                )
 
     def confirm(self, ask: Ask) -> None:
         """Check by dry runs the permissions for what has to be rented, then ask whether the user agrees to the price.
@@ -256,12 +247,9 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             raise CpuftError(f"nothing was rented: answer yes at a terminal, or add --yes. The price: {self._price}")
 
     def _describe_price(self, resources: Resources, offer: Offer, missing: int) -> str:
-        lease, now, group = parse_lease(self.config.lease), resources.now, resources.group
-        until = group.until if group else now + lease
-        limit = group.limit if group else now + parse_limit(self.config.lease_limit, lease)
-        spot_by_zone = {zone.name: zone.spot_price for zone in offer.zones}
-        price = find_price(self.config.type, self.client.region, spot_by_zone)
-        return describe_price(price, self.config, missing, now, until, limit)
+        until, limit = find_lease(self.config, resources)
+        price = find_price(self.config.type, self.client.region, offer.spot_prices)
+        return describe_price(price, self.config, missing, resources.now, until, limit)
 
     def _check_permissions(self, facts: RentalFacts, offer: Offer) -> None:
         """Ask AWS in dry runs whether it would allow the planned calls, and reading the consoles of the instances."""
@@ -274,12 +262,12 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             if isinstance(step, CallStep):
                 self.client.dry_run(step)
 
-    def plan(self, facts: AwsFacts) -> Plan:
+    def plan(self, facts: RentalFacts) -> Plan:
         """Plan what is missing in AWS; when nothing is, plan what is missing on the instances."""
-        rental = plan_rental(self.config, facts.rental)
+        rental = plan_rental(self.config, facts)
         if rental.stages or not facts.servers:
             return replace(rental, notes=tuple(filter(None, (self._price, *rental.notes))))
-        return self._make_nodes(facts.rental.resources).plan(facts.servers)
+        return self._make_nodes(facts.resources).plan(facts.servers)
 
     def run(self, plan: Plan, say: Say) -> None:
         """Execute a plan; calls to AWS are made one after another.
@@ -303,18 +291,13 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             zone, spot = call.parameters["Placement"]["AvailabilityZone"], "InstanceMarketOptions" in call.parameters
             self._refused[zone, spot] = f"{error.code}: {error.message}"
             say(f"{zone} has no {'spot capacity' if spot else 'capacity'}: {self._refused[zone, spot]}")
-        else:
-            self._wait_until_listed({one["InstanceId"] for one in answer.get("Instances", ())})
+            return
+        if call.method == "run_instances":
+            self._wait_for("running", {one["InstanceId"] for one in answer["Instances"]}, _BOOT_SECONDS)
+        if call.method == "terminate_instances":
+            self._wait_for("terminated", set(call.parameters["InstanceIds"]), _END_SECONDS)
         if call.method == "create_service_linked_role" and self._offer:
             self._offer = replace(self._offer, has_spot_role=True)
-
-    def _wait_until_listed(self, started: set[str]) -> None:
-        """Wait, 30 s at most, until AWS lists all instances of a call; otherwise `make` would start more."""
-        end = self.services.now() + self.services.appear_seconds
-        while started and self.services.now() < end:
-            started -= {one.id for one in self._gather_resources().resources.instances}
-            if started:
-                self.services.sleep(_POLL_SECONDS)
 
     def make(self, say: Say, ask: Ask) -> str:
         """Make or repair the cluster, and wait until it is ready.
@@ -323,7 +306,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         would not terminate themselves at the end of their lease, they are terminated, because they would cost money
         forever.
         """
-        self._waits, self._ended, self._say = True, None, say
+        self._waits, self._say = True, say
         try:
             sentence = super().make(say, ask)
         except LeaseError as error:
@@ -336,9 +319,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 f"{error}. All instances of {self.name} were terminated: check systemd and cloud-init in the AMI"
             ) from None
         except NoCapacityError:
-            if not self._gather_resources().resources.live:
-                # All zones have refused, so there is no need to wait for instances that appear late.
-                self.services = replace(self.services, appear_seconds=0.0)
+            if not self._find_resources().live:
                 self.down(say)
             raise
         finally:
@@ -346,7 +327,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return f"{sentence}; {self._describe_end()}"
 
     def _describe_end(self) -> str:
-        group = self._gather_resources().resources.group
+        group = self._find_resources().group
         return f"the instances terminate themselves at {format_time(group.until if group else 0)}"
 
     def down(self, say: Say) -> str:
@@ -355,49 +336,36 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         The sentence for the user says what the cluster has cost. If this machine has recorded another cluster of this
         name, that is left alone, and the sentence says so.
         """
-        self._waits = True
-        sentence, instances = super().down(say), self._last_instances
+        mine = {one.id for one in self._find_with_late_instances().instances}
+        sentence = super().down(say)
         if other := self._find_other():
             sentence += f" from {self.client.region}, and cluster {self.name} {other} was left as it is"
-        if not instances:
+        if not mine:
             return sentence
+        instances = [one for one in self._find_resources().instances if one.id in mine]
         cost = describe_cost(find_price_of(self.client, instances), instances, self.services.now())
         return f"{sentence}; it has cost {cost}; disks and network traffic cost extra"
 
-    def gather_remains(self) -> AwsFacts:
-        """Return what exists in AWS and on this machine.
-
-        In `make` and `down`, this waits while instances shut down (10 minutes at most), or may still appear after a
-        recent request (30 s at most).
-        """
-        facts = self._gather_resources()
-        start = self.services.now()
-        while self._waits and self._may_change(facts.resources, self.services.now() - start):
-            self.services.sleep(_POLL_SECONDS)
-            facts = self._gather_resources()
-        if facts.resources.group or not self._last_instances:
-            self._last_instances = facts.resources.instances
-        return AwsFacts(facts)
-
-    def _may_change(self, resources: Resources, waited: float) -> bool:
-        """Whether instances are about to end, or were requested a moment ago and may still appear."""
-        states = {one.state for one in resources.instances}
-        if states - {"terminated"}:
-            return states <= {"terminated", "shutting-down"} and waited < _END_SECONDS
-        generation = resources.group.generation if resources.group else -1
-        have_appeared = any(one.generation == generation for one in resources.instances)
-        record = self.directory / FILE_NAME
+    def _find_with_late_instances(self) -> Resources:
+        """Find the cluster's resources, up to 30 s after a killed process may have requested instances."""
+        found, record = self._find_resources(), self.directory / FILE_NAME
         recorded = record.stat().st_mtime if record.exists() and not self._find_other() else 0.0
-        is_young = resources.now - max(recorded, float(generation)) < _YOUNG_SECONDS
-        return is_young and not have_appeared and waited < self.services.appear_seconds
+        generation = found.group.generation if found.group else 0
+        if self._refused or found.now - max(recorded, generation) > _YOUNG_SECONDS:
+            return found
 
-    def plan_down(self, facts: AwsFacts) -> Plan:
+        def have_appeared(found: Resources) -> bool:
+            return any(one.generation == generation for one in found.instances)
+
+        return self._wait_until(have_appeared, _APPEAR_SECONDS)
+
+    def plan_down(self, facts: RentalFacts) -> Plan:
         """Plan the deletion of what is left in AWS and on this machine."""
-        return plan_rental_down(self.name, facts.rental)
+        return plan_rental_down(self.name, facts)
 
     def plan_extension(self, lease: str) -> Plan:
         """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before."""
-        facts = self._gather_resources()
+        facts = self.gather_remains()
         until = int(facts.resources.now) + parse_lease(lease)
         plan = plan_lease_extension(self.name, facts, until)
         if not self.services.uses_ssh:
@@ -413,6 +381,6 @@ class Aws(Provider[AwsConfig, AwsFacts]):
 
     def describe_hosts(self) -> list[str]:
         """Return a line about the lease and the cost, and one for each instance as AWS lists it."""
-        resources = self._gather_resources().resources
+        resources = self._find_resources()
         price = find_price_of(self.client, resources.instances)
-        return describe_instances(resources.group, resources.instances, resources.now, price)
+        return describe_instances(resources, price)

@@ -66,8 +66,6 @@ class Region:
     """Whether an AMI becomes available only after somebody has slept."""
     coming: list[Any] = field(default_factory=list)
     """AMIs that are being made."""
-    keeps_snapshots: bool = False
-    """Whether AWS does not delete the snapshots of AMIs."""
     image_faults: list[str] = field(default_factory=list)
     """Error codes of the next calls of CreateImage, as in `faults`."""
 
@@ -224,7 +222,6 @@ def _complete(region: Region, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EC2Response, "describe_instances", _make_describe(region, EC2Response.describe_instances))
     patch.setattr(EC2Response, "get_console_output", _make_console(region))
     patch.setattr(AmiBackend, "create_image", _make_imaging(region, AmiBackend.create_image))
-    patch.setattr(EC2Response, "deregister_image", _make_deregistering(region, EC2Response.deregister_image))
     patch.setitem(SERVICE_NAME_CONVERSION, "spot", "EC2Spot")
     for name, method in _make_places(region).items():
         patch.setattr(EC2Response, name, method, raising=False)
@@ -256,22 +253,6 @@ def _make_imaging(region: Region, real: Any) -> Any:
         return made
 
     return create
-
-
-def _make_deregistering(region: Region, real: Any) -> Any:
-    from moto.core.responses import ActionResult
-
-    def deregister(self: Any) -> Any:
-        (image,) = self.ec2_backend.describe_images(ami_ids=[self._get_param("ImageId")])
-        answer = real(self)
-        assert self._get_bool_param("DeleteAssociatedSnapshots")
-        if not region.keeps_snapshots:
-            self.ec2_backend.delete_snapshot(image.ebs_snapshot.id)
-        code = "internal-error" if region.keeps_snapshots else "success"
-        results = [{"SnapshotId": image.ebs_snapshot.id, "ReturnCode": code}]
-        return ActionResult(answer.result | {"DeleteSnapshotResults": results})
-
-    return deregister
 
 
 def _make_parameter(key: str, region: Region) -> Any:

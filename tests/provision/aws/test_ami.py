@@ -15,14 +15,31 @@ from cpuft.errors import CpuftError
 from cpuft.provision.aws import ami, facts
 from cpuft.provision.aws.ami import describe_images, is_ready, name_image, plan_deletion, plan_finish
 from cpuft.provision.aws.client import AwsClient, CallStep
-from cpuft.provision.aws.facts import Ami, parse_images
 from cpuft.provision.image import format_install, read_recipe
 from cpuft.steps import format_plan
 
 RECIPE = read_recipe(str(Path(__file__).parents[3] / "ami" / "recipe.yaml"))
-OLD = Ami("ami-1", "cpuft-a-1", "available", "2026-01-01T10:11:12.000Z", "a", "/dev/xvda", 16)
-NEW = Ami("ami-2", "cpuft-a-2", "available", "2026-01-02T10:11:12.000Z", "a", "/dev/xvda", 16)
-COMING = Ami("ami-3", "cpuft-a-3", "pending", "2026-01-03T10:11:12.000Z", "a", "/dev/xvda", 16)
+
+
+def make_image(number: int, state: str = "available", recipe: str = "a") -> dict[str, Any]:
+    """Return an AMI as AWS describes it."""
+    return {
+        "ImageId": f"ami-{number}",
+        "Name": f"cpuft-a-{number}",
+        "State": state,
+        "CreationDate": f"2026-01-0{number}T10:11:12.000Z",
+        "RootDeviceName": "/dev/xvda",
+        "BlockDeviceMappings": [
+            {"DeviceName": "/dev/xvdb", "Ebs": {"VolumeSize": 99}},
+            {"DeviceName": "/dev/xvda", "Ebs": {"SnapshotId": f"snap-{number}", "VolumeSize": 16}},
+        ],
+        "Tags": [{"Key": "cpuft:image", "Value": recipe}] if recipe else [],
+    }
+
+
+OLD, NEW, COMING = make_image(1), make_image(2), make_image(3, "pending")
+DISKS = {"snap-1": "cpuft-a-1", "snap-2": "cpuft-a-2", "snap-9": "cpuft-a-9"}
+"""Snapshots of the first two AMIs, and of one that was deleted."""
 
 
 def test_the_same_recipe_and_environment_are_the_same_image() -> None:
@@ -30,18 +47,17 @@ def test_the_same_recipe_and_environment_are_the_same_image() -> None:
     assert len({name_image("d1", "e1"), name_image("d2", "e1"), name_image("d1", "e2")}) == 3
 
 
-def test_images_are_read_the_oldest_first() -> None:
-    disks = [
-        {"DeviceName": "/dev/xvda", "Ebs": {"SnapshotId": "snap-1", "VolumeSize": 16}},
-        {"DeviceName": "/dev/xvdb", "Ebs": {"VolumeSize": 99}},
-    ]
-    one = {"ImageId": "ami-1", "Name": "cpuft-a-1", "State": "available", "CreationDate": "2026-01-01T10:11:12.000Z"}
-    one |= {"RootDeviceName": "/dev/xvda"}
-    tags = [{"Key": "cpuft:image", "Value": "a"}]
-    later = one | {"ImageId": "ami-0", "CreationDate": "2026-02-01T10:11:12.000Z", "Tags": tags}
-    found = parse_images({"Images": [later, one | {"Tags": tags, "BlockDeviceMappings": disks}]})
-    assert found[0] == OLD
-    assert [image.id for image in found] == ["ami-1", "ami-0"]
+def test_images_are_found_the_oldest_first() -> None:
+    class Cloud:
+        def query(self, method: str, **parameters: Any) -> dict[str, Any]:
+            return {"Images": [NEW, OLD]}
+
+    assert facts.find_images(cast(AwsClient, Cloud()), "tag-key", "cpuft:image") == [OLD, NEW]
+
+
+def test_the_size_of_an_ami_is_that_of_its_root_disk() -> None:
+    assert facts.find_disk_size(OLD) == 16
+    assert facts.find_disk_size({"ImageId": "ami-1"}) == 0
 
 
 def test_the_newest_available_ami_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +69,7 @@ def test_the_newest_available_ami_is_used(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("image", "ready"), [(NEW, True), (COMING, False), (None, False)])
-def test_an_ami_is_ready_when_it_is_available(image: Ami | None, ready: bool) -> None:
+def test_an_ami_is_ready_when_it_is_available(image: dict[str, Any] | None, ready: bool) -> None:
     assert is_ready(image, "name") is ready
 
 
@@ -66,35 +82,48 @@ def test_an_ami_is_ready_when_it_is_available(image: Ami | None, ready: bool) ->
 )
 def test_an_ami_that_failed_or_that_cpuft_did_not_make_is_refused(recipe: str, state: str, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
-        is_ready(Ami("ami-1", "n", state, "", recipe, "", 0), "n")
-
-
-@pytest.mark.parametrize(("wanted", "deleted"), [("ami-1", "ami-1"), ("cpuft-a-2", "ami-2")])
-def test_an_ami_is_deleted_together_with_its_snapshots(wanted: str, deleted: str) -> None:
-    ((call,),) = plan_deletion((OLD, NEW), wanted, "us-east-1").stages
-    assert isinstance(call, CallStep)
-    assert call.method == "deregister_image"
-    assert call.parameters == {"ImageId": deleted, "DeleteAssociatedSnapshots": True}
+        is_ready(make_image(1, state, recipe), "n")
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("wanted", "deleted"),
     [
-        ((OLD, NEW), "cpuft has made no AMI 'cpuft-a' in us-east-1: did you mean"),
-        ((), "there is nothing to delete"),
+        ("ami-1", ["ami-1", "snap-1"]),
+        ("cpuft-a-2", ["ami-2", "snap-2"]),
+        ("cpuft-a-3", ["ami-3"]),
+        ("cpuft-a-9", ["snap-9"]),
+        ("snap-9", ["snap-9"]),
     ],
 )
-def test_only_amis_that_cpuft_made_are_deleted(found: tuple[Ami, ...], said: str) -> None:
+def test_an_ami_is_deleted_before_its_snapshots(wanted: str, deleted: list[str]) -> None:
+    plan = plan_deletion((OLD, NEW, COMING), DISKS, wanted, "us-east-1")
+    calls = [step for stage in plan.stages for step in stage if isinstance(step, CallStep)]
+    assert [value for call in calls for value in call.parameters.values()] == deleted
+    methods = {"ami": "deregister_image", "snap": "delete_snapshot"}
+    assert [call.method for call in calls] == [methods[name.partition("-")[0]] for name in deleted]
+
+
+@pytest.mark.parametrize(
+    ("found", "disks", "said"),
+    [
+        ([OLD, NEW], {}, "cpuft has made no AMI 'cpuft-a' in us-east-1: did you mean"),
+        ([], DISKS, "cpuft has made no AMI 'cpuft-a' in us-east-1: did you mean"),
+        ([], {}, "there is nothing to delete"),
+    ],
+)
+def test_only_amis_that_cpuft_made_are_deleted(found: list[Any], disks: dict[str, str], said: str) -> None:
     with pytest.raises(CpuftError, match=said):
-        plan_deletion(found, "cpuft-a", "us-east-1")
+        plan_deletion(found, disks, "cpuft-a", "us-east-1")
 
 
-def test_amis_are_listed() -> None:
-    assert describe_images((OLD, NEW), "us-east-1") == (
+def test_amis_and_snapshots_that_are_left_are_listed() -> None:
+    assert describe_images((OLD, NEW), DISKS, "us-east-1") == (
         "cpuft-a-1  ami-1  available, 16 GB, made 2026-01-01 10:11 UTC\n"
         "cpuft-a-2  ami-2  available, 16 GB, made 2026-01-02 10:11 UTC\n"
+        "cpuft-a-9  snap-9  snapshot of a deleted AMI, which costs money: delete it with `cpuft provision image "
+        "--delete cpuft-a-9`\n"
     )
-    assert describe_images((), "us-east-1") == "cpuft has made no AMI in us-east-1\n"
+    assert describe_images((), {}, "us-east-1") == "cpuft has made no AMI in us-east-1\n"
 
 
 def test_packages_come_through_the_machine_that_rents() -> None:

@@ -102,8 +102,8 @@ def test_another_machine_at_the_addresses_gets_no_command(bottle: Bottle) -> Non
 
 
 def test_an_instance_whose_lease_ended_before_it_booted_terminates_itself(bottle: Bottle) -> None:
-    """Less than a whole minute of the lease is left."""
-    check(bottle.rent(50 - 600, "--name", "lab", "--nodes", "1", "--lease", "10m"))
+    """Less than a whole minute of the lease is left. The laptop may see the end, which is then an error there."""
+    bottle.rent(50 - 600, "--name", "lab", "--nodes", "1", "--lease", "10m")
     wait(bottle, 30, lambda: not bottle.live())
     assert bottle.ask("instances")[-1]["reason"] == "Client.InstanceInitiatedShutdown"
 
@@ -126,7 +126,8 @@ def test_instances_that_would_never_terminate_themselves_are_terminated(bottle: 
     made = bottle.cpuft(*LAB, "--nodes", "2")
     assert made.returncode == 2
     assert re.search(
-        r"at the end of its lease could not be scheduled .*\. All instances of lab were terminated", made.stderr
+        r"no shutdown is scheduled, after .* with exit code 1 .*\. All instances of lab were terminated",
+        made.stderr,
     )
     assert bottle.ask("left") == NOTHING_LEFT
 

@@ -170,8 +170,9 @@ def test_an_instance_that_cannot_be_asked_about_its_lease_is_an_error_of_the_lea
     nodes = object.__new__(Nodes)
     vars(nodes).update(
         members=(SimpleNamespace(address="10.0.0.9"),),
+        _until=1,
         _limit=1,
         _temporary_transport=lambda kept: contextlib.nullcontext(Unreachable()),
     )
-    with pytest.raises(LeaseError, match=r"it is not known whether all instances .*10\.0\.0\.9"):
+    with pytest.raises(LeaseError, match=r"it is not certain that all instances terminate .*10\.0\.0\.9"):
         nodes.secure_lease(print)

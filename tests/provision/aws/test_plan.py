@@ -11,7 +11,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.ssh_config import Member, format_inside, format_ssh_config
 from cpuft.provision.aws.client import CallStep
-from cpuft.provision.aws.facts import Ami, Instance, Offer, Resources, SecurityGroup, Zone
+from cpuft.provision.aws.facts import Instance, Offer, Resources, SecurityGroup
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import (
     NoCapacityError,
@@ -32,16 +32,23 @@ CONFIG = AwsConfig(name="lab", nodes=4, type="m7i.8xlarge", region="us-east-1")
 GROUP = SecurityGroup(
     "sg-1", "lab", ME, NOW + 3600, NOW - 60, (), ({"IpProtocol": "-1", "IpRanges": [{"CidrIp": "0.0.0.0/0"}]},)
 )
-ZONES = tuple(Zone(f"us-east-1{letter}", f"subnet-{letter}") for letter in "abc")
+ZONES = {f"us-east-1{letter}": f"subnet-{letter}" for letter in "cab"}
 OFFER = Offer(
-    32,
-    ("x86_64",),
-    True,
-    ("on-demand", "spot"),
+    {
+        "VCpuInfo": {"DefaultVCpus": 32, "DefaultCores": 16},
+        "ProcessorInfo": {"SupportedArchitectures": ["x86_64"]},
+        "SupportedUsageClasses": ["on-demand", "spot"],
+        "PlacementGroupInfo": {"SupportedStrategies": ["cluster"]},
+    },
     ZONES,
-    Ami("ami-1", "debian", "available", "", "", "/dev/xvda", 8, "x86_64"),
+    {"ImageId": "ami-1", "Name": "debian", "RootDeviceName": "/dev/xvda", "Architecture": "x86_64"},
     256.0,
 )
+
+
+def change_type(**changes: Any) -> dict[str, Any]:
+    """Return the instance type of `OFFER` with changes."""
+    return {**OFFER.type, **changes}
 
 
 def make_instance(number: int, **changes: Any) -> Instance:
@@ -103,6 +110,8 @@ def test_resources_are_deleted_in_the_right_order() -> None:
         return [step.method for step in steps if isinstance(step, CallStep)]
 
     assert name_calls(whole) == ["terminate_instances"]
+    # Only the plan that names them waits until they are terminated.
+    assert name_calls(replace(whole, instances=(make_instance(1, state="shutting-down"),))) == ["terminate_instances"]
     ended = replace(whole, instances=whole.instances[1:], volumes=("vol-1",))
     assert name_calls(ended) == [
         "delete_placement_group",
@@ -159,14 +168,22 @@ def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
             "your quota is 16 vCPUs: request a higher quota L-34B43A08",
         ),
         (
-            {"markets": ("on-demand",)},
+            {"type": change_type(SupportedUsageClasses=["on-demand"])},
             {"spot": True},
             "AWS does not offer m7i.8xlarge as spot instance",
         ),
-        ({"threads": (2,)}, {"threads_per_core": 1}, "m7i.8xlarge does not support --threads-per-core 1: leave"),
-        ({"architectures": ("arm64",)}, {}, "m7i.8xlarge is arm64, and cpuft needs x86_64: choose another --type"),
         (
-            {"image": replace(OFFER.image, architecture="arm64")},
+            {"type": change_type(VCpuInfo={"ValidThreadsPerCore": [2]})},
+            {"threads_per_core": 1},
+            "m7i.8xlarge does not support --threads-per-core 1: leave",
+        ),
+        (
+            {"type": change_type(ProcessorInfo={"SupportedArchitectures": ["arm64"]})},
+            {},
+            "m7i.8xlarge is arm64, and cpuft needs x86_64: choose another --type",
+        ),
+        (
+            {"image": {**OFFER.image, "Architecture": "arm64"}},
             {},
             "AMI ami-1 is for arm64: choose an AMI for x86_64 with --image",
         ),
@@ -175,9 +192,9 @@ def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
             {"zone": "us-east-1x"},
             "region us-east-1 has no zone 'us-east-1x' that offers m7i.8xlarge: did you mean us-east-1",
         ),
-        ({"zones": ()}, {}, "no zone of us-east-1 with a default subnet offers m7i.8xlarge: try another"),
+        ({"zones": {}}, {}, "no zone of us-east-1 with a default subnet offers m7i.8xlarge: try another"),
         (
-            {"zones": ZONES[1:]},
+            {"zones": {"us-east-1b": "subnet-b", "us-east-1c": "subnet-c"}},
             {"zone": "us-east-1a"},
             "region us-east-1 has no zone 'us-east-1a' that offers m7i.8xlarge: did you mean us-east-1c or us-east-1b",
         ),
@@ -194,30 +211,51 @@ def test_what_can_be_rented(offer: dict[str, Any]) -> None:
 
 
 def test_the_cheapest_zone_is_first_for_spot() -> None:
-    zones = tuple(replace(zone, spot_price=price) for zone, price in zip(ZONES, (0.7, 0.6, 0.8)))
-    offer, nothing = replace(OFFER, zones=zones), Resources(NOW, ME)
-    assert choose_zone(CONFIG, nothing, offer, {}) == (zones[0], False)
-    assert choose_zone(replace(CONFIG, spot=True), nothing, offer, {}) == (zones[1], True)
+    offer, nothing = replace(OFFER, spot_prices={"us-east-1a": 0.7, "us-east-1b": 0.6}), Resources(NOW, ME)
+    assert choose_zone(CONFIG, nothing, offer, {}) == ("us-east-1a", False)
+    assert choose_zone(replace(CONFIG, spot=True), nothing, offer, {}) == ("us-east-1b", True)
     there = Resources(NOW, ME, GROUP, (make_instance(1, zone="us-east-1c"),))
-    assert choose_zone(CONFIG, there, offer, {}) == (zones[2], False)
+    assert choose_zone(CONFIG, there, offer, {}) == ("us-east-1c", False)
     with pytest.raises(NoCapacityError, match=r"no zone has 3 instances of m7i.8xlarge \(us-east-1c: full\)"):
         choose_zone(CONFIG, there, offer, {("us-east-1c", False): "full"})
 
 
 @pytest.mark.parametrize(
-    ("spot_or_demand", "chosen"), [(True, (ZONES[0], False)), (False, None)], ids=("on demand", "spot only")
+    ("spot_or_demand", "chosen"), [(True, ("us-east-1a", False)), (False, None)], ids=("on demand", "spot only")
 )
 def test_on_demand_instances_come_after_the_last_zone_for_spot(spot_or_demand: bool, chosen: Any) -> None:
     config = replace(CONFIG, spot=True, spot_or_demand=spot_or_demand)
-    refused = {(zone.name, True): "full" for zone in ZONES[:2]}
-    assert choose_zone(config, Resources(NOW, ME), OFFER, refused) == (ZONES[2], True)
+    refused = {("us-east-1a", True): "full", ("us-east-1b", True): "full"}
+    assert choose_zone(config, Resources(NOW, ME), OFFER, refused) == ("us-east-1c", True)
     refused["us-east-1c", True] = "full"
     with contextlib.nullcontext() if chosen else pytest.raises(NoCapacityError):
         assert choose_zone(config, Resources(NOW, ME), OFFER, refused) == chosen
 
 
+@pytest.mark.parametrize(
+    ("spots", "refused", "watched"),
+    [
+        ((), (), True),
+        ((), ("a", "b", "c"), False),
+        ((False,) * 4, (), False),
+        ((False,) * 3, ("a",), False),
+        ((False, True), ("a",), True),
+        ((True,) * 4, (), True),
+    ],
+    ids=("spot", "on demand", "complete", "refilled on demand", "one is spot", "all are spot"),
+)
+def test_only_clusters_with_spot_instances_look_for_interruption_notices(
+    spots: tuple[bool, ...], refused: tuple[str, ...], watched: bool
+) -> None:
+    config = replace(CONFIG, spot=True, spot_or_demand=True)
+    found = Resources(NOW, ME, GROUP, tuple(make_instance(number, spot=one) for number, one in enumerate(spots)))
+    plan = plan_rental(config, make_facts(found, refused={(f"us-east-1{one}", True): "full" for one in refused}))
+    (record,) = (step for stage in plan.stages for step in stage if step.why == "register the cluster")
+    assert ("169.254.169.254" in record.stdin) is watched
+
+
 def find_request(config: AwsConfig, offer: Offer) -> dict[str, Any]:
-    return make_request(config, Resources(NOW, ME, GROUP), offer, ZONES[0], config.nodes)
+    return make_request(config, Resources(NOW, ME, GROUP), offer, "us-east-1a", config.nodes)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +270,7 @@ def find_request(config: AwsConfig, offer: Offer) -> dict[str, Any]:
 def test_the_second_thread_of_a_core_is_left_out_by_choice(
     threads: tuple[int, ...], config: dict[str, Any], options: dict[str, int] | None
 ) -> None:
-    offer = replace(OFFER, cores=16, threads=threads)
+    offer = replace(OFFER, type=change_type(VCpuInfo={"DefaultCores": 16, "ValidThreadsPerCore": [*threads]}))
     assert find_request(replace(CONFIG, **config), offer).get("CpuOptions") == options
 
 
@@ -240,7 +278,8 @@ def test_the_second_thread_of_a_core_is_left_out_by_choice(
     ("efa", "nodes", "kind"), [(True, 4, "efa"), (False, 4, None), (True, 1, None)], ids=("efa", "none", "alone")
 )
 def test_hosts_get_an_adapter_for_fast_fabrics_where_the_type_has_one(efa: bool, nodes: int, kind: str | None) -> None:
-    request = find_request(replace(CONFIG, nodes=nodes), replace(OFFER, efa=efa))
+    offer = replace(OFFER, type=change_type(NetworkInfo={"EfaSupported": efa}))
+    request = find_request(replace(CONFIG, nodes=nodes), offer)
     assert request["NetworkInterfaces"][0].get("InterfaceType") == kind
 
 
@@ -256,7 +295,7 @@ def test_a_cluster_whose_lease_a_job_has_extended() -> None:
     ):
         with pytest.raises(CpuftError, match=said):
             check_rental(CONFIG, found)
-    told = describe_instances(group, nodes, NOW - 120, Price(None, ""))[0]
+    told = describe_instances(Resources(NOW - 120, ME, group, nodes), Price(None, ""))[0]
     assert "running jobs can extend it to 2027-01-15 09:00 UTC" in told
 
 

@@ -11,7 +11,7 @@ from tests.provision.aws.test_plan import CONFIG, NOW, make_instance
 
 
 def test_an_unknown_price_is_said_to_be_unknown() -> None:
-    zones = {"us-east-1a": 0.7, "us-east-1b": 0.6, "us-east-1c": 0.0}
+    zones = {"us-east-1a": 0.7, "us-east-1b": 0.6}
     known = find_price("m7i.8xlarge", "us-east-1", {})
     spot = find_price("m7i.8xlarge", "us-east-1", zones)
     assert known == Price(1.6128, "2025")
@@ -28,12 +28,12 @@ def test_an_unknown_price_is_said_to_be_unknown() -> None:
         "together cost $6.45 per hour, $12.90"
     )
     assert describe(spot, True) == (
-        "4 x m7i.8xlarge spot: each instance costs $0.600 to $0.700 per hour now in us-east-1 (on demand: about "
-        "$1.613, list price of us-east-1 in 2025). All together cost $2.80 per hour, $5.60"
+        "4 x m7i.8xlarge spot: each instance costs $0.600 to $0.700 per hour now in us-east-1, on demand about "
+        "$1.613 per hour (list price of us-east-1 in 2025). All together cost $2.80 per hour, $5.60"
     )
     assert describe(unknown, True) == (
-        "4 x m7i.8xlarge spot: each instance costs an unknown price (on demand: unknown, cpuft has only the list "
-        "prices of us-east-1). All together cost an unknown price"
+        "4 x m7i.8xlarge spot: each instance costs an unknown price, on demand an unknown price (cpuft has only the "
+        "list prices of us-east-1). All together cost an unknown price"
     )
 
 

@@ -13,8 +13,8 @@ from botocore import xform_name
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import FILE_NAME, format_entry, read_entry
 from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
-from cpuft.provision.aws.client import GENERATION, OWNER, POLICY, TAG, UNTIL, read_tags
-from cpuft.provision.aws.facts import find_host_key, parse_instances
+from cpuft.provision.aws.client import POLICY, Tag, read_tags
+from cpuft.provision.aws.facts import Resources, find_host_key, parse_instances
 from cpuft.provision.aws.plan import NoCapacityError
 from cpuft.provision.aws.provider import Aws
 from cpuft.provision.cluster_files import read_files
@@ -35,6 +35,7 @@ from tests.provision.aws.region import (
     say,
 )
 from tests.provision.aws.test_client import list_actions
+from tests.provision.aws.test_plan import NOW, make_instance
 from tests.provision.simulated import write_wheels
 
 CALLS = [
@@ -62,7 +63,7 @@ def test_a_dry_run_changes_nothing(region: Region, tmp_path: Path) -> None:
     assert {*tried} == calls
     # The printed policy allows creating only what gets the cluster's tag at once.
     kinds = [kind for one in tried.values() for kind in one.get("TagSpecifications", ())]
-    assert [kind for kind in kinds if TAG not in str(kind)] == []
+    assert [kind for kind in kinds if Tag.CLUSTER not in str(kind)] == []
 
 
 def test_instances_are_not_connected_to_before_their_consoles_show_host_keys(region: Region, tmp_path: Path) -> None:
@@ -82,8 +83,8 @@ def test_a_cluster_is_what_was_asked_for_and_making_it_again_does_nothing(region
     assert len(found) == 4
     assert {one["Placement"]["AvailabilityZone"] for one in found} == {"us-east-1a"}
     tags = read_tags(found[0])
-    assert (tags[TAG], tags[OWNER]) == (NAME, "arn:aws:sts::123456789012:user/moto")
-    assert 0 <= int(tags[UNTIL]) - int(tags[GENERATION]) - 4 * 3600 < 60
+    assert (tags[Tag.CLUSTER], tags[Tag.OWNER]) == (NAME, "arn:aws:sts::123456789012:user/moto")
+    assert 0 <= int(tags[Tag.UNTIL]) - int(tags[Tag.GENERATION]) - 4 * 3600 < 60
 
     seen = len(region.mutating)
     make(region, tmp_path)
@@ -251,6 +252,23 @@ def test_instances_that_aws_ends_at_their_start_are_not_replaced(at_once: bool, 
     assert len(live()) == 2
 
 
+@pytest.mark.parametrize(
+    ("state", "wanted", "minutes"), [("pending", "running", 5), ("shutting-down", "terminated", 10)]
+)
+def test_waiting_for_instances_has_a_time_limit(
+    state: str, wanted: str, minutes: int, region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = make_aws(region, tmp_path)
+    found = Resources(NOW, instances=(make_instance(1, state=state), make_instance(2, state=wanted)))
+    monkeypatch.setattr(lab, "_find_resources", lambda: found)
+    lab._wait_for(wanted, {"i-2"}, 60.0 * minutes)
+    assert region.seconds == 0
+    said = rf"after {minutes} minutes, not all instances of lab are {wanted} \(.*1 {state}.*\): remove them with `cpuft"
+    with pytest.raises(CpuftError, match=said):
+        lab._wait_for(wanted, {"i-1", "i-2"}, 60.0 * minutes)
+    assert 60 * minutes <= region.seconds < 60 * minutes + 5
+
+
 RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
 
 
@@ -361,7 +379,7 @@ def test_a_lease_is_extended_for_all(region: Region, tmp_path: Path) -> None:
     lab.make(say, refuse)
     region.seconds += 1800
     assert lab.extend("3h", say).startswith("cluster lab: the instances terminate themselves at")
-    (until,) = {int(read_tags(one)[UNTIL]) for one in live()}
+    (until,) = {int(read_tags(one)[Tag.UNTIL]) for one in live()}
     assert 3 * 3600 - 2 < until - region.now() <= 3 * 3600
     assert "in 2 h 5" in lab.describe()
     region.seconds += 4 * 3600
@@ -386,7 +404,7 @@ def test_the_printed_policy_allows_nothing_that_is_not_needed(region: Region, tm
     assert find_host_key(lab.client, live()[0]["InstanceId"]) == ""
     (volume, *_) = left(region)["volumes"]
     assert volume
-    tags = [{"ResourceType": "volume", "Tags": [{"Key": TAG, "Value": NAME}]}]
+    tags = [{"ResourceType": "volume", "Tags": [{"Key": Tag.CLUSTER, "Value": NAME}]}]
     client().create_volume(AvailabilityZone="us-east-1a", Size=8, TagSpecifications=tags)
     (group,) = [one for one in client().describe_security_groups()["SecurityGroups"] if one["GroupName"] == "cpuft-lab"]
     world = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
@@ -399,8 +417,7 @@ def test_the_printed_policy_allows_nothing_that_is_not_needed(region: Region, tm
     delete_image(list_images(REGION, region.services()).split()[0], REGION, False, say, region.services())
     assert left(region) == NOTHING
     allowed = list_actions(*json.loads(POLICY.read_text())["Statement"])
-    # DeregisterImage needs this permission to delete snapshots.
-    made = {xform_name(action.partition(":")[2]) for action in allowed - {"ec2:DeleteSnapshot"}}
+    made = {xform_name(action.partition(":")[2]) for action in allowed}
     # The caller is queried once per client, and all tests share a client.
     assert {name for name, _ in region.calls} | {"get_caller_identity"} == made
 

@@ -20,7 +20,7 @@ from threading import RLock, Thread
 from typing import Any
 from urllib.parse import parse_qsl
 
-from cpuft.provision.aws.client import TAG
+from cpuft.provision.aws.client import Tag
 from tests.provision.aws.bottle.hosting import Hosts, host
 from tests.provision.aws.bottle.machines import make_base, wire
 from tests.provision.aws.bottle.metadata import Service
@@ -124,10 +124,12 @@ class Desk:
 
     def litter(self) -> None:
         """Add an unattached disk of the cluster, and a rule of its group that allows everybody."""
-        ec2, tags = client(), [{"Key": TAG, "Value": NAME}]
+        ec2, tags = client(), [{"Key": Tag.CLUSTER, "Value": NAME}]
         zone, specifications = f"{REGION}a", [{"ResourceType": "volume", "Tags": tags}]
         ec2.create_volume(AvailabilityZone=zone, Size=8, TagSpecifications=specifications)
-        (group,) = ec2.describe_security_groups(Filters=[{"Name": f"tag:{TAG}", "Values": [NAME]}])["SecurityGroups"]
+        (group,) = ec2.describe_security_groups(Filters=[{"Name": f"tag:{Tag.CLUSTER}", "Values": [NAME]}])[
+            "SecurityGroups"
+        ]
         world = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
         ec2.authorize_security_group_ingress(GroupId=group["GroupId"], IpPermissions=[world])
 
