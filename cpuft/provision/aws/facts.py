@@ -224,7 +224,7 @@ def _parse_time(text: str) -> int:
 
 def is_standard(instance_type: str) -> bool:
     """Whether a type counts against the quota of standard instances: families A, C, D, H, I, M, R, T and Z."""
-    return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("inf", "hpc", "mac", "trn"))
+    return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("dl", "hpc", "inf", "mac", "trn"))
 
 
 def find_disk_size(image: Image) -> int:
