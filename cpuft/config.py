@@ -795,8 +795,7 @@ class CompareConfig:
     )
 
 
-SWEEP_SEARCHES = ("grid", "random", "optuna")
-SWEEP_SAMPLERS = ("tpe", "random")
+SWEEP_SEARCHES = ("grid", "random", "tpe")
 SWEEP_PRUNERS = ("auto", "median", "none")
 DIRECTIONS = ("auto", "maximize", "minimize")
 
@@ -824,31 +823,19 @@ class SweepConfig:
     search: str = _recipe(
         "grid",
         "grid: all combinations of the values. random: --trials configurations that are drawn from them, each with all "
-        "values of --seed. optuna: --trials configurations that Optuna chooses one after another, from the results of "
-        "those before, each with all values of --seed. Only random and optuna take ranges with fractions, such as "
-        "1e-5..1e-3",
+        "values of --seed. tpe: --trials configurations that Optuna chooses one after another, near good ones before "
+        "(tree-structured Parzen estimator), each with all values of --seed. Only random and tpe take ranges with "
+        "fractions, such as 1e-5..1e-3",
         choices=SWEEP_SEARCHES,
     )
-    trials: int = _recipe(0, "With --search random or optuna, number of configurations", least=0)
-    search_seed: int = _recipe(0, "With --search random or optuna, seed of the draws", least=0)
-    sampler: str = _recipe(
-        "tpe",
-        "With --search optuna, how configurations are chosen. tpe: near good ones (tree-structured Parzen estimator). "
-        "random: independently of the results",
-        choices=SWEEP_SAMPLERS,
-    )
+    trials: int = _recipe(0, "With --search random or tpe, number of configurations", least=0)
+    search_seed: int = _recipe(0, "With --search random or tpe, seed of the draws", least=0)
     pruner: str = _evaluation(
         "auto",
-        "With --search optuna, which runs are ended early. median: those whose best evaluation while training (see "
-        "--eval-every) is worse than the median of the finished configurations at the same evaluation. auto: median "
-        "if runs evaluate while training, otherwise none",
+        "Which runs are ended early. median: those whose best evaluation while training (see --eval-every) is worse "
+        "than the median of the finished configurations after the same share of their training. auto: median with "
+        "--search tpe if runs evaluate while training, otherwise none",
         choices=SWEEP_PRUNERS,
-    )
-    storage: str = _output(
-        "",
-        "With --search optuna, URL of an Optuna storage that gets the study as well, such as sqlite:///trials.db, for "
-        "example for Optuna's dashboard. It is not saved with the sweep: give it again with --resume",
-        takes="URL",
     )
     metric: str = _evaluation(
         "", "Metric that is compared (default: the first one that the task reports)", takes="NAME"

@@ -101,7 +101,7 @@ def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
 
 def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str]:
     """Return (the sweep, "sweep") after its own parser has accepted it."""
-    from cpuft.report.sweep import read_sweep
+    from cpuft.sweep.study import read_sweep
 
     context = _parse("sweep", argv[1:])
     values = context.params
@@ -116,10 +116,10 @@ def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str
     hosts, ppn = values["hosts_per_run"], values["ranks_per_host"]
     if values["resume"] and sees_files:
         with suppress(CpuftError, ValueError):  # for a number of ranks that is none, in a journal that was edited
-            header = read_sweep(values["resume"]).header
-            recorded = dict(option.split("=", 1) for option in header.options if "=" in option)
+            settings = read_sweep(values["resume"]).settings
+            recorded = dict(option.split("=", 1) for option in settings.options if "=" in option)
             ppn = int(recorded.get("--ppn", 1))
-            hosts = header.hosts_per_run
+            hosts = settings.hosts_per_run
     np = hosts * ppn
     return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], resume_options), "sweep"
 
