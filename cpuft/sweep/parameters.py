@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from cpuft.errors import CpuftError
@@ -104,10 +105,20 @@ def _suggest_value(trial: Any, name: str, values: Values) -> str:
 
 
 def make_distributions(runs: Sequence[Assignment]) -> dict[str, Any]:
-    """Return the distribution of each option of a grid, apart from the seed: the values that its runs have."""
-    from optuna.distributions import CategoricalDistribution
+    """Return the distribution of each option of a grid, apart from the seed: its choices, or from where numbers reach.
 
-    names = dict.fromkeys(name for run in runs for name in run if name != SEED)
-    return {
-        name: CategoricalDistribution(list(dict.fromkeys(run[name] for run in runs if name in run))) for name in names
-    }
+    Each trial stores the distributions, and the choices of a thousand numbers would fill the disk.
+    """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    texts: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for name, text in run.items():
+            texts.setdefault(name, {})[text] = None
+    texts.pop(SEED, None)
+    found: dict[str, Any] = {name: CategoricalDistribution([*known]) for name, known in texts.items()}
+    for name, known in texts.items():
+        with suppress(ValueError):
+            numbers = Values(low=min(map(float, known)), high=max(map(float, known)))
+            found[name] = FloatDistribution(numbers.low, numbers.high, log=is_logarithmic(numbers))
+    return found

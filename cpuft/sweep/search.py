@@ -24,6 +24,8 @@ from cpuft.errors import CpuftError, suggest_names
 from cpuft.serialization import load, parse_yaml
 
 SEED = "seed"
+_TYPES = get_type_hints(TrainConfig)
+_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 _RANGE = ".."
 _TEXTS = ("task", "model", "from_config")
 """Options without numbers or choices that may vary. Others may hold commas themselves, or only say where files are."""
@@ -55,19 +57,17 @@ Key = tuple[tuple[str, str], ...]
 
 def list_variable_options() -> tuple[str, ...]:
     """Return the training options that a sweep may vary: numbers, options with choices, task and model."""
-    types = get_type_hints(TrainConfig)
     return tuple(
-        field.name
-        for field in dataclasses.fields(TrainConfig)
-        if types[field.name] in (int, float) or field.metadata["choices"] or field.name in _TEXTS
+        name
+        for name, field in _FIELDS.items()
+        if _TYPES[name] in (int, float) or field.metadata["choices"] or name in _TEXTS
     )
 
 
 def parse_values(name: str, text: str) -> Values:
     """Return the possible values of an option, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3"."""
     flag = format_flag(name)
-    field = next(field for field in dataclasses.fields(TrainConfig) if field.name == name)
-    kind = get_type_hints(TrainConfig)[name]
+    field, kind = _FIELDS[name], _TYPES[name]
     if name not in list_variable_options():
         if "," in text or kind is bool:
             raise CpuftError(f"{flag} cannot vary in a sweep: give it one value on the command line")
@@ -183,7 +183,7 @@ def format_values(name: str, values: Values) -> str:
     """Return the values of an option as the command line takes them, the inverse of `parse_values`."""
     if not values.texts:
         return f"{values.low!r}{_RANGE}{values.high!r}"
-    is_range = get_type_hints(TrainConfig)[name] is int and is_whole_range(values)
+    is_range = _TYPES[name] is int and is_whole_range(values)
     return f"{values.texts[0]}{_RANGE}{values.texts[-1]}" if is_range else ",".join(values.texts)
 
 
@@ -239,8 +239,7 @@ def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], give
 
 def apply_assignment(base: TrainConfig, assignment: Mapping[str, str]) -> TrainConfig:
     """Return the training options of a run: those of the sweep, with the run's own values."""
-    types, fields = get_type_hints(TrainConfig), {field.name: field for field in dataclasses.fields(TrainConfig)}
-    values = {name: parse_value(fields[name], types[name], text) for name, text in assignment.items()}
+    values = {name: parse_value(_FIELDS[name], _TYPES[name], text) for name, text in assignment.items()}
     return dataclasses.replace(base, **values)
 
 

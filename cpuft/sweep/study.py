@@ -215,8 +215,10 @@ class Sweep:
         for run in runs:
             groups.setdefault(make_key(run), []).append(run)
         for key, group in groups.items():
-            params = dict(key)
-            told = {"params": params, "distributions": {name: distributions[name] for name in params}}
+            used = {name: distributions[name] for name, _ in key}
+            is_text = self._optuna.distributions.CategoricalDistribution
+            params = {name: text if isinstance(used[name], is_text) else float(text) for name, text in key}
+            told = {"params": params, "distributions": used}
             waiting, attributes = self._optuna.trial.TrialState.WAITING, {_RUNS: self._number(group)}
             self.study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=attributes, **told))
             self._add_last_trial()

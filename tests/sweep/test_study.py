@@ -58,9 +58,17 @@ def test_optunas_own_programs_read_the_file(tmp_path: Path) -> None:
         sweep.conclude(sweep.configurations[0])
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / FILE_NAME))
     study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend))
-    assert [trial.params for trial in study.trials] == [{"learning_rate": "1e-4"}, {"learning_rate": "3e-4"}]
+    assert [trial.params for trial in study.trials] == [{"learning_rate": 1e-4}, {"learning_rate": 3e-4}]
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "WAITING"]
     assert study.best_value == 0.5
+
+
+def test_the_file_of_a_large_grid_is_small(tmp_path: Path) -> None:
+    rates, kinds = [f"{rate}e-6" for rate in range(1, 101)], ("linear", "cosine")
+    runs = [{"learning_rate": rate, "lr_schedule": kind} for rate in rates for kind in kinds]
+    create_sweep(str(tmp_path), replace(SETTINGS, trials=200, search="grid"), True, runs)
+    assert (tmp_path / FILE_NAME).stat().st_size < 200 * 1024
+    assert [run.values for run in read_sweep(str(tmp_path)).runs] == runs
 
 
 def test_what_a_kill_has_cut_off_is_left_out(tmp_path: Path) -> None:
