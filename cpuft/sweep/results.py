@@ -229,15 +229,16 @@ def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]
     numbers = {text: number for text in texts if (number := _read_number(text)) is not None}
     if len(numbers) < len(texts) or len(texts) <= _MOST_TICKS:
         order = sorted(texts, key=lambda text: (numbers.get(text, math.inf), text))
-        return {text: float(place) for place, text in enumerate(order)}, dict(enumerate(order))
+        places = {text: float(place) for place, text in enumerate(order)}
+        return places, {place: text for text, place in places.items()}
     low, high = min(numbers.values()), max(numbers.values())
     if low <= 0 or high < 10 * low:
         return numbers, {}
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    places = {text: math.log10(number) for text, number in numbers.items()}
+    first, last = min(places.values()), max(places.values())
+    powers = range(math.floor(first), math.ceil(last) + 1)
     ticks = {power + math.log10(digit): f"{digit}e{power}" for power in powers for digit in (1, 2, 5)}
-    return {text: math.log10(number) for text, number in numbers.items()}, {
-        place: label for place, label in ticks.items() if math.log10(low) <= place <= math.log10(high)
-    }
+    return places, {place: label for place, label in ticks.items() if first - 1e-9 <= place <= last + 1e-9}
 
 
 def _read_number(text: str) -> float | None:

@@ -244,7 +244,12 @@ def test_a_search_on_this_machine_prunes_a_run(tmp_path: Path) -> None:
     assert {*one.curve} == {1}
     assert one.value == one.runs[0].attempts[-1].metrics["accuracy"]
     options = ["--task=demo", "--max-steps=300", "--batch-size=4", "--precision=fp32", "--no-save-model"]
-    search = {"search": "tpe", "trials": 6, "pruner": "median", "spaces": [{"learning_rate": "1e-5..1e-3"}]}
+    search: dict[str, Any] = {
+        "search": "tpe",
+        "trials": 6,
+        "pruner": "median",
+        "spaces": [{"learning_rate": "1e-5..1e-3"}],
+    }
     other = tmp_path / "t"
     create_sweep(str(other), SweepSettings([*options, *tiny, "--eval-every=1"], **search), True)
     with open_sweep(str(other)) as begun:

@@ -19,7 +19,7 @@ def test_a_grid_has_all_runs_and_a_search_has_the_values(tmp_path: Path) -> None
     grid = SweepConfig(conditions=str(tmp_path / "conditions.yaml"), ranks_per_host=2, price=1.5)
     settings, _, runs = plan_sweep(grid, {"task": "rte", "fast_path": False, "seed": "1..2"})
     assert settings.options == ["--task=rte", "--no-fast-path", "--np=2", "--ppn=2"]
-    assert sorted(map(tuple, map(dict.values, runs))) == [(seed, rank) for seed in "12" for rank in ("0", "16", "8")]
+    assert sorted(tuple(run.values()) for run in runs) == [(seed, rank) for seed in "12" for rank in ("0", "16", "8")]
     assert (settings.trials, settings.seeds, settings.price) == (3, 2, 1.5)
     settings, _, runs = plan_sweep(TPE, {"task": "rte", "seed": "1,2", "learning_rate": "1e-5..1e-3"})
     assert (settings.trials, settings.seeds, runs) == (3, 2, [])

@@ -377,14 +377,14 @@ def test_hosts_that_were_all_lost_are_used_when_they_answer_again(
     assert "no host answers any more: waiting up to 10 min for one" in launches.said
 
 
-SEARCH = {
+SEARCH: dict[str, Any] = {
     "search": "tpe",
     "trials": 9,
     "pruner": "median",
     "search_seed": 5,
     "spaces": [{"learning_rate": "1e-6..1e-2", "seed": "1"}],
 }
-RANKS = {"search": "tpe", "trials": 3, "seeds": 2, "spaces": [{"lora_rank": "4,8,16", "seed": "1,4"}]}
+RANKS: dict[str, Any] = {"search": "tpe", "trials": 3, "seeds": 2, "spaces": [{"lora_rank": "4,8,16", "seed": "1,4"}]}
 
 
 @pytest.mark.parametrize("search", ["tpe", "random"])
