@@ -47,11 +47,11 @@ class MedianPruner:
         configurations had reached after the same share of their training.
         """
         before = len(self._curves[run.folder].values) if run.folder in self._curves else 0
-        count, one = len(self._read(run).values), run.configuration
+        count, one = len(self.read(run).values), run.configuration
         if count == before:
             return ""
         curve, metric = self._average(one)[:count], self._sweep.metric
-        self._store(one, curve[: min(len(self._read(other, is_new=False).values) for other in one.runs)])
+        self._store(one, curve[: min(len(self.read(other, is_new=False).values) for other in one.runs)])
         update, value = curve[-1]
         finished = [other for other in self._sweep.configurations if other.value is not None]
         known = [_find_reached(other, update * one.share) for other in finished]
@@ -70,7 +70,7 @@ class MedianPruner:
     def finish(self, one: Configuration) -> None:
         """Store the evaluations of a configuration whose runs have ended, also those that not all of them made."""
         for run in one.runs:
-            self._read(run)
+            self.read(run)
         self._store(one, self._average(one))
 
     def _store(self, one: Configuration, curve: Sequence[tuple[int, float]]) -> None:
@@ -79,11 +79,11 @@ class MedianPruner:
 
     def _average(self, one: Configuration) -> list[tuple[int, float]]:
         """Return (number of updates, mean of the metric over the runs that have got so far) at each evaluation."""
-        curves = [self._read(run, is_new=False).values for run in one.runs]
+        curves = [self.read(run, is_new=False).values for run in one.runs]
         updates = sorted({update for curve in curves for update in curve})
         return [(update, statistics.fmean(curve[update] for curve in curves if update in curve)) for update in updates]
 
-    def _read(self, run: Run, is_new: bool = True) -> _Curve:
+    def read(self, run: Run, is_new: bool = True) -> _Curve:
         """Return the curve of a run in the folder of its last attempt; with `is_new`, after reading more of its log."""
         if not run.folder:
             return _Curve()

@@ -238,12 +238,14 @@ class SweepQueue:
 
     def _prune(self) -> None:
         """Ask all active runs of a configuration to end at once, if an evaluation of one of them says so."""
-        for active in self._active if self._pruner else ():
+        if self._pruner is None:
+            return
+        for active in self._active:
             one = active.run.configuration
             if active.pruned_at:
                 if time.monotonic() - active.pruned_at > _STOP_SECONDS:
                     execute.stop_processes([active.process])
-            elif self._pruner and (reason := self._pruner.find_reason(active.run)):
+            elif reason := self._pruner.find_reason(active.run):
                 self.sweep.prune(one, reason)
                 self._failed_before -= {*one.runs}
                 for other in self._active:
@@ -272,6 +274,8 @@ class SweepQueue:
 
     def _finish(self, active: _ActiveRun) -> None:
         self._active.remove(active)
+        if self._pruner:
+            self._pruner.read(active.run)
         run, place, end = active.run, active.place, self._make_end(active)
         told, has_trained = "", self._has_trained(active)
         if end.status == DONE:
