@@ -95,7 +95,7 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
         (("--search", "random"), "--search random needs --trials"),
         (("--trials", "3"), "--trials is for --search random"),
         (("--search", "tpe", "--seed", "1,2"), "--search tpe needs --trials"),
-        (("--sampler", "random"), "write --search instead of --sampler (--search tpe or random)"),
+        (("--sampler", "random"), "does not have the option --sampler, so leave it out: --search is tpe or random"),
         (
             ("--storage", "sqlite:///a.db"),
             "cpuft does not have the option --storage, so leave it out: optuna-dashboard reads",

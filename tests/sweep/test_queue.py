@@ -317,8 +317,8 @@ def test_the_run_of_a_lost_host_continues_elsewhere_from_its_copied_checkpoint(
     options = ["--task=demo", "--data-dir=glue", "--epochs=1.0"]
     assert launches.run(seeds(2), places, options=options) == 0
     sweep = read_sweep(str(launches.folder))
-    first = sweep.runs[0].attempts[:2]
-    assert [(attempt.place, attempt.folder) for attempt in first] == [("node1", "run-1"), ("node2", "run-1")]
+    attempts = sweep.runs[0].attempts[:2]
+    assert [(attempt.place, attempt.folder) for attempt in attempts] == [("node1", "run-1"), ("node2", "run-1")]
     told = "it continues on another host after update 12, from the copy of its checkpoint"
     assert told in "".join(launches.said)
     first, second = launches.calls[:2]
