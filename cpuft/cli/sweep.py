@@ -17,7 +17,7 @@ from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick
 from cpuft.config import DetachConfig, LaunchConfig, SweepConfig, TrainConfig, format_flag, option_names
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted
-from cpuft.sweep.search import list_variable_options
+from cpuft.sweep.search import format_assignment, list_variable_options
 
 if TYPE_CHECKING:
     from cpuft.sweep.places import Place
@@ -188,11 +188,7 @@ def _list_launch_options() -> list[str]:
     own = [name for name in option_names(LaunchConfig) if name != "run_dir"]
     context, given = click.get_current_context(), given_options()
     values = {name: context.params[name] for name in own if name in given}
-    options = [
-        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
-        for name, value in values.items()
-    ]
-    return [_make_path_absolute(option, os.getcwd()) for option in options]
+    return [_make_path_absolute(option, os.getcwd()) for option in format_assignment(values)]
 
 
 def _make_path_absolute(option: str, folder: str) -> str:

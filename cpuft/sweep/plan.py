@@ -58,24 +58,20 @@ def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSett
     metric = config.metric or find_task(configs[0].task, configs[0].causal).metrics[0]
     is_maximized = is_larger_better(metric) if config.direction == "auto" else config.direction == "maximize"
     ranks = config.hosts_per_run * config.ranks_per_host
-    options = [
-        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
-        for name, value in given.items()
-        if name not in varied
-    ]
+    options = format_assignment({name: value for name, value in given.items() if name not in varied})
     options += [f"--np={ranks}", *([f"--ppn={config.ranks_per_host}"] if ranks > 1 else [])]
     return (
         SweepSettings(
             options,
-            len({*map(make_key, runs)}) or config.trials,
-            config.metric,
-            config.hosts_per_run,
-            config.price,
-            config.search,
-            config.search_seed,
-            _choose_pruner(config, configs),
-            max(len(one[SEED].texts) if SEED in one else 1 for one in spaces),
-            [{name: format_values(name, values) for name, values in one.items()} for one in spaces],
+            trials=len({*map(make_key, runs)}) or config.trials,
+            metric=config.metric,
+            hosts_per_run=config.hosts_per_run,
+            price=config.price,
+            search=config.search,
+            search_seed=config.search_seed,
+            pruner=_choose_pruner(config, configs),
+            seeds=max(len(one[SEED].texts) if SEED in one else 1 for one in spaces),
+            spaces=[{name: format_values(name, values) for name, values in one.items()} for one in spaces],
         ),
         is_maximized,
         runs,

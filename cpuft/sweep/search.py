@@ -254,9 +254,12 @@ def describe_values(values: Mapping[str, str]) -> str:
     return ", ".join(f"{format_flag(name)[2:]} {text}" for name, text in values.items()) or "the only configuration"
 
 
-def format_assignment(assignment: Mapping[str, str]) -> list[str]:
-    """Return the values of a run as arguments: ["--learning-rate=1e-5", "--seed=2"]."""
-    return [f"{format_flag(name)}={text}" for name, text in assignment.items()]
+def format_assignment(values: Mapping[str, Any]) -> list[str]:
+    """Return values of options as arguments: ["--learning-rate=1e-5", "--no-save-model"]."""
+    return [
+        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
+        for name, value in values.items()
+    ]
 
 
 def estimate_length(config: TrainConfig) -> float:
