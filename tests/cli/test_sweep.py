@@ -262,7 +262,7 @@ def test_a_search_on_this_machine_prunes_a_run(tmp_path: Path) -> None:
             begun.conclude(one)
     done = run_cpuft("sweep", "--resume", str(other), seconds=600)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"run 6 of 6 was pruned after \d+ s: accuracy [0-9.]+ after 1 updates, and no", done.stderr)
+    assert re.search(r"run 6 of 6 was pruned after \d+ s: accuracy [0-9.]+ after \d+ updates, and no", done.stderr)
     assert [run.number for run in read_sweep(str(other)).list_runs(PRUNED)] == [6]
     told = run_cpuft("sweep", "status", str(other)).stdout
     assert "6 runs: 5 done, 0 running, 0 queued, 0 failed, 1 pruned" in told
