@@ -64,9 +64,10 @@ def report(
     from cpuft.record import Record, read_record
     from cpuft.report.comparison import compare, group_jobs
     from cpuft.report.page import find_runs, page_path, read_estimates, write_page
-    from cpuft.report.sweep import FILE_NAME as SWEEP_FILE
-    from cpuft.report.sweep import choose_metric, format_sweep, read_sweep, sweep_to_json, write_sweep_page
     from cpuft.report.tables import format_markdown, format_text, to_json
+    from cpuft.sweep.results import choose_metric, format_sweep, sweep_to_json, write_sweep_page
+    from cpuft.sweep.study import FILE_NAME as SWEEP_FILE
+    from cpuft.sweep.study import read_sweep
     from cpuft.trackers import check_trackers, parse_trackers, send_record
 
     if sweeps := [run for run in runs if Path(run, SWEEP_FILE).is_file()]:
@@ -75,7 +76,9 @@ def report(
                 f"{sweeps[0]} is a sweep, which is shown alone, as a table, with --json or with --html: leave out what "
                 "else you gave"
             )
-        found_sweep = choose_metric(read_sweep(runs[0]), metric) if metric else read_sweep(runs[0])
+        found_sweep = read_sweep(runs[0])
+        if metric:
+            choose_metric(found_sweep, metric)
         if html:
             click.echo(f"page: {write_sweep_page(found_sweep, Path(runs[0], 'report.html'))}")
             return

@@ -16,10 +16,10 @@ from click.core import ParameterSource
 
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.cli.sweep import list_options_for_resume
-from cpuft.config.fields import format_flag
 from cpuft.errors import CpuftError
 from cpuft.schedulers import SCHEDULERS, parse_job
 from cpuft.schedulers.base import JobLaunch, JobSweep, follow_job
+from cpuft.sweep.search import format_assignment
 
 _COMMANDLINE, _DEFAULT_MAP = ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP
 _WAIT = click.Option(["--wait"], is_flag=True, help="Show the job's log until it ends, then exit with its exit code")
@@ -101,7 +101,7 @@ def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
 
 def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str]:
     """Return (the sweep, "sweep") after its own parser has accepted it."""
-    from cpuft.report.sweep import read_sweep
+    from cpuft.sweep.study import read_sweep
 
     context = _parse("sweep", argv[1:])
     values = context.params
@@ -109,17 +109,15 @@ def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str
         raise CpuftError("a job runs a sweep, and has no status to show: leave out the words after the options")
     given = {name for name in values if context.get_parameter_source(name) in (_COMMANDLINE, _DEFAULT_MAP)}
     resume_options = tuple(
-        format_flag(name, values[name]) if isinstance(values[name], bool) else f"{format_flag(name)}={values[name]}"
-        for name in list_options_for_resume()
-        if name in given
+        format_assignment({name: values[name] for name in list_options_for_resume() if name in given})
     )
     hosts, ppn = values["hosts_per_run"], values["ranks_per_host"]
     if values["resume"] and sees_files:
         with suppress(CpuftError, ValueError):  # for a number of ranks that is none, in a journal that was edited
-            header = read_sweep(values["resume"]).header
-            recorded = dict(option.split("=", 1) for option in header.options if "=" in option)
+            settings = read_sweep(values["resume"]).settings
+            recorded = dict(option.split("=", 1) for option in settings.options if "=" in option)
             ppn = int(recorded.get("--ppn", 1))
-            hosts = header.hosts_per_run
+            hosts = settings.hosts_per_run
     np = hosts * ppn
     return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], resume_options), "sweep"
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from cpuft.config.fields import evaluation_option, hosts_option, output_option, recipe_option
 
-SWEEP_SEARCHES = ("grid", "random", "optuna")
-SWEEP_SAMPLERS = ("tpe", "random")
+SWEEP_SEARCHES = ("grid", "random", "tpe")
 SWEEP_PRUNERS = ("auto", "median", "none")
 DIRECTIONS = ("auto", "maximize", "minimize")
 
@@ -35,31 +34,19 @@ class SweepConfig:
     search: str = recipe_option(
         "grid",
         "grid: all combinations of the values. random: --trials configurations that are drawn from them, each with all "
-        "values of --seed. optuna: --trials configurations that Optuna chooses one after another, from the results of "
-        "those before, each with all values of --seed. Only random and optuna take ranges with fractions, such as "
-        "1e-5..1e-3",
+        "values of --seed. tpe: --trials configurations that Optuna chooses one after another, near good ones before "
+        "(tree-structured Parzen estimator), each with all values of --seed. Only random and tpe take ranges with "
+        "fractions, such as 1e-5..1e-3",
         choices=SWEEP_SEARCHES,
     )
-    trials: int = recipe_option(0, "With --search random or optuna, number of configurations", least=0)
-    search_seed: int = recipe_option(0, "With --search random or optuna, seed of the draws", least=0)
-    sampler: str = recipe_option(
-        "tpe",
-        "With --search optuna, how configurations are chosen. tpe: near good ones (tree-structured Parzen estimator). "
-        "random: independently of the results",
-        choices=SWEEP_SAMPLERS,
-    )
+    trials: int = recipe_option(0, "With --search random or tpe, number of configurations", least=0)
+    search_seed: int = recipe_option(0, "With --search random or tpe, seed of the draws", least=0)
     pruner: str = evaluation_option(
         "auto",
-        "With --search optuna, which runs are ended early. median: those whose best evaluation while training (see "
-        "--eval-every) is worse than the median of the finished configurations at the same evaluation. auto: median "
-        "if runs evaluate while training, otherwise none",
+        "Which runs are ended early. median: those whose best evaluation while training (see --eval-every) is worse "
+        "than the median of the finished configurations after the same share of their training. auto: median with "
+        "--search tpe if runs evaluate while training, otherwise none",
         choices=SWEEP_PRUNERS,
-    )
-    storage: str = output_option(
-        "",
-        "With --search optuna, URL of an Optuna storage that gets the study as well, such as sqlite:///trials.db, for "
-        "example for Optuna's dashboard. It is not saved with the sweep: give it again with --resume",
-        takes="URL",
     )
     metric: str = evaluation_option(
         "", "Metric that is compared (default: the first one that the task reports)", takes="NAME"

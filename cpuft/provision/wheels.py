@@ -43,7 +43,7 @@ from cpuft.files import (
 from cpuft.hosts.registry import refuse_untrusted
 from cpuft.steps import Step
 
-EXTRAS = ("train", "mpi", "ccl", "demo")
+EXTRAS = ("train", "mpi", "ccl", "demo", "sweep")
 """Extras of cpuft that every host gets, because a run may need each of them."""
 INSTALL = REMOVE + Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
 """Installs the environment on a host, in an image or in a container. `set -eu` must precede it."""

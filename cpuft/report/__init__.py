@@ -1,1 +1,1 @@
-"""Tables, pages and estimates, which are made from the records of runs and the journals of sweeps."""
+"""Tables, pages and estimates, which are made from the records of runs."""

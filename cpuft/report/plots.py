@@ -8,10 +8,11 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cpuft.errors import CpuftError, install_command
@@ -75,6 +76,8 @@ class Panel:
     """matplotlib's marker for each point, such as "o"; lines with intervals always have "o"."""
     counts: bool = False
     """x counts things: both axes begin at 0, each x has a tick, and the labels of the lines stand in a legend."""
+    ticks: Mapping[float, str] = field(default_factory=dict)
+    """x -> its label; empty for numbers that matplotlib chooses. With some, up to `COLOURS` lines get a legend."""
 
 
 def _colour(number: int) -> str:
@@ -118,11 +121,18 @@ def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
     return [sum(part) / len(part) if part else math.nan for part in parts]
 
 
-def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: str = "", counts: bool = False) -> str:
+def draw_lines(
+    name: str,
+    axes: tuple[str, str],
+    lines: Sequence[Line],
+    marker: str = "",
+    counts: bool = False,
+    ticks: Mapping[float, str] = MappingProxyType({}),
+) -> str:
     """Draw lines in one panel (`Panel`) and return the SVG as text, for an HTML page with the colours --c0, --c1 ..."""
     found: list[str] = []
     with _figure(name, 3.2, found) as figure:
-        _draw_panel(figure.subplots(), Panel("", name, axes, list(lines), marker, counts), _colour)
+        _draw_panel(figure.subplots(), Panel("", name, axes, list(lines), marker, counts, ticks), _colour)
     return found[0]
 
 
@@ -135,6 +145,10 @@ def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
         else:
             drawn.errorbar(line.x, y, yerr=line.off, label=line.label, marker="o", capsize=4, **style)
     drawn.set(xlabel=panel.axes[0], ylabel=panel.axes[1])
+    if panel.ticks:
+        drawn.set_xticks([*panel.ticks], [*panel.ticks.values()])
+        if 1 < len(panel.lines) <= COLOURS:
+            drawn.legend()
     if panel.counts:
         drawn.set_xticks(sorted({x for line in panel.lines for x in line.x}))
         drawn.set_ylim(bottom=0)

@@ -17,7 +17,7 @@ from cpuft.execute import run_command
 from cpuft.record import FILE_NAME
 
 SWEEP_FILE_NAME = "sweep.jsonl"
-"""As `cpuft.report.sweep.FILE_NAME`: the file in the folder of a sweep that says what has happened."""
+"""As `cpuft.sweep.study.FILE_NAME`: the file in the folder of a sweep that says what has happened."""
 
 ANSWER_SECONDS = 120.0
 """Time limit for one answer of a scheduler."""

@@ -16,7 +16,8 @@ from cpuft.argv import module_command
 from cpuft.errors import CpuftError, counted
 from cpuft.record import FILE_NAME, StepLine, parse_lines
 from cpuft.serialization import is_count
-from cpuft.sweep.queue import Place, find_reason
+from cpuft.sweep.places import Place
+from cpuft.sweep.queue import find_reason
 
 AUTO = "auto"
 _MANY_CORES = 16

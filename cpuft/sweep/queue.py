@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config.fields import format_flag, parse_arguments
-from cpuft.config.launch import LaunchConfig
+from cpuft.config.fields import format_flag
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted, counted
-from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
-from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import LOGIN_REFUSED, HostError
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.checkpoint_copies import check_copy
 from cpuft.launch.inputs import TRAINING_INPUTS
 from cpuft.launch.resume import has_begun
 from cpuft.launch.supervise import TRAINING_STOP_SECONDS
-from cpuft.rank.progress import FINAL_EVALUATION_MARK, parse_evaluation
 from cpuft.record import FILE_NAME as RECORD_NAME
 from cpuft.record import read_record
-from cpuft.report.sweep import (
+from cpuft.sweep.places import REFUSES, Place, find_host_share, find_lost_hosts
+from cpuft.sweep.pruning import MedianPruner
+from cpuft.sweep.results import list_results
+from cpuft.sweep.search import describe_values, format_assignment
+from cpuft.sweep.study import (
     DONE,
     FAILED,
-    FILE_NAME,
     LOST,
     PRUNED,
+    RUNNING,
     STOPPED,
-    AttemptEnd,
-    AttemptStart,
-    Evaluation,
-    JournalLine,
+    Attempt,
+    Configuration,
+    Run,
     Sweep,
-    SweepHeader,
-    describe_values,
-    find_folder,
-    format_journal_line,
-    list_configurations,
-    parse_journal,
 )
-from cpuft.sweep.search import format_assignment
-from cpuft.sweep.study import OptunaSearch
 
 _FILE_OPTIONS = tuple(map(format_flag, TRAINING_INPUTS))
 _POLL_SECONDS = 0.2
@@ -59,13 +46,10 @@ _STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
 """How long launches have to end after a signal, before they are killed."""
 _RETURN_SECONDS = 600.0
 """How long a sweep waits for lost hosts if no other hosts are left."""
-_ANSWER_SECONDS = 15.0
-"""A host that does not answer for so long after a failed run is lost."""
 _LEAST_PAUSE, _MOST_PAUSE = 1.0, 60.0
 """Seconds between two questions to a lost host: each pause is twice as long as the one before."""
 _REFUSED_PAUSE = 300.0
 """Pause after a refused login: programs such as fail2ban lock out who is refused five times in ten minutes."""
-_SILENT, _REFUSES = "does not answer", "refuses the login"
 _LAST_BYTES = 1 << 16
 """How much of the end of a log is searched for the reason of a failure."""
 _ERROR = "cpuft: error: "
@@ -80,157 +64,9 @@ _UNLOCK_SECONDS = 300.0
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one run at a time trains: one or more hosts, or some cores of this machine."""
-
-    name: str
-    options: tuple[str, ...] = ()
-    """Options of `cpuft launch` that choose these hosts."""
-    prefix: tuple[str, ...] = ()
-    """Command before that of the launch, which limits it to some cores."""
-    hosts: tuple[Host, ...] = ()
-    """Hosts that can be lost; empty for this machine."""
-
-
-def plan_places(
-    config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0
-) -> list[Place]:
-    """Return the places of a sweep's runs: groups of hosts, or parts of this machine.
-
-    `parallel` is 0 for as many places as there are groups, or one on this machine. `cores` has the hardware threads of
-    each core of this machine; they are divided if it is the only host, and so is `quota`, the number of cores that its
-    control group allows (0: no limit).
-    """
-    hosts = read_hosts(config)
-    if hosts == (LOCAL,):
-        if hosts_per_run > 1:
-            raise CpuftError(
-                f"--hosts-per-run {hosts_per_run} needs more hosts than this machine: name them with --hostfile or "
-                "--cluster"
-            )
-        return _divide_machine(max(1, parallel), cores, quota)
-    groups = [hosts[i : i + hosts_per_run] for i in range(0, len(hosts) - hosts_per_run + 1, hosts_per_run)]
-    if not groups:
-        raise CpuftError(
-            f"--hosts-per-run {hosts_per_run} is more than the {counted(len(hosts), 'host')} that there are: give a "
-            "smaller number, or more hosts"
-        )
-    if parallel > len(groups):
-        raise CpuftError(
-            f"--parallel {parallel} is more than the {counted(len(groups), 'group')} of {hosts_per_run} that the hosts "
-            "make: give a smaller number (several runs at a time on one host are only possible on this machine)"
-        )
-    transport, made = find_access(config).transport, list[Place]()
-    for group in groups:
-        name = ",".join(host.name for host in group)
-        far = tuple(host for host in group if not transport.is_here(host))
-        made.append(Place(name, (f"--only-hosts={name}",), hosts=far))
-    return made[: parallel or len(made)]
-
-
-def find_host_share(places: Sequence[Place]) -> float:
-    """Return the share of a host that a run at one of these places has: less than 1 if this machine is divided."""
-    return 1 / len(places) if places and places[0].prefix else 1.0
-
-
-def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float) -> list[Place]:
-    if parallel == 1:
-        return [Place("this machine")]
-    threads = [(cpu,) for core in cores for cpu in core]
-    if len(cores) < parallel <= len(threads):
-        cores = threads  # two runs then share a core, which is better than nothing where a core is all that there is
-    if parallel > len(cores):
-        raise CpuftError(
-            f"--parallel {parallel} is more than the {counted(len(cores), 'core')} of this machine: give a smaller "
-            "number"
-        )
-    ends = [number * len(cores) // parallel for number in range(parallel + 1)]
-    parts = [sorted(cpu for core in cores[begin:end] for cpu in core) for begin, end in pairwise(ends)]
-    places = list[Place]()
-    for (begin, end), part in zip(pairwise(ends), parts, strict=True):
-        name = ",".join(map(str, part))
-        # A run that took the whole quota for its own would record a wrong number of cores.
-        share = ("env", f"CPUFT_CPU_QUOTA={quota * (end - begin) / len(cores)!r}") if quota else ()
-        places.append(Place(f"CPUs {name}", prefix=(*share, "taskset", "--cpu-list", name)))
-    return places
-
-
-@contextmanager
-def open_journal(folder: str, header: SweepHeader) -> Iterator[Journal]:
-    """Create the journal of a new sweep, and its folder; the journal is locked inside the `with` block."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder, FILE_NAME), "x", encoding="utf-8") as file:
-        _lock_journal(file, folder)
-        journal = Journal(file, Sweep(folder, header))
-        journal.write(header)
-        yield journal
-
-
-@contextmanager
-def continue_journal(folder: str) -> Iterator[Journal]:
-    """Open the journal of a sweep that was stopped, without a last line that was cut off, inside the `with` block.
-
-    The journal is locked there, so that no two sweeps write to it, also from different hosts on a shared file system.
-    """
-    path = Path(folder, FILE_NAME)
-    if not path.is_file():
-        parse_journal("", folder)
-    # NFS version 4 gives an exclusive lock only to a file that is open for writing.
-    with open(path, "r+", encoding="utf-8") as file:
-        _lock_journal(file, folder)
-        text = file.read()  # after the lock, because the former owner may have added lines until then
-        sweep = parse_journal(text, folder)
-        whole = text[: text.rfind("\n") + 1]
-        file.truncate(len(whole.encode()))
-        file.seek(0, os.SEEK_END)
-        yield Journal(file, sweep)
-
-
-def _lock_journal(file: IO[str], folder: str) -> None:
-    """Lock the journal of the sweep in `folder` until `file` is closed; do nothing if its file system has no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CpuftError(
-            f"another cpuft sweep is working on {folder}, here or on another host: wait until it has ended, or stop "
-            "it, and try again"
-        ) from None
-    except OSError:
-        pass
-
-
-def has_locked_journal(folder: str) -> bool:
-    """Return whether a `cpuft sweep` on any host works on the sweep in a folder; False without locks."""
-    try:
-        # A shared lock also fails while a sweep has the exclusive one, and needs no permission to write.
-        with open(Path(folder, FILE_NAME), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
-
-
-class Journal:
-    """The journal of a sweep while it runs: each line is on the disk before the next step."""
-
-    def __init__(self, file: IO[str], sweep: Sweep) -> None:
-        self._file, self.sweep = file, sweep
-
-    def write(self, line: JournalLine) -> None:
-        """Add a line. Raises OSError if the disk does not store it."""
-        self._file.write(format_journal_line(line) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if not isinstance(line, SweepHeader):
-            self.sweep = self.sweep.add(line)
-
-
 @dataclass
 class _ActiveRun:
-    start: AttemptStart
+    run: Run
     place: Place
     process: execute.Process
     begun: float
@@ -238,40 +74,26 @@ class _ActiveRun:
     is_resumed: bool
     log_bytes: int
     """Size of its log when it started."""
-    read_bytes: int
-    """How much of its log has been read for evaluations."""
-    makes_updates: bool = True
-    """False once the evaluations in its log are no longer those while training."""
-    pruned_because: str = ""
-    """Empty if it is not pruned."""
     pruned_at: float = 0.0
-    """time.monotonic() when it was pruned."""
+    """time.monotonic() when it was pruned; 0 if it was not."""
 
 
 class SweepQueue:
     """Carries out the runs of a sweep: each is a `cpuft launch` in a process of its own.
 
     Runs that failed in an earlier session of the sweep are tried again. `options` of all launches say how they reach
-    their hosts. After `stop_after` failed runs, the sweep ends (0: any number may fail). `search` chooses further
-    runs, and prunes them.
+    their hosts. After `stop_after` failed runs, the sweep ends (0: any number may fail).
     """
 
     def __init__(
-        self,
-        journal: Journal,
-        options: Sequence[str],
-        places: Sequence[Place],
-        stop_after: int,
-        say: Say,
-        search: OptunaSearch | None = None,
+        self, sweep: Sweep, options: Sequence[str], places: Sequence[Place], stop_after: int, say: Say
     ) -> None:
-        self._journal, self._options, self._places, self._stop_after = journal, options, list(places), stop_after
-        self._say, self._active, self._search = say, list[_ActiveRun](), search
+        self.sweep, self._options, self._places, self._stop_after = sweep, options, list(places), stop_after
+        self._say, self._active = say, list[_ActiveRun]()
+        self._pruner = MedianPruner(sweep) if sweep.settings.pruner != "none" else None
         self._host_share = find_host_share(places)
-        self._failed_before = {*self.sweep.list_with_status(FAILED)}
+        self._failed_before = {run for run in sweep.list_runs(FAILED) if not run.configuration.pruned}
         """Runs that failed in an earlier session, and have not been started in this one."""
-        if search:
-            search.restore(self.sweep, self._failed_before)
         self._checked = set[str]()
         """Names of places on whose hosts a run has trained, which need no short check of the doctor any more."""
         self._lost = list[Place]()
@@ -283,11 +105,6 @@ class SweepQueue:
         self._waits_until = time.monotonic() + _UNLOCK_SECONDS
         """Until when launches that still end after an earlier session was killed keep their runs from starting."""
 
-    @property
-    def sweep(self) -> Sweep:
-        """What has happened until now."""
-        return self._journal.sweep
-
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
         """Start runs until all have ended; return the number of those that failed.
 
@@ -296,6 +113,8 @@ class SweepQueue:
         """
         with execute.signals_raise(lambda signal_number: False):
             try:
+                for one in self.sweep.configurations:  # which may have ended when the sweep was killed
+                    self._conclude(one)
                 while self._list_open() or self._active or self._has_more():
                     if not self._places and not self._active and not self._wait_for_hosts():
                         raise _make_failure(
@@ -312,7 +131,7 @@ class SweepQueue:
             except BaseException:
                 self._stop()
                 raise
-        return len(self.sweep.list_with_status(FAILED))
+        return len(self.sweep.list_runs(FAILED))
 
     def _wait_for_hosts(self) -> bool:
         """Wait until a lost host answers again, for at most ten minutes; return whether one does.
@@ -334,31 +153,20 @@ class SweepQueue:
         """Return what `find_lost_hosts` does, and note when the place may be asked again."""
         lost = find_lost_hosts(place, self._options)
         pause = min(2 * self._pauses.get(place.name, (_LEAST_PAUSE / 2, 0.0))[0], _MOST_PAUSE)
-        pause = _REFUSED_PAUSE if _REFUSES in lost.values() else pause
+        pause = _REFUSED_PAUSE if REFUSES in lost.values() else pause
         self._pauses[place.name] = pause, time.monotonic() + pause
         if not lost:
             del self._pauses[place.name]
         return lost
 
-    def _list_open(self) -> list[int]:
+    def _list_open(self) -> list[Run]:
         """Return the runs that still have to be started, the longest first."""
-        ended = {*self.sweep.list_with_status(DONE, FAILED)} - self._failed_before
-        ended |= {one.start.run for one in self._active}
-        over = [*self.sweep.list_with_status(PRUNED), *(one.start.run for one in self._active if one.pruned_because)]
-        pruned = {*map(self.sweep.find_trial, over)} - {0}
-        runs = [run for run in self.sweep.numbers if run not in ended and self.sweep.find_trial(run) not in pruned]
-        return sorted(runs, key=lambda run: -self.sweep.header.lengths[run - 1])
+        skipped = {*self.sweep.list_runs(DONE, FAILED, PRUNED)} - self._failed_before
+        skipped |= {one.run for one in self._active}
+        return sorted((run for run in self.sweep.runs if run not in skipped), key=lambda run: -run.length)
 
     def _has_more(self) -> bool:
-        return self._search is not None and len(self.sweep.trials) < self.sweep.header.search.trials
-
-    def _choose_next(self) -> list[int]:
-        """Let the search choose another configuration, and return its first run; empty if it has chosen all."""
-        if self._search is None or not self._has_more():
-            return []
-        trial = self._search.propose(self.sweep)
-        self._journal.write(trial)
-        return [*self.sweep.list_runs(trial.number)[:1]]
+        return len(self.sweep.configurations) < self.sweep.settings.trials
 
     def _fill(self) -> None:
         """Start a run on each free place: one that can be resumed there, else the longest one, else a new one."""
@@ -367,136 +175,95 @@ class SweepQueue:
             waiting = [run for run in self._list_open() if not self._is_still_ending(run)]
             names = {other.name for other in self._places}
             # The checkpoint of a run may be on the disk of its host.
-            here = [run for run in waiting if self._find_stopped_place(run) == place.name]
-            others = [run for run in waiting if self._find_stopped_place(run) not in names]
+            here = [run for run in waiting if _find_place(run, STOPPED, RUNNING) == place.name]
+            others = [run for run in waiting if _find_place(run, STOPPED, RUNNING) not in names]
             if len(names) > 1:
                 # A run that ended without an update is tried on another host.
-                others = [run for run in others if self._find_lost_place(run) != place.name]
-            if chosen := (here or others)[:1] or self._choose_next():
+                others = [run for run in others if _find_place(run, LOST) != place.name]
+            if chosen := [*here, *others]:
                 self._start(chosen[0], place)
+            elif self._has_more():
+                self._start(self.sweep.choose_next().runs[0], place)
 
-    def _find_stopped_place(self, run: int) -> str:
-        """Return the name of the place where a run has been stopped; empty if it cannot be resumed."""
-        start, end = self.sweep.find_start(run), self.sweep.find_end(run)
-        return start.place if start and (end is None or end.status == STOPPED) else ""
-
-    def _find_lost_place(self, run: int) -> str:
-        """Return the name of the place where the last attempt at a run ended without an update, or empty."""
-        start, end = self.sweep.find_start(run), self.sweep.find_end(run)
-        return start.place if start and end and end.status == LOST else ""
-
-    def _is_still_ending(self, run: int) -> bool:
+    def _is_still_ending(self, run: Run) -> bool:
         """Return whether a launch of an earlier session still works in the folder of a run."""
-        start = self.sweep.find_start(run)
-        if start is None or self.sweep.find_end(run) or time.monotonic() > self._waits_until:
+        if not run.last or run.last.status or time.monotonic() > self._waits_until:
             return False
         try:
-            with lock_run(str(Path(self.sweep.folder, start.folder))):
+            with lock_run(str(Path(self.sweep.folder, run.last.folder))):
                 return False
         except CpuftError:
             return True
 
-    def _start(self, run: int, place: Place) -> None:
+    def _start(self, run: Run, place: Place) -> None:
         """Start a run, or resume the last attempt at it if that was stopped and has begun to train."""
-        earlier = self.sweep.find_start(run)
-        number = earlier.attempt + 1 if earlier else 1
-        is_stopped = earlier is not None and bool(self._find_stopped_place(run))
-        if is_stopped and earlier and not self.sweep.find_end(run) and (found := self._read_metrics(earlier.folder)):
+        earlier = run.last
+        if earlier and run.status == RUNNING and (found := self._read_metrics(earlier.folder)):
             # It has finished, and the sweep was killed before it could note this.
             seconds = max(0.0, Path(self.sweep.folder, earlier.folder, RECORD_NAME).stat().st_mtime - earlier.time)
-            self._write_end(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, found))
+            self._note_end(run, replace(earlier, status=DONE, seconds=seconds, metrics=found))
             return
-        resumes = earlier is not None and is_stopped and has_begun(str(Path(self.sweep.folder, earlier.folder)))
-        resumes, reason = resumes and number <= _MOST_ATTEMPTS, ""
-        if resumes and earlier and not {*earlier.place.split(",")} & {*place.name.split(",")}:
-            update, problem = check_copy(str(Path(self.sweep.folder, earlier.folder)))
-            resumes, reason = update > 0, f" from the beginning, because {problem}" if problem else ""
+        folder, arguments, reason = plan_launch(self.sweep, run, place.name)
+        is_resumed = "--resume" in arguments
         self._failed_before.discard(run)
-        folder = name_folder(run, self.sweep.total, number)
-        folder = earlier.folder if resumes and earlier else folder
-        values = self.sweep.header.runs[run - 1]
         command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
-        path = str(Path(self.sweep.folder, folder))
-        training = [*self.sweep.header.options, *format_assignment(values)]
-        if resumes:
-            # Another host may not have the files with which the run was started.
-            files = [option for option in training if option.partition("=")[0] in _FILE_OPTIONS]
-            command += [*files, "--resume", path]
-        else:
-            command += [*training, "--run-dir", path]
+        command += arguments
         if place.hosts and not {"--copy-checkpoints", "--no-copy-checkpoints"}.intersection(self._options):
             command.append("--copy-checkpoints")
         if place.name in self._checked and "--no-check" not in command:
             command.append("--no-check")
-        start = AttemptStart(run, number, place.name, folder, time.time(), self._host_share)
-        self._journal.write(start)
+        self.sweep.note(run, Attempt(place.name, folder, time.time(), self._host_share))
         log = Path(self.sweep.folder, "logs", f"{folder}.log")
         log.parent.mkdir(exist_ok=True)
         log_bytes = log.stat().st_size if log.exists() else 0
-        environ = os.environ | name_in_trackers(self.sweep.header, self.sweep.folder, os.environ)
-        process = execute.start_with_log(command, environ, str(log), self.sweep.header.working_folder or None)
-        self._active.append(_ActiveRun(start, place, process, time.monotonic(), resumes, log_bytes, log_bytes))
-        verb = "continues" if resumes else "starts"
+        settings = self.sweep.settings
+        environ = os.environ | name_in_trackers(self.sweep, os.environ)
+        process = execute.start_with_log(command, environ, str(log), settings.working_folder or None)
+        self._active.append(_ActiveRun(run, place, process, time.monotonic(), is_resumed, log_bytes))
+        verb = "continues" if is_resumed else "starts"
         total = self.sweep.total
-        self._say(f"run {run} of {total} {verb} on {place.name}{reason}: {describe_values(values)}")
+        self._say(f"run {run.number} of {total} {verb} on {place.name}{reason}: {describe_values(run.values)}")
 
-    def _write_end(self, end: AttemptEnd) -> None:
-        self._journal.write(end)
-        if self._search and (trial := self.sweep.find_trial(end.run)):
-            self._search.finish(self.sweep, trial, self._failed_before)
+    def _note_end(self, run: Run, end: Attempt) -> None:
+        self.sweep.note(run, end)
+        self._conclude(run.configuration)
+
+    def _conclude(self, one: Configuration) -> None:
+        """Tell Optuna the result of a configuration if its runs have ended; those that are tried again have not."""
+        waiting = {*one.runs} & {*self._failed_before, *(active.run for active in self._active)}
+        if not one.is_told and not waiting and all(run.status in (DONE, FAILED, PRUNED) for run in one.runs):
+            if self._pruner:
+                self._pruner.finish(one)
+            self.sweep.conclude(one)
 
     def _prune(self) -> None:
+        """Ask all active runs of a configuration to end at once, if an evaluation of one of them says so."""
+        if self._pruner is None:
+            return
         for active in self._active:
-            if active.pruned_because:
+            one = active.run.configuration
+            if active.pruned_at:
                 if time.monotonic() - active.pruned_at > _STOP_SECONDS:
                     execute.stop_processes([active.process])
-            else:
-                self._read_evaluations(active, prunes=True)
-
-    def _end_pruned(self, run: int) -> None:
-        """Ask all active runs of a run's configuration to end at once, because of the last evaluation of this run."""
-        number, last = self.sweep.find_trial(run), self.sweep.count_evaluations(run)
-        update, value = self.sweep.average_curve(number)[last - 1]
-        reason = (
-            f"{self.sweep.metric} {value:.4f} after {update} updates, and no evaluation up to this one was as good as "
-            "the median of the finished configurations after the same share of their training"
-        )
-        for active in self._active:
-            if active.start.run in self.sweep.list_runs(number):
-                active.pruned_because, active.pruned_at = reason, time.monotonic()
-                active.process.send_signal(signal.SIGTERM)
-
-    def _read_evaluations(self, active: _ActiveRun, prunes: bool = False) -> None:
-        """Write the new evaluations of an attempt while training to the journal, and with `prunes` prune it.
-
-        They are read from its log, because its record may be on another host. Without a pruner, nothing is read.
-        """
-        if self._search is None or self.sweep.header.search.pruner == "none":
-            return
-        try:
-            with Path(self.sweep.folder, "logs", f"{active.start.folder}.log").open("rb") as file:
-                file.seek(active.read_bytes)
-                new = file.read()
-        except OSError:
-            return
-        whole = new[: new.rfind(b"\n") + 1]
-        active.read_bytes += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
-            active.makes_updates = active.makes_updates and not line.startswith(FINAL_EVALUATION_MARK)
-            if active.makes_updates and (evaluation := parse_evaluation(line)):
-                self._journal.write(Evaluation(active.start.run, active.start.attempt, *evaluation))
-                run = active.start.run
-                if prunes and not active.pruned_because and self._search.is_pruned(self.sweep, run):
-                    self._end_pruned(run)
+            elif reason := self._pruner.find_reason(active.run):
+                self.sweep.prune(one, reason)
+                self._failed_before -= {*one.runs}
+                for other in self._active:
+                    if other.run.configuration is one:
+                        other.pruned_at = time.monotonic()
+                        other.process.send_signal(signal.SIGTERM)
 
     def _has_trained(self, active: _ActiveRun) -> bool:
         """Return whether an attempt has made an update, as its log says: the record may be on another host."""
         try:
-            with Path(self.sweep.folder, "logs", f"{active.start.folder}.log").open("rb") as file:
+            with self._find_log(active.run).open("rb") as file:
                 file.seek(active.log_bytes)
                 return any(line.startswith(b"step ") for line in file)
         except OSError:
             return False
+
+    def _find_log(self, run: Run) -> Path:
+        return Path(self.sweep.folder, "logs", f"{run.folder}.log")
 
     def _read_metrics(self, folder: str) -> dict[str, float]:
         try:
@@ -507,42 +274,47 @@ class SweepQueue:
 
     def _finish(self, active: _ActiveRun) -> None:
         self._active.remove(active)
-        self._read_evaluations(active)
-        start, place, code = active.start, active.place, execute.exit_code_of(active.process)
-        metrics = {} if code else self._read_metrics(start.folder)
-        has_trained = self._has_trained(active)
-        status, reason, told = DONE, "", ""
-        if not metrics:
-            status, reason = FAILED, find_reason(Path(self.sweep.folder, "logs", f"{start.folder}.log"))
-            gone = {} if active.pruned_because else self._find_lost(place)
-            if active.pruned_because:
-                status, reason = PRUNED, active.pruned_because
-                self._failures.pop(place.name, None)
-            elif gone:
-                status, told = self._decide_after_loss(start)
-                self._lost.append(place)
-                self._retire(place, ", ".join(f"{name} {what}" for name, what in gone.items()))
-            elif code == RESUMABLE and start.attempt < _MOST_ATTEMPTS:
-                status, told = STOPPED, f"it will continue ({reason})"
-                self._note_failure(place, has_trained)
-            elif not has_trained and start.attempt < _MOST_ATTEMPTS and (active.is_resumed or start.attempt == 1):
-                # A host with a fault of its own would take one run after another, and each would fail.
-                status, told = LOST, f"it starts again, because it ended without an update ({reason})"
-                self._note_failure(place, has_trained)
-            else:
-                self._note_failure(place, has_trained)
-        else:
+        if self._pruner:
+            self._pruner.read(active.run)
+        run, place, end = active.run, active.place, self._make_end(active)
+        told, has_trained = "", self._has_trained(active)
+        if end.status == DONE:
             self._failures.pop(place.name, None)
             self._checked.add(place.name)
-        seconds = time.monotonic() - active.begun
-        end = AttemptEnd(start.run, start.attempt, status, code, seconds, metrics, reason)
-        self._write_end(end)
-        self._say(self._describe_end(end, told))
+        elif end.status == PRUNED:
+            self._failures.pop(place.name, None)
+        elif gone := self._find_lost(place):
+            status, told = self._decide_after_loss(end)
+            end = replace(end, status=status)
+            self._lost.append(place)
+            self._retire(place, ", ".join(f"{name} {what}" for name, what in gone.items()))
+        else:
+            number = len(run.attempts)
+            if end.exit_code == RESUMABLE and number < _MOST_ATTEMPTS:
+                end, told = replace(end, status=STOPPED), f"it will continue ({end.reason})"
+            elif not has_trained and number < _MOST_ATTEMPTS and (active.is_resumed or number == 1):
+                # A host with a fault of its own would take one run after another, and each would fail.
+                told = f"it starts again, because it ended without an update ({end.reason})"
+                end = replace(end, status=LOST)
+            self._note_failure(place, has_trained)
+        self._note_end(run, end)
+        self._say(self._describe_end(run, end, told))
         self._check_progress(end)
 
-    def _decide_after_loss(self, start: AttemptStart) -> tuple[str, str]:
+    def _make_end(self, active: _ActiveRun) -> Attempt:
+        """Return how an attempt has ended: DONE, PRUNED or FAILED."""
+        start, code = active.run.attempts[-1], execute.exit_code_of(active.process)
+        metrics = {} if code else self._read_metrics(start.folder)
+        end = replace(start, exit_code=code, seconds=time.monotonic() - active.begun, metrics=metrics)
+        if metrics:
+            return replace(end, status=DONE)
+        if active.pruned_at:
+            return replace(end, status=PRUNED, reason=active.run.configuration.pruned)
+        return replace(end, status=FAILED, reason=find_reason(self._find_log(active.run)))
+
+    def _decide_after_loss(self, end: Attempt) -> tuple[str, str]:
         """Return (status of an attempt whose host was lost, what the user is told about the next attempt)."""
-        update, problem = check_copy(str(Path(self.sweep.folder, start.folder)))
+        update, problem = check_copy(str(Path(self.sweep.folder, end.folder)))
         if update:
             return STOPPED, f"it continues on another host after update {update}, from the copy of its checkpoint"
         return LOST, f"it starts again from the beginning on another host, because {problem}"
@@ -557,8 +329,8 @@ class SweepQueue:
         self._places = [other for other in self._places if other.name != place.name]
         self._say(f"{place.name} gets no more runs, because {reason}")
 
-    def _describe_end(self, end: AttemptEnd, told: str) -> str:
-        sweep, which = self.sweep, f"run {end.run} of {self.sweep.total}"
+    def _describe_end(self, run: Run, end: Attempt, told: str) -> str:
+        sweep, which = self.sweep, f"run {run.number} of {self.sweep.total}"
         if end.status == PRUNED:
             return f"{which} was pruned after {end.seconds:.0f} s: {end.reason}"
         if end.status == FAILED:
@@ -568,19 +340,19 @@ class SweepQueue:
         told = f"{which} ended after {end.seconds:.0f} s"
         if sweep.metric not in end.metrics:
             return told
-        best = list_configurations(sweep)[0]
-        where = "the best until now" if best.best_run == end.run else f"the best until now is run {best.best_run}"
+        best = list_results(sweep)[0].best_run
+        where = "the best until now" if best is run else f"the best until now is run {best.number}"
         return f"{told}: {sweep.metric} {end.metrics[sweep.metric]:.4f} ({where})"
 
-    def _check_progress(self, end: AttemptEnd) -> None:
+    def _check_progress(self, end: Attempt) -> None:
         """Raise CpuftError if this end of a run is a reason to end the sweep."""
         sweep = self.sweep
-        if end.status == DONE and not any(sweep.metric in one.metrics for one in sweep.ends):
+        if end.status == DONE and not list_results(sweep):
             raise CpuftError(
                 f"the runs do not report --metric {sweep.metric}: start a new sweep with one of "
                 f"{', '.join(end.metrics)}"
             )
-        failed = len({*sweep.list_with_status(FAILED)} - self._failed_before)
+        failed = len({*sweep.list_runs(FAILED)} - self._failed_before)
         if end.status == FAILED and self._stop_after and failed >= self._stop_after:
             raise _make_failure(
                 f"{counted(failed, 'run')} failed, and --stop-after-failures is {self._stop_after}: correct the reason "
@@ -603,27 +375,44 @@ class SweepQueue:
                 execute.wait_for_exit(one.process, max(0.0, end - time.monotonic()))
         execute.stop_processes([one.process for one in self._active])
         for one in self._active:
-            self._read_evaluations(one)
-            start, code = one.start, execute.exit_code_of(one.process)
-            metrics = {} if code else self._read_metrics(start.folder)
-            seconds = time.monotonic() - one.begun
-            status = DONE if metrics else PRUNED if one.pruned_because else STOPPED
-            reason = "" if metrics else one.pruned_because
-            self._journal.write(AttemptEnd(start.run, start.attempt, status, code, seconds, metrics, reason))
+            found = self._make_end(one)
+            self.sweep.note(one.run, replace(found, status=STOPPED, reason="") if found.status == FAILED else found)
         self._active.clear()
 
 
-def name_folder(run: int, runs: int, attempt: int) -> str:
-    """Return the name of the folder of a run in that of the sweep: run-07, or run-07-attempt-2."""
-    return f"run-{run:0{len(str(runs))}}" + (f"-attempt-{attempt}" if attempt > 1 else "")
+def _find_place(run: Run, *statuses: str) -> str:
+    """Return the name of the place of the last attempt at a run with one of these statuses, or empty."""
+    return run.last.place if run.last and run.status in statuses else ""
 
 
-def name_in_trackers(header: SweepHeader, folder: str, environ: Mapping[str, str]) -> dict[str, str]:
+def plan_launch(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str]:
+    """Return (folder of the next attempt at a run, arguments of its launch there, why it begins anew if it had begun).
+
+    The last attempt is resumed if it was stopped and has begun to train, on the same hosts or from a copy of its
+    checkpoint.
+    """
+    earlier, number, reason = run.last, len(run.attempts) + 1, ""
+    training = [*sweep.settings.options, *format_assignment(run.values)]
+    if earlier and run.status in (STOPPED, RUNNING) and number <= _MOST_ATTEMPTS:
+        path = str(Path(sweep.folder, earlier.folder))
+        resumes = has_begun(path)
+        if resumes and not {*earlier.place.split(",")} & {*place.split(",")}:
+            update, problem = check_copy(path)
+            resumes, reason = update > 0, f" from the beginning, because {problem}" if problem else ""
+        if resumes:
+            # Another host may not have the files with which the run was started.
+            files = [option for option in training if option.partition("=")[0] in _FILE_OPTIONS]
+            return earlier.folder, [*files, "--resume", path], ""
+    folder = f"run-{run.number:0{len(str(sweep.total))}}" + (f"-attempt-{number}" if number > 1 else "")
+    return folder, [*training, "--run-dir", str(Path(sweep.folder, folder))], reason
+
+
+def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that group the runs of a sweep in trackers, except those that the user has set."""
-    is_tracked = any(option.startswith("--report-to=") for option in header.options)
-    is_tracked |= any("report_to" in values for values in header.runs)
+    is_tracked = any(option.startswith("--report-to=") for option in sweep.settings.options)
+    is_tracked |= any("report_to" in run.values for run in sweep.runs)
     variables = ("WANDB_RUN_GROUP", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT")
-    return {name: Path(folder).name for name in variables if is_tracked and not environ.get(name)}
+    return {name: Path(sweep.folder).name for name in variables if is_tracked and not environ.get(name)}
 
 
 def find_reason(log: Path) -> str:
@@ -646,67 +435,44 @@ def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
     return error
 
 
-def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
-    """Return the hosts of a place that cannot be used, each with the reason; `options` say how to reach them."""
-    if not place.hosts:
-        return {}
-    access, lost = find_access(make_launch_config(options)), dict[str, str]()
-    for host in place.hosts:
-        try:
-            if access.transport.run(host, ("true",), seconds=_ANSWER_SECONDS).exit_code:
-                lost[host.name] = _SILENT
-        except CpuftError as error:
-            is_refused = isinstance(error, HostError) and error.kind == LOGIN_REFUSED
-            lost[host.name] = _REFUSES if is_refused else _SILENT
-    return lost
-
-
-def make_launch_config(options: Sequence[str]) -> LaunchConfig:
-    """Return the configuration of a launch's options, without those that have no value, such as --no-check."""
-    return parse_arguments(LaunchConfig, [option for option in options if option.startswith("--") and "=" in option])
-
-
 def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True) -> str:
     """Return a few lines: runs by status, the best until now, the time left, active runs.
 
     `places` is 0 if it is not known. If no `cpuft sweep` works on the runs now, those that have not ended are queued.
     """
-    done, failed = sweep.list_with_status(DONE), sweep.list_with_status(FAILED)
-    begun = [start for run in sweep.numbers if (start := sweep.find_start(run)) and sweep.find_end(run) is None]
-    active = begun if is_running else []
-    pruned = sweep.list_with_status(PRUNED)
-    queued = sweep.total - len(done) - len(failed) - len(pruned) - len(active)
-    counts = f"{len(done)} done, {len(active)} running, {queued} queued, {len(failed)} failed"
-    counts += f", {len(pruned)} pruned" if pruned else ""
+    active = sweep.list_runs(RUNNING) if is_running else []
+    ended = {status: len(sweep.list_runs(status)) for status in (DONE, FAILED, PRUNED)}
+    queued = sweep.total - sum(ended.values()) - len(active)
+    counts = f"{ended[DONE]} done, {len(active)} running, {queued} queued, {ended[FAILED]} failed"
+    counts += f", {ended[PRUNED]} pruned" if ended[PRUNED] else ""
     lines = [f"{counted(sweep.total, 'run')}: {counts}"]
     if not is_running and queued:
         lines.append(f"no cpuft sweep works on these runs now: continue with cpuft sweep --resume {sweep.folder}")
     if places > len(active):
         lines[0] += f", {counted(places - len(active), 'place')} idle"
-    if configurations := list_configurations(sweep):
-        best = configurations[0]
-        values = describe_values(dict(best.values)) if best.values else find_folder(sweep, best.best_run)
-        lines.append(f"best {sweep.metric} until now: {best.mean:.4f} ({values})")
-    passed = {start.run: now - start.time for start in active}
-    seconds = estimate_seconds_left(sweep, passed, places or max(1, len(active)))
+    if found := list_results(sweep):
+        values = describe_values(found[0].values) if found[0].values else found[0].best_run.folder
+        lines.append(f"best {sweep.metric} until now: {found[0].mean:.4f} ({values})")
+    seconds = estimate_seconds_left(sweep, now if is_running else 0.0, places or max(1, len(active)))
     if seconds is not None and (active or queued):
         lines.append(f"about {max(1, round(seconds / 60))} min left")
-    for start in active:
-        values = describe_values(sweep.header.runs[start.run - 1])
-        lines.append(f"  run {start.run} on {start.place} for {max(0.0, now - start.time) / 60:.1f} min: {values}")
+    for run in active:
+        begun = run.attempts[-1]
+        passed = max(0.0, now - begun.time) / 60
+        lines.append(f"  run {run.number} on {begun.place} for {passed:.1f} min: {describe_values(run.values)}")
     return "\n".join(lines)
 
 
-def estimate_seconds_left(sweep: Sweep, active_seconds: Mapping[int, float], places: int) -> float | None:
+def estimate_seconds_left(sweep: Sweep, now: float, places: int) -> float | None:
     """Return the seconds until all runs have ended, by the relative lengths of runs; None before the first end."""
-    lengths, done = sweep.header.lengths, sweep.list_with_status(DONE)
-    spent = sum(sweep.count_seconds(run) for run in done)
-    if not done or not spent:
+    done, known = sweep.list_runs(DONE), [run.length for run in sweep.runs]
+    spent = sum(run.seconds for run in done)
+    if not spent:
         return None
-    scale = spent / sum(lengths[run - 1] for run in done)
-    ended = {*done, *sweep.list_with_status(FAILED, PRUNED)}
-    left = [
-        max(0.0, scale * lengths[run - 1] - active_seconds.get(run, 0.0)) for run in sweep.numbers if run not in ended
-    ]
-    left += [scale * sum(lengths) / len(lengths)] * (sweep.total - len(lengths))
+    scale = spent / sum(run.length for run in done)
+    left = [scale * sum(known) / len(known)] * (sweep.total - len(known))
+    for run in sweep.runs:
+        if run.status not in (DONE, FAILED, PRUNED):
+            passed = now - run.last.time if run.last and run.status == RUNNING else 0.0
+            left.append(max(0.0, scale * run.length - max(0.0, passed)))
     return max(sum(left) / places, *left, 0.0)

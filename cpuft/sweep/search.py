@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from cpuft.config.conflicts import refuse_conflicts
-from cpuft.config.fields import format_flag, option_names, parse_value
+from cpuft.config.fields import format_flag, option_names, parse_arguments, parse_value
 from cpuft.config.train import ALTERNATIVES, TrainConfig
 from cpuft.errors import CpuftError, suggest_names
-from cpuft.report.sweep import SEED, describe_values
 from cpuft.serialization import load, parse_yaml
 
+SEED = "seed"
+_TYPES = get_type_hints(TrainConfig)
+_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 _RANGE = ".."
 _TEXTS = ("task", "model", "from_config")
 """Options without numbers or choices that may vary. Others may hold commas themselves, or only say where files are."""
 _MOST_DIGITS = 4
 """Significant digits of numbers that are drawn from a range, so that the options of a run can be read."""
-MOST_DRAWS = 1000
-"""How often a configuration is drawn until it is a new one."""
 _MOST_CHECKS = 1000
 """How many configurations are checked before a search whose configurations are not known yet."""
-LOGARITHMIC_RATIO = 10.0
+_LOGARITHMIC_RATIO = 10.0
 """A range of positive numbers whose end is so many times its beginning is drawn evenly by its logarithm."""
 
 
@@ -45,23 +45,23 @@ Space = dict[str, Values]
 """Option -> its possible values."""
 Assignment = dict[str, str]
 """Option -> its value as the command line takes it, of all options that a sweep varies."""
+Key = tuple[tuple[str, str], ...]
+"""A configuration as `make_key` returns it."""
 
 
 def list_variable_options() -> tuple[str, ...]:
     """Return the training options that a sweep may vary: numbers, options with choices, task and model."""
-    types = get_type_hints(TrainConfig)
     return tuple(
-        field.name
-        for field in dataclasses.fields(TrainConfig)
-        if types[field.name] in (int, float) or field.metadata["choices"] or field.name in _TEXTS
+        name
+        for name, field in _FIELDS.items()
+        if _TYPES[name] in (int, float) or field.metadata["choices"] or name in _TEXTS
     )
 
 
 def parse_values(name: str, text: str) -> Values:
     """Return the possible values of an option, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3"."""
     flag = format_flag(name)
-    field = next(field for field in dataclasses.fields(TrainConfig) if field.name == name)
-    kind = get_type_hints(TrainConfig)[name]
+    field, kind = _FIELDS[name], _TYPES[name]
     if name not in list_variable_options():
         if "," in text or kind is bool:
             raise CpuftError(f"{flag} cannot vary in a sweep: give it one value on the command line")
@@ -149,52 +149,14 @@ def count_grid(spaces: Sequence[Space]) -> int:
     return sum(math.prod(len(values.texts) for values in space.values()) for space in spaces)
 
 
-def draw_random(spaces: Sequence[Space], trials: int, seed: int) -> list[Assignment]:
-    """Return `trials` different configurations that are drawn at random, each with every value of --seed.
-
-    With the same `seed` of the draws, the first configurations of a larger number of trials are the same.
-    """
-    generator, found = random.Random(seed), list[Assignment]()
-    seen = set[tuple[tuple[str, str], ...]]()
-    for _ in range(trials):
-        for _ in range(MOST_DRAWS):
-            number, drawn = draw_configuration(spaces, generator)
-            if (key := tuple(sorted(drawn.items()))) not in seen:
-                break
-        else:
-            raise CpuftError(
-                f"the values allow fewer than --trials {trials} configurations, or hardly more: give fewer trials, or "
-                "leave out --search random and --trials, to train all of them"
-            )
-        seen.add(key)
-        found += repeat_seeds(spaces[number], drawn)
-    return found
-
-
-def draw_configuration(spaces: Sequence[Space], generator: random.Random) -> tuple[int, Assignment]:
-    """Return (index of a space, values of its options without the seed), both drawn at random."""
-    number = generator.randrange(len(spaces))
-    return number, {name: _draw(values, generator) for name, values in spaces[number].items() if name != SEED}
-
-
-def repeat_seeds(space: Space, drawn: Assignment) -> list[Assignment]:
-    """Return the runs of a configuration: one for each value of --seed in its space, or one if there is none."""
-    return [drawn | {SEED: one} for one in space[SEED].texts] if SEED in space else [drawn]
-
-
-def _draw(values: Values, generator: random.Random) -> str:
-    if values.texts:
-        return generator.choice(values.texts)
-    if is_logarithmic(values):
-        number = math.exp(generator.uniform(math.log(values.low), math.log(values.high)))
-    else:
-        number = generator.uniform(values.low, values.high)
-    return format_number(values, number)
+def make_key(assignment: Assignment) -> Key:
+    """Return the values of a configuration without its seed, in an order that depends on nothing else."""
+    return tuple(sorted((name, text) for name, text in assignment.items() if name != SEED))
 
 
 def is_logarithmic(values: Values) -> bool:
     """Return whether numbers of a range are drawn evenly by their logarithm, and not evenly."""
-    return values.low > 0 and values.high >= LOGARITHMIC_RATIO * values.low
+    return values.low > 0 and values.high >= _LOGARITHMIC_RATIO * values.low
 
 
 def format_number(values: Values, number: float) -> str:
@@ -215,7 +177,7 @@ def format_values(name: str, values: Values) -> str:
     """Return the values of an option as the command line takes them, the inverse of `parse_values`."""
     if not values.texts:
         return f"{values.low!r}{_RANGE}{values.high!r}"
-    is_range = get_type_hints(TrainConfig)[name] is int and is_whole_range(values)
+    is_range = _TYPES[name] is int and is_whole_range(values)
     return f"{values.texts[0]}{_RANGE}{values.texts[-1]}" if is_range else ",".join(values.texts)
 
 
@@ -232,8 +194,8 @@ def sample_configurations(spaces: Sequence[Space]) -> list[Assignment]:
     if count_grid(ends) <= _MOST_CHECKS:
         return plan_grid(ends)
     generator = random.Random(0)
-    drawn = (draw_configuration(ends, generator) for _ in range(_MOST_CHECKS))
-    return [repeat_seeds(ends[number], one)[0] for number, one in drawn]
+    drawn = (generator.choice(ends) for _ in range(_MOST_CHECKS))
+    return [{name: generator.choice(values.texts) for name, values in one.items()} for one in drawn]
 
 
 def _list_ends(values: Values) -> tuple[str, ...]:
@@ -273,14 +235,27 @@ def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], give
 
 def apply_assignment(base: TrainConfig, assignment: Mapping[str, str]) -> TrainConfig:
     """Return the training options of a run: those of the sweep, with the run's own values."""
-    types, fields = get_type_hints(TrainConfig), {field.name: field for field in dataclasses.fields(TrainConfig)}
-    values = {name: parse_value(fields[name], types[name], text) for name, text in assignment.items()}
+    values = {name: parse_value(_FIELDS[name], _TYPES[name], text) for name, text in assignment.items()}
     return dataclasses.replace(base, **values)
 
 
-def format_assignment(assignment: Mapping[str, str]) -> list[str]:
-    """Return the values of a run as arguments: ["--learning-rate=1e-5", "--seed=2"]."""
-    return [f"{format_flag(name)}={text}" for name, text in assignment.items()]
+def make_base_config(options: Sequence[str]) -> TrainConfig:
+    """Return the training options of the arguments that all runs of a sweep have, without those that are no texts."""
+    names = {*map(format_flag, option_names(TrainConfig))}
+    return parse_arguments(TrainConfig, [one for one in options if "=" in one and one.partition("=")[0] in names])
+
+
+def describe_values(values: Mapping[str, str]) -> str:
+    """Return the values of a run for people: "learning-rate 1e-5, seed 2"."""
+    return ", ".join(f"{format_flag(name)[2:]} {text}" for name, text in values.items()) or "the only configuration"
+
+
+def format_assignment(values: Mapping[str, Any]) -> list[str]:
+    """Return values of options as arguments: ["--learning-rate=1e-5", "--no-save-model"]."""
+    return [
+        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
+        for name, value in values.items()
+    ]
 
 
 def estimate_length(config: TrainConfig) -> float:

@@ -1,354 +1,441 @@
-"""The Optuna study of a sweep: which configuration is trained next, and which one is pruned."""
+"""A sweep on the disk: an Optuna study whose trials are its configurations, with all attempts at their runs."""
 
 from __future__ import annotations
 
+import fcntl
+import math
 import os
-import random
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+import statistics
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from cpuft.config.fields import option_names, parse_arguments
+from cpuft.config.fields import format_flag, option_names
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.sweep import SWEEP_PRUNERS, SWEEP_SEARCHES
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, install_command
 from cpuft.launch.active_runs import lock_run
-from cpuft.report.sweep import DONE, FAILED, PRUNED, SEED, SearchSettings, Sweep, Trial
-from cpuft.sweep.search import (
-    MOST_DRAWS,
-    Assignment,
-    Space,
-    Values,
-    apply_assignment,
-    draw_configuration,
-    estimate_length,
-    format_number,
-    is_logarithmic,
-    is_whole_range,
-    parse_values,
-    repeat_seeds,
-)
+from cpuft.serialization import load
+from cpuft.sweep.parameters import Parameters, make_distributions
+from cpuft.sweep.search import SEED, Assignment, Key, apply_assignment, estimate_length, make_base_config, make_key
 
-_ALTERNATIVE = "alternative"
-"""Parameter of a study with several spaces: the number of the space."""
-_TOKEN, _NUMBER = "cpuft_sweep", "cpuft_trial"
-"""Attributes of a study, with the token of its sweep, and of its trials, with their number in the sweep."""
-_MOST_ASKS = 20
-"""How often Optuna is asked for a configuration until it is a new one; then one is drawn at random."""
+FILE_NAME = "sweep.jsonl"
+_STUDY, _SETTINGS, _RUNS, _PRUNED = "sweep", "settings", "runs", "pruned"
+"""Name of the study, an attribute of the study, and two of its trials. Attempts at run 3 are the attribute run-3."""
+NOT_STORED = ("mpirun", "ssh_config", "run_dir", "only_hosts")
+"""Options of LaunchConfig that are not in a sweep's file, so that no program is started because a file names it."""
+_FOLDER = re.compile(r"run-[0-9]{1,9}(-attempt-[0-9]{1,9})?")
+DONE, FAILED, LOST, STOPPED, PRUNED = "done", "failed", "lost", "stopped", "pruned"
+"""How an attempt at a run ended: with a metric; by an error of its own; because a host was lost, or before its first
+update, so that the run starts again; interrupted, so that the run can be resumed; by the pruner, for good."""
+RUNNING = "running"
+"""Status of a run whose last attempt has not ended, or whose sweep was killed before it could note the end."""
 
 
-@contextmanager
-def lock_study(storage: str, study: str) -> Iterator[None]:
-    """Keep other sweeps of this user on this machine out of a study in a storage, inside the `with` block."""
-    is_file = storage.startswith("sqlite:///")
-    place = os.path.abspath(storage.removeprefix("sqlite:///")) if is_file else f"/{storage}"
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lock_run(f"{place}#{study}"))
-        except CpuftError:
+@dataclass(frozen=True)
+class SweepSettings:
+    """What a sweep does."""
+
+    options: list[str]
+    """Arguments of all runs, such as "--task=mrpc"."""
+    trials: int
+    """Number of configurations. With --search tpe, Optuna chooses one after another while the sweep runs."""
+    metric: str = ""
+    """Name of the metric that is compared; empty for the first one that the runs report."""
+    hosts_per_run: int = 1
+    price: float = 0.0
+    """Price of one host for one hour; 0 if it is not known."""
+    search: str = "grid"
+    search_seed: int = 0
+    pruner: str = "none"
+    seeds: int = 1
+    """Largest number of runs of a configuration, one for each value of --seed."""
+    spaces: list[dict[str, str]] = field(default_factory=list)
+    """Alternatives, each with the values of its options as the command line takes them, such as "1e-5..1e-3"."""
+    launch: list[str] = field(default_factory=list)
+    """Arguments of all launches that say where and how they run, such as "--cluster=office", without `NOT_STORED`."""
+    working_folder: str = ""
+    """Folder in which the launches start, because options may have relative paths."""
+    host_share: float = 1.0
+    """Share of a host that a run has at the beginning, if this machine is divided among several runs."""
+    measurement: str = ""
+    """What `--parallel auto` has measured and chosen; empty if it was not given."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A launch of a run."""
+
+    place: str
+    """Names of its hosts, or the cores of this machine."""
+    folder: str
+    """Folder of the run, in the folder of the sweep."""
+    time: float
+    """Seconds since 1970 when it started."""
+    host_share: float = 1.0
+    status: str = ""
+    """DONE, FAILED, LOST, STOPPED or PRUNED; empty while it has not ended."""
+    exit_code: int = 0
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    """Why it failed (the last line of its log) or was pruned."""
+
+
+@dataclass(eq=False)
+class Run:
+    """A run of a sweep. Runs are numbered from 1, those of one configuration one after another."""
+
+    number: int
+    values: Assignment
+    length: float
+    """Expected length, relative to other runs."""
+    configuration: Configuration = field(repr=False)
+    attempts: list[Attempt]
+
+    @property
+    def last(self) -> Attempt | None:
+        """The last attempt."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def status(self) -> str:
+        """How the last attempt ended, RUNNING, or empty before the first one; PRUNED with its configuration."""
+        own = (self.last.status or RUNNING) if self.last else ""
+        return PRUNED if self.configuration.pruned and own not in (DONE, FAILED) else own
+
+    @property
+    def folder(self) -> str:
+        """Folder of the last attempt, in the folder of the sweep; empty before the first one."""
+        return self.last.folder if self.last else ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all attempts that trained in the folder of the last one."""
+        return sum(one.seconds for one in self.attempts if self.last and one.folder == self.last.folder)
+
+
+@dataclass(eq=False)
+class Configuration:
+    """Runs that have the same options apart from the seed: a trial of the study."""
+
+    trial: int
+    """Number of the trial. If a run is tried again after all have ended, the configuration gets another trial."""
+    runs: list[Run]
+    pruned: str
+    """Why it was pruned; empty if it was not."""
+    curve: dict[int, float]
+    """Number of updates -> mean of the metric over the runs, at each evaluation while training."""
+    value: float | None
+    """Mean of the metric at the end, once all runs have ended."""
+    is_told: bool
+    """Whether Optuna knows how it has ended."""
+    share: float = 0.0
+    """Share of its training that one update is, up to a factor of the whole sweep."""
+
+    @property
+    def values(self) -> Assignment:
+        """Its options and their values, without the seed."""
+        return {name: text for name, text in self.runs[0].values.items() if name != SEED}
+
+
+class Sweep:
+    """What has happened in a sweep. What is added is stored at once."""
+
+    def __init__(self, storage: Any, folder: str) -> None:
+        self._optuna, self._storage, self.folder = import_optuna(), storage, folder
+        self.study = self._optuna.load_study(study_name=_STUDY, storage=storage)
+        self.settings = load(SweepSettings, self.study.user_attrs[_SETTINGS])
+        self.metric = self.settings.metric
+        self.is_maximized = self.study.direction == self._optuna.study.StudyDirection.MAXIMIZE
+        self._parameters = Parameters(self.settings.spaces)
+        self._base = make_base_config(self.settings.options)
+        found: dict[int, Configuration] = {}
+        for trial in self.study.get_trials(deepcopy=False):
+            if one := self._read(trial):
+                found[one.runs[0].number] = one
+        self.configurations = list(found.values())
+        self.runs = [run for one in self.configurations for run in one.runs]
+        self._known = {make_key(one.values) for one in self.configurations}
+        self._find_metric()
+        self._refuse_foreign()
+
+    def _read(self, trial: Any) -> Configuration | None:
+        """Return the configuration of a trial; None if Optuna had chosen one that was there already."""
+        told, states = trial.user_attrs, self._optuna.trial.TrialState
+        value = trial.value if trial.state == states.COMPLETE else None
+        pruned, curve = load(str, told.get(_PRUNED, "")), dict(trial.intermediate_values)
+        one = Configuration(trial.number, [], pruned, curve, value, trial.state.is_finished())
+        for number, values in load(dict[str, Assignment], told.get(_RUNS, {})).items():
+            attempts = load(list[Attempt], told.get(f"run-{number}", []))
+            config = apply_assignment(self._base, values)
+            length = estimate_length(config)
+            one.share = config.batch_size * config.gradient_accumulation / (length or 1.0)
+            one.runs.append(Run(int(number), values, length, one, attempts))
+        return one if one.runs else None
+
+    def _refuse_foreign(self) -> None:
+        """Raise CpuftError if the file holds what no sweep writes: its values become arguments of `cpuft launch`."""
+        told, training = self.settings, {*option_names(TrainConfig), "np", "ppn"}
+        launch = {*option_names(LaunchConfig)} - {*NOT_STORED}
+        found = [one for one in told.options if _name_of(one) not in training]
+        found += [one for one in told.launch if _name_of(one) not in launch]
+        values = (*(run.values for run in self.runs), *told.spaces)
+        found += [name for one in values for name in one if name not in training]
+        found += [one.folder for run in self.runs for one in run.attempts if not _FOLDER.fullmatch(one.folder)]
+        if found:
             raise CpuftError(
-                f"another cpuft sweep works on the study {study} in --storage: wait until it has ended, or give "
-                "another storage"
-            ) from None
-        yield
+                f"{self.folder}/{FILE_NAME} holds {found[0]!r:.80}, which no sweep writes: give a folder that cpuft "
+                "sweep has made"
+            )
+        is_whole = [run.number for run in self.runs] == [*range(1, len(self.runs) + 1)]
+        is_known = told.search in SWEEP_SEARCHES and told.pruner in SWEEP_PRUNERS and 0 < told.seeds <= 10**6
+        if not is_whole or not is_known or not len(self.configurations) <= told.trials <= 10**6:
+            raise ValueError("its configurations do not fit together")
 
+    @property
+    def total(self) -> int:
+        """Number of all runs, with those that have not been chosen yet."""
+        return len(self.runs) + (self.settings.trials - len(self.configurations)) * self.settings.seeds
 
-class OptunaSearch:
-    """Chooses the configurations of a sweep one after another, from the results of those before.
+    @property
+    def host_hours(self) -> float:
+        """Hours of all hosts in all attempts that have ended."""
+        seconds = sum(one.seconds * one.host_share for run in self.runs for one in run.attempts)
+        return seconds * self.settings.hosts_per_run / 3600
 
-    The journal of the sweep decides what has been trained: `restore` brings the study to that state. What Optuna
-    chooses depends on nothing but the results and the seed, so that a continued sweep chooses what it would have chosen
-    without a stop.
+    def list_runs(self, *statuses: str) -> list[Run]:
+        """Return the runs with one of these statuses, by their numbers."""
+        return [run for run in self.runs if run.status in statuses]
 
-    `storage` is the URL of an Optuna storage that holds the study; empty for a study in memory. `is_new` says whether
-    the sweep begins now, which changes the advice if the study exists already.
-    """
+    def plan_grid(self, runs: Sequence[Assignment]) -> None:
+        """Add all configurations of a grid, which wait."""
+        distributions, groups = make_distributions(runs), dict[Key, list[Assignment]]()
+        for run in runs:
+            groups.setdefault(make_key(run), []).append(run)
+        for key, group in groups.items():
+            used = {name: distributions[name] for name, _ in key}
+            is_text = self._optuna.distributions.CategoricalDistribution
+            params = {name: text if isinstance(used[name], is_text) else float(text) for name, text in key}
+            told = {"params": params, "distributions": used}
+            waiting, attributes = self._optuna.trial.TrialState.WAITING, {_RUNS: self._number(group)}
+            self.study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=attributes, **told))
+            self._add_last_trial()
 
-    def __init__(self, settings: SearchSettings, is_maximized: bool, storage: str = "", is_new: bool = False) -> None:
-        self._optuna = _import_optuna()
-        self._settings, self._storage = settings, storage
-        self._spaces = [{name: parse_values(name, text) for name, text in space.items()} for space in settings.spaces]
-        self._names = name_parameters(self._spaces)
-        self._pruner = self._optuna.pruners.MedianPruner() if settings.pruner == "median" else None
-        self._open = dict[int, Any]()
-        """Number of a configuration -> its trial in the study, while its runs train."""
-        self._reported = dict[int, int]()
-        """Number of a configuration -> number of evaluations that its trial has got."""
-        self._has_begun = False
-        self._study = self._open_study("maximize" if is_maximized else "minimize", is_new)
+    def choose_next(self) -> Configuration:
+        """Let Optuna choose another configuration, and add it."""
+        told, number = self.settings, len(self.configurations) + 1
+        trial, runs = self._parameters.choose(self.study, told.search, told.search_seed, number, self._known)
+        trial.set_user_attr(_RUNS, self._number(runs))
+        return self._add_last_trial()
 
-    def _open_study(self, direction: str, is_new: bool) -> Any:
-        optuna, name = self._optuna, self._settings.study
-        if not self._storage:
-            return optuna.create_study(direction=direction)
-        try:
-            with self._explain():
-                study = optuna.create_study(
-                    storage=self._storage, study_name=name, direction=direction, load_if_exists=True
-                )
-                token = study.user_attrs.get(_TOKEN)
-                is_other = token != self._settings.token if token or study.trials else False
-                if not is_other:
-                    study.set_user_attr(_TOKEN, self._settings.token)
-        except (ImportError, ValueError) as error:
-            raise self._make_failure(error) from None
-        if is_other:
-            advice = "--run-dir, by which the study is named" if is_new else "storage, or leave out --storage"
-            raise CpuftError(f"the study {name} in --storage belongs to another sweep: give another {advice}")
-        return study
-
-    @contextmanager
-    def _explain(self) -> Iterator[None]:
-        """Raise CpuftError in place of an error of the storage; any other error is one of the program."""
-        from sqlalchemy.exc import SQLAlchemyError
-
-        try:
-            yield
-        except (self._optuna.exceptions.OptunaError, SQLAlchemyError) as error:
-            raise self._make_failure(error) from None
-
-    def _make_failure(self, error: Exception) -> CpuftError:
-        """Return the error of a storage that cannot be used, with the first line of the reason, and without the URL."""
-        text = str(getattr(error, "orig", None) or error.__cause__ or error).strip()
-        reason = text.splitlines()[0] if text else type(error).__name__
-        advice = "give the URL of a database that no other program locks, such as sqlite:///trials.db"
-        if self._has_begun:
-            advice = "end other programs that lock the database, and continue with cpuft sweep --resume"
-        failure = CpuftError(f"--storage cannot be used ({reason:.200}): {advice}")
-        failure.exit_code = 1 if self._has_begun else 2
-        return failure
-
-    def restore(self, sweep: Sweep, retried: Collection[int] = ()) -> None:
-        """Bring the study to the state of a sweep: add trials that it does not have, and end those that were stopped.
-
-        `retried` has the numbers of runs that have failed and are tried again.
-        """
+    def forget_proposals(self) -> None:
+        """End trials that Optuna has begun, but whose runs were not stored before the sweep was killed."""
         states = self._optuna.trial.TrialState
-        with self._explain():
-            while self._study.get_trials(deepcopy=False, states=(states.WAITING,)):
-                self._study.ask()
-            for trial in self._study.get_trials(deepcopy=False, states=(states.RUNNING,)):
-                self._study.tell(trial.number, state=states.FAIL)
-            ended = self._study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
-            known = {trial.user_attrs.get(_NUMBER) for trial in ended}
-            for one in sweep.trials:
-                if one.number not in known:
-                    self._open[one.number] = self._repeat(one)
-                    self.finish(sweep, one.number, retried)
-        self._has_begun = True
+        for trial in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+            if _RUNS not in trial.user_attrs:
+                self.study.tell(trial.number, state=states.FAIL)
 
-    def _repeat(self, trial: Trial) -> Any:
-        """Add a trial with the parameters of a configuration of the journal to the study, and return it."""
-        found = self._add(trial.number, self._read_params(trial.params))
-        _, assignment = self._suggest(found)
-        seedless = [{name: text for name, text in run.items() if name != SEED} for run in trial.runs]
-        if any(one != assignment for one in seedless):
-            raise _make_mismatch(trial.params)
+    def _number(self, runs: Sequence[Assignment]) -> dict[str, Assignment]:
+        return {str(number): values for number, values in enumerate(runs, start=len(self.runs) + 1)}
+
+    def _add_last_trial(self) -> Configuration:
+        one = self._read(self.study.get_trials(deepcopy=False)[-1])
+        assert one is not None
+        self.configurations.append(one)
+        self.runs += one.runs
+        self._known.add(make_key(one.values))
+        return one
+
+    def note(self, run: Run, attempt: Attempt) -> None:
+        """Store that an attempt at a run has begun, or how it has ended."""
+        run.attempts = [*(run.attempts[:-1] if attempt.status else run.attempts), attempt]
+        told = [asdict(one) for one in run.attempts]
+        self._storage.set_trial_user_attr(self._open_trial(run.configuration), f"run-{run.number}", told)
+        self._find_metric()
+
+    def _find_metric(self) -> None:
+        found = (name for run in self.runs for one in run.attempts for name in one.metrics)
+        self.metric = self.metric or next(found, "")
+
+    def note_evaluation(self, configuration: Configuration, update: int, value: float) -> None:
+        """Store the mean of the metric that the runs of a configuration have reached after a number of updates."""
+        configuration.curve[update] = value
+        self._storage.set_trial_intermediate_value(self._open_trial(configuration), update, value)
+
+    def prune(self, configuration: Configuration, reason: str) -> None:
+        """Store that a configuration is not trained any more; `conclude` follows when its launches have ended."""
+        configuration.pruned = reason
+        self._storage.set_trial_user_attr(self._open_trial(configuration), _PRUNED, reason)
+
+    def _open_trial(self, one: Configuration) -> int:
+        """Return the identifier of the trial of a configuration, which can be changed, because it is running.
+
+        A trial that has ended cannot be changed, so that a run that is tried again makes another one, as Optuna's
+        RetryFailedTrialCallback does.
+        """
+        states, create = self._optuna.trial.TrialState, self._optuna.trial.create_trial
+        trials = self.study.get_trials(deepcopy=False)
+        trial, study = trials[one.trial], self._storage.get_study_id_from_name(_STUDY)
+        if trial.state.is_finished():
+            told = {name: getattr(trial, name) for name in ("params", "distributions", "user_attrs")}
+            self.study.add_trial(create(state=states.RUNNING, intermediate_values=trial.intermediate_values, **told))
+            one.trial, one.value, one.is_told = len(trials), None, False
+        found: int = self._storage.get_trial_id_from_study_id_trial_number(study, one.trial)
+        if trial.state == states.WAITING:
+            self._storage.set_trial_state_values(found, states.RUNNING)
         return found
 
-    def _add(self, number: int, params: Mapping[str, Any]) -> Any:
-        self._study.enqueue_trial(dict(params))
-        trial = self._study.ask()
-        trial.set_user_attr(_NUMBER, number)
-        return trial
-
-    def _read_params(self, params: Mapping[str, str]) -> dict[str, Any]:
-        try:
-            number = int(params.get(_ALTERNATIVE, "1"))
-            space, names = self._spaces[number - 1], self._names[number - 1]
-            found = {parameter: _read_value(space[name], params[parameter]) for name, parameter in names.items()}
-        except (ValueError, KeyError, IndexError):
-            raise _make_mismatch(params) from None
-        return found | ({_ALTERNATIVE: number} if _ALTERNATIVE in params else {})
-
-    def propose(self, sweep: Sweep) -> Trial:
-        """Return the configuration that is to be trained next, which is none of those that the sweep has."""
-        with self._explain():
-            number, fail = len(sweep.trials) + 1, self._optuna.trial.TrialState.FAIL
-            known = {_make_key(trial.runs[0]) for trial in sweep.trials}
-            for draw in range(_MOST_ASKS):
-                seed = random.Random(f"{self._settings.seed}:{number}:{draw}").getrandbits(32)
-                self._study.sampler = self._make_sampler(seed)
-                trial = self._study.ask()
-                index, assignment = self._suggest(trial)
-                if _make_key(assignment) not in known:
-                    trial.set_user_attr(_NUMBER, number)
-                    break
-                self._study.tell(trial, state=fail)
-            else:
-                index, assignment = self._draw_new(number, known)
-                names = self._names[index].items()
-                drawn = {name: _read_value(self._spaces[index][option], assignment[option]) for option, name in names}
-                trial = self._add(number, drawn | ({_ALTERNATIVE: index + 1} if len(self._spaces) > 1 else {}))
-                self._suggest(trial)
-            self._open[number] = trial
-            params = {name: str(value) for name, value in trial.params.items()}
-        runs, base = repeat_seeds(self._spaces[index], assignment), _make_base_config(sweep.header.options)
-        return Trial(number, params, runs, [estimate_length(apply_assignment(base, run)) for run in runs])
-
-    def _make_sampler(self, seed: int) -> Any:
-        samplers = self._optuna.samplers
-        if self._settings.sampler == "random":
-            return samplers.RandomSampler(seed=seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # constant_liar is called experimental before Optuna 5
-            return samplers.TPESampler(seed=seed, constant_liar=True)
-
-    def _draw_new(self, number: int, known: Collection[tuple[tuple[str, str], ...]]) -> tuple[int, Assignment]:
-        generator = random.Random(f"{self._settings.seed}:{number}")
-        for _ in range(MOST_DRAWS):
-            index, assignment = draw_configuration(self._spaces, generator)
-            if _make_key(assignment) not in known:
-                return index, assignment
-        error = CpuftError(
-            f"hardly any configuration is left after {number - 1} of --trials {self._settings.trials}: see the results "
-            "with cpuft report, or start a sweep with other values"
-        )
-        error.exit_code = 1
-        raise error
-
-    def _suggest(self, trial: Any) -> tuple[int, Assignment]:
-        """Return (index of a space, values of its options without the seed) that Optuna suggests for a trial."""
-        numbers = list(range(1, len(self._spaces) + 1))
-        index = trial.suggest_categorical(_ALTERNATIVE, numbers) - 1 if len(numbers) > 1 else 0
-        names, assignment = self._names[index], Assignment()
-        for name, values in self._spaces[index].items():
-            if name in names:
-                assignment[name] = _suggest_value(trial, names[name], values)
-            elif name != SEED:
-                assignment[name] = values.texts[0]
-        return index, assignment
-
-    def is_pruned(self, sweep: Sweep, run: int) -> bool:
-        """Return whether the pruner ends the configuration of a run after the last evaluation of the run.
-
-        The mean over those runs of the configuration that have got so far is compared with what the finished
-        configurations had reached after the same share of their training. The study gets the evaluation as soon as all
-        runs of the configuration have got so far.
-        """
-        number, last = sweep.find_trial(run), sweep.count_evaluations(run)
-        if number not in self._open or self._pruner is None or not last:
-            return False
-        curve = sweep.average_curve(number)[:last]
-        with self._explain():
-            self._report(number, curve[: min(map(sweep.count_evaluations, sweep.list_runs(number)))])
-        base, states = _make_base_config(sweep.header.options), self._optuna.trial.TrialState
-        create_trial = self._optuna.trial.create_trial
-        progress = curve[-1][0] * _progress_per_update(base, sweep.trials[number - 1])
-        finished = self._optuna.create_study(direction=self._study.direction)
-        for other in sweep.trials:
-            status, result = judge_trial(sweep, other.number)
-            if status == DONE:
-                limit = progress / _progress_per_update(base, other)
-                reached = [value for update, value in sweep.average_curve(other.number) if update <= limit + 1e-6]
-                values = {last: reached[-1]} if reached else {}
-                finished.add_trial(create_trial(state=states.COMPLETE, value=result, intermediate_values=values))
-        values = {at: value for at, (_, value) in enumerate(curve, start=1)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy warns of evaluations that are all NaN, which are pruned
-            return bool(self._pruner.prune(finished, create_trial(state=states.RUNNING, intermediate_values=values)))
-
-    def _report(self, number: int, curve: Sequence[tuple[int, float]]) -> None:
-        """Give the study the evaluations that it does not have: it stores one value for each, for good."""
-        trial, begin = self._open[number], self._reported.get(number, 0)
-        for update, value in curve[begin:]:
-            trial.report(value, update)
-        self._reported[number] = max(begin, len(curve))
-
-    def finish(self, sweep: Sweep, number: int, retried: Collection[int] = ()) -> None:
-        """Tell the study the result of a configuration once all runs have ended; runs in `retried` have not."""
-        status, value = judge_trial(sweep, number, retried)
-        if number not in self._open or not status:
-            return
+    def conclude(self, one: Configuration) -> None:
+        """Tell Optuna how a configuration has ended: the mean over its runs, without those that failed."""
         states = self._optuna.trial.TrialState
-        with self._explain():
-            self._report(number, sweep.average_curve(number))
-            trial = self._open.pop(number)
-            if status == DONE:
-                self._study.tell(trial, value)
-            else:
-                self._study.tell(trial, state=states.PRUNED if status == PRUNED else states.FAIL)
+        self._open_trial(one)
+        found = [run.last.metrics[self.metric] for run in one.runs if run.last and self.metric in run.last.metrics]
+        value = statistics.fmean(found) if found else math.nan
+        if one.pruned:
+            self.study.tell(one.trial, state=states.PRUNED)
+        elif math.isnan(value):  # Optuna accepts no NaN.
+            self.study.tell(one.trial, state=states.FAIL)
+        else:
+            one.value = value
+            self.study.tell(one.trial, value)
+        one.is_told = True
 
 
-def judge_trial(sweep: Sweep, number: int, retried: Collection[int] = ()) -> tuple[str, float]:
-    """Return how a configuration of Optuna has ended (DONE, FAILED, PRUNED, or empty for not yet), and its metric.
-
-    The metric is the mean over its runs, without those that failed; 0 unless the configuration is DONE.
-    """
-    runs = sweep.list_runs(number)
-    if {*runs} & {*sweep.list_with_status(PRUNED)}:
-        return PRUNED, 0.0
-    if not {*runs} <= {*sweep.list_with_status(DONE, FAILED)} - {*retried}:
-        return "", 0.0
-    ends = [end.metrics for run in runs if (end := sweep.find_end(run))]
-    metrics = [found[sweep.metric] for found in ends if sweep.metric in found]
-    value = sum(metrics) / len(metrics) if metrics else float("nan")
-    return (DONE, value) if value == value else (FAILED, 0.0)  # Optuna accepts no NaN
-
-
-def _progress_per_update(base: TrainConfig, trial: Trial) -> float:
-    """Return the share of its training that a run makes with one update, up to a factor of the whole sweep."""
-    config = apply_assignment(base, trial.runs[0])
-    return config.batch_size * config.gradient_accumulation / trial.lengths[0]
-
-
-def name_parameters(spaces: Sequence[Space]) -> list[dict[str, str]]:
-    """Return for each space the options with several values, and the parameters of the study that stand for them.
-
-    An option whose values differ between spaces has a parameter for each, because a parameter of Optuna has the same
-    choices in all trials.
-    """
-    made = []
-    for number, space in enumerate(spaces, start=1):
-        varied = [name for name, values in space.items() if name != SEED and len(values.texts) != 1]
-        shared = {name for name in varied if all(other.get(name) == space[name] for other in spaces)}
-        made.append({name: name if name in shared else f"{name} ({number})" for name in varied})
-    return made
-
-
-def _make_base_config(options: Sequence[str]) -> TrainConfig:
-    """Return the training options of the arguments that all runs of a sweep have, without those that are no texts."""
-    names = option_names(TrainConfig)
-    pairs = [option for option in options if "=" in option]
-    return parse_arguments(TrainConfig, [one for one in pairs if one[2:].partition("=")[0].replace("-", "_") in names])
-
-
-def _import_optuna() -> Any:
+def import_optuna() -> Any:
+    """Return the module optuna, or raise CpuftError with the command that installs it."""
     try:
         import optuna
     except ImportError:
-        raise CpuftError(f"--search optuna needs Optuna, which is not installed: {install_command('optuna')}") from None
+        raise CpuftError(f"sweeps are stored by Optuna, which is not installed: {install_command('sweep')}") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 
 
-def _make_mismatch(params: Mapping[str, str]) -> CpuftError:
-    return CpuftError(
-        f"the journal holds a configuration that its search cannot have chosen ({dict(params)!r:.200}): start the "
-        "sweep anew"
+class _NoLock:
+    """A lock of a journal that does nothing: `open_sweep` keeps other processes out for as long as a sweep works.
+
+    Optuna's own locks stay behind when a process is killed, and its next start waits half a minute for them.
+    """
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+def _open_storage(path: Path) -> Any:
+    import_optuna()
+    from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+    class Backend(JournalFileBackend):  # type: ignore[misc]
+        """A file whose last line is whole, also after a full disk has stored only a part of it."""
+
+        def append_logs(self, logs: list[dict[str, Any]]) -> None:
+            size = path.stat().st_size
+            try:
+                super().append_logs(logs)
+            except OSError:
+                os.truncate(path, size)
+                raise
+
+    return JournalStorage(Backend(str(path), _NoLock()))
+
+
+def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> Sweep:
+    """Return a new sweep in memory, whose folder need not exist; `runs` are those of a grid."""
+    return _make(import_optuna().storages.InMemoryStorage(), folder, settings, is_maximized, runs)
+
+
+def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> None:
+    """Write a new sweep into its folder, as a whole or not at all."""
+    path = Path(folder, FILE_NAME)
+    new = path.with_suffix(".new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(_open_storage(new), folder, settings, is_maximized, runs)
+    new.rename(path)
+
+
+def _make(storage: Any, folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment]) -> Sweep:
+    direction = "maximize" if is_maximized else "minimize"
+    study = import_optuna().create_study(storage=storage, study_name=_STUDY, direction=direction)
+    study.set_user_attr(_SETTINGS, asdict(settings))
+    sweep = Sweep(storage, folder)
+    sweep.plan_grid(runs)
+    while settings.search == "random" and len(sweep.configurations) < settings.trials:
+        sweep.choose_next()
+    return sweep
+
+
+def read_sweep(folder: str) -> Sweep:
+    """Return the sweep in a folder. A last line of its file that was cut off is left out."""
+    path = Path(folder, FILE_NAME)
+    if not path.is_file():
+        raise CpuftError(
+            f"there is no sweep in {folder}, because it has no file {FILE_NAME}: give the folder that cpuft sweep named"
+        )
+    try:
+        return Sweep(_open_storage(path), folder)
+    except OSError as error:
+        raise CpuftError(f"{path} cannot be read ({error}): check its permissions") from None
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CpuftError(
+            f"{path} is not a sweep of this version of cpuft ({type(error).__name__}: {error!s:.200}): start the sweep "
+            "anew, or continue it with the version that began it"
+        ) from None
+
+
+@contextmanager
+def open_sweep(folder: str) -> Iterator[Sweep]:
+    """Open the sweep in a folder to work on it inside the `with` block, where no other process on any host does."""
+    read_sweep(folder)
+    with _lock(folder, "r+b") as file:
+        whole = file.read().rfind(b"\n") + 1  # after the lock, because the former owner may have added lines until then
+        file.truncate(whole)
+        sweep = read_sweep(folder)
+        sweep.forget_proposals()
+        yield sweep
+
+
+def is_active(folder: str) -> bool:
+    """Return whether a process works on the sweep in a folder: on other hosts if its file system has locks."""
+    try:
+        with _lock(folder, "rb"):
+            return False
+    except CpuftError:
+        return True
+
+
+@contextmanager
+def _lock(folder: str, mode: str) -> Iterator[Any]:
+    """Open the file of a sweep, and lock it inside the `with` block; with `mode` "rb" for readers, who may be many.
+
+    On a file system without locks, processes of this user on this machine are still kept out.
+    """
+    busy = CpuftError(
+        f"another cpuft sweep is working on {folder}, here or on another host: wait until it has ended, or stop it, "
+        "and try again"
     )
+    with ExitStack() as stack:
+        # NFS version 4 gives an exclusive lock only to a file that is open for writing.
+        file = stack.enter_context(open(Path(folder, FILE_NAME), mode))
+        try:
+            stack.enter_context(lock_run(os.path.abspath(folder)))
+            fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_SH if mode == "rb" else fcntl.LOCK_EX))
+        except (BlockingIOError, CpuftError):
+            raise busy from None
+        except OSError:
+            pass
+        yield file
 
 
-def _make_key(assignment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, text) for name, text in assignment.items() if name != SEED))
-
-
-def _suggest_value(trial: Any, name: str, values: Values) -> str:
-    if is_whole_range(values):
-        return str(trial.suggest_int(name, int(values.texts[0]), int(values.texts[-1])))
-    if values.texts:
-        return str(trial.suggest_categorical(name, list(values.texts)))
-    number = trial.suggest_float(name, values.low, values.high, log=is_logarithmic(values))
-    return format_number(values, number)
-
-
-def _read_value(values: Values, text: str) -> int | float | str:
-    """Return a value of an option with the type that Optuna has for it. Raises ValueError if it is none of them."""
-    if values.texts:
-        if text not in values.texts:
-            raise ValueError(text)
-        return int(text) if is_whole_range(values) else text
-    number = float(text)
-    if not values.low <= number <= values.high:
-        raise ValueError(text)
-    return number
+def _name_of(argument: str) -> str:
+    """Return the name of the option of an argument such as "--batch-size=8" or "--no-check"; empty for another text."""
+    flag = argument.partition("=")[0]
+    name = flag.removeprefix("--no-" if flag.startswith("--no-") else "--").replace("-", "_")
+    return name if flag in (format_flag(name), format_flag(name, False)) else ""

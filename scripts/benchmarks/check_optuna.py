@@ -12,27 +12,16 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.config.fields import format_flag
+from cpuft.rank.progress import format_evaluation
 from cpuft.record import read_record
-from cpuft.report.sweep import (
-    DONE,
-    FILE_NAME,
-    PRUNED,
-    VERSION,
-    AttemptEnd,
-    AttemptStart,
-    Evaluation,
-    SearchSettings,
-    Sweep,
-    SweepHeader,
-    find_folder,
-    read_sweep,
-)
-from cpuft.sweep.study import OptunaSearch
+from cpuft.sweep.pruning import MedianPruner
+from cpuft.sweep.study import DONE, FILE_NAME, PRUNED, Attempt, Run, Sweep, SweepSettings, make_sweep, read_sweep
 from cpuft.terminal import format_table
 
 GRID = {
@@ -101,9 +90,9 @@ def read_grid(sweep: Sweep) -> dict[Key, RecordedRun]:
     much than too little.
     """
     found = {}
-    for run in sweep.list_with_status(DONE):
-        record = read_record(str(Path(sweep.folder, find_folder(sweep, run))))
-        seconds, last = sweep.count_seconds(run), record.steps[-1].step
+    for run in sweep.list_runs(DONE):
+        record = read_record(str(Path(sweep.folder, run.folder)))
+        seconds, last = run.seconds, record.steps[-1].step
         training = sum(step.step_seconds for step in record.steps) + sum(one.seconds for one in record.evaluations)
         other = max(0.0, seconds - training)
         evaluations = [
@@ -117,7 +106,7 @@ def read_grid(sweep: Sweep) -> dict[Key, RecordedRun]:
             for line in record.evaluations
             if line.step < last
         ]
-        found[make_key(sweep.header.runs[run - 1])] = RecordedRun(evaluations, record.metrics[sweep.metric], seconds)
+        found[make_key(run.values)] = RecordedRun(evaluations, record.metrics[sweep.metric], seconds)
     return found
 
 
@@ -132,27 +121,37 @@ def replay_search(
     spaces: the values of each option.
     seed: of the sampler.
     """
-    best, reached = max(run.metric for run in runs.values()), -math.inf
-    settings = SearchSettings(trials, pruner="median", seed=seed, spaces=spaces)
-    header = SweepHeader(VERSION, [], [], METRIC, "maximize", 1, 0.0, [], search=settings)
-    sweep, search, seconds = Sweep("", header), OptunaSearch(settings, True), 0.0
-    for number in range(1, trials + 1):
-        trial = search.propose(sweep)
-        recorded = runs[make_key(trial.runs[0])]
-        sweep = sweep.add(trial).add(AttemptStart(number, 1, "", f"run-{number}", seconds))
-        end = AttemptEnd(number, 1, DONE, 0, recorded.seconds, {METRIC: recorded.metric})
+    best, reached, seconds = max(run.metric for run in runs.values()), -math.inf, 0.0
+    settings = SweepSettings([], trials, METRIC, search="tpe", search_seed=seed, pruner="median", spaces=spaces)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "logs").mkdir()
+        sweep = make_sweep(folder, settings, True)
+        pruner = MedianPruner(sweep)
+        while len(sweep.configurations) < trials and reached < best:
+            (run,) = sweep.choose_next().runs
+            end = _replay_run(sweep, pruner, run, runs[make_key(run.values)])
+            seconds += end.seconds
+            reached = max(reached, end.metrics.get(METRIC, reached))
+        pruned = len(sweep.list_runs(PRUNED))
+        return Replay(len(sweep.configurations), pruned, seconds, reached >= best, reached)
+
+
+def _replay_run(sweep: Sweep, pruner: MedianPruner, run: Run, recorded: RecordedRun) -> Attempt:
+    """Let a run make its recorded evaluations until it is pruned, and return how it ended."""
+    start = Attempt("", f"run-{run.number}", 0.0)
+    sweep.note(run, start)
+    end = replace(start, status=DONE, seconds=recorded.seconds, metrics={METRIC: recorded.metric})
+    with Path(sweep.folder, "logs", f"{run.folder}.log").open("w", encoding="utf-8") as log:
         for update, metric, passed in recorded.evaluations:
-            sweep = sweep.add(Evaluation(number, 1, update, {METRIC: round(metric, 4)}))
-            if search.is_pruned(sweep, number):
-                end = AttemptEnd(number, 1, PRUNED, 143, passed, {})
+            print(format_evaluation(update, {METRIC: metric}), file=log, flush=True)
+            if reason := pruner.find_reason(run):
+                sweep.prune(run.configuration, reason)
+                end = replace(start, status=PRUNED, seconds=passed)
                 break
-        sweep = sweep.add(end)
-        search.finish(sweep, number)
-        seconds += end.seconds
-        reached = max(reached, end.metrics.get(METRIC, reached))
-        if reached >= best:
-            break
-    return Replay(number, len(sweep.list_with_status(PRUNED)), seconds, reached >= best, reached)
+    sweep.note(run, end)
+    pruner.finish(run.configuration)
+    sweep.conclude(run.configuration)
+    return end
 
 
 def describe(replays: Mapping[int, Replay], grid_seconds: float, best: float) -> tuple[str, bool]:
@@ -198,8 +197,8 @@ def main() -> None:
     words = ["--task", "mrpc", "--data-dir", str(given.glue), "--eval-every", "25", "--epochs", "3", *given.options]
     sweep = train_grid(words, given.records)
     runs = read_grid(sweep)
-    if len(runs) < len(sweep.header.runs):
-        sys.exit(f"{len(sweep.header.runs) - len(runs)} runs of the grid in {given.records} failed: start again")
+    if len(runs) < len(sweep.runs):
+        sys.exit(f"{len(sweep.runs) - len(runs)} runs of the grid in {given.records} failed: start again")
     replays = {seed: replay_search(runs, [GRID], seed) for seed in SEEDS}
     best = max(run.metric for run in runs.values())
     text, is_good = describe(replays, sum(run.seconds for run in runs.values()), best)

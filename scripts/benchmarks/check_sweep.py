@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from cpuft.report.sweep import DONE, Sweep, read_sweep
+from cpuft.sweep.study import DONE, Attempt, Sweep, read_sweep
 from tests.provision.simulated import Simulated, simulate
 
 HOSTS, CORES = 4, "0.5"
@@ -34,18 +34,20 @@ def start_sweep(cluster: Simulated, folder: str, options: argparse.Namespace) ->
 
 def list_idle_seconds(sweep: Sweep) -> list[float]:
     """Return the seconds between the end of an attempt and the start of the next one on the same host."""
-    ends = {(end.run, end.attempt): end.seconds for end in sweep.ends}
-    gaps = list[float]()
-    for place in {start.place for start in sweep.starts}:
-        here = sorted((start for start in sweep.starts if start.place == place), key=lambda start: start.time)
-        gaps += [after.time - before.time - ends[before.run, before.attempt] for before, after in pairwise(here)]
+    gaps, attempts = list[float](), _list_attempts(sweep)
+    for place in {one.place for one in attempts}:
+        here = sorted((one for one in attempts if one.place == place), key=lambda one: one.time)
+        gaps += [after.time - before.time - before.seconds for before, after in pairwise(here)]
     return gaps
+
+
+def _list_attempts(sweep: Sweep) -> list[Attempt]:
+    return [one for run in sweep.runs for one in run.attempts]
 
 
 def list_metrics(sweep: Sweep) -> dict[int, dict[str, float]]:
     """Return the metrics of each run that is done."""
-    ends = {run: sweep.find_end(run) for run in sweep.list_with_status(DONE)}
-    return {run: end.metrics for run, end in ends.items() if end}
+    return {run.number: run.attempts[-1].metrics for run in sweep.list_runs(DONE)}
 
 
 def check_queue(cluster: Simulated, options: argparse.Namespace) -> tuple[Sweep, bool]:
@@ -57,7 +59,7 @@ def check_queue(cluster: Simulated, options: argparse.Namespace) -> tuple[Sweep,
     if process.returncode:
         sys.exit(f"check-sweep: the sweep failed:\n{errors}")
     sweep = read_sweep(str(cluster.folder / "queue"))
-    ideal = sum(end.seconds for end in sweep.ends) / HOSTS
+    ideal = sum(one.seconds for one in _list_attempts(sweep)) / HOSTS
     idle = max(list_idle_seconds(sweep), default=0.0)
     print(f"{options.runs} runs on {HOSTS} hosts: {seconds:.1f} s; an ideal queue of the same runs {ideal:.1f} s, so")
     print(
@@ -71,7 +73,7 @@ def wait_for_ends(folder: Path, count: int, process: subprocess.Popen[str]) -> N
     """Wait until so many runs of a sweep have ended, and its other runs have trained for some seconds."""
     end = time.monotonic() + _MOST_SECONDS
     while time.monotonic() < end and process.poll() is None:
-        if (folder / "sweep.jsonl").exists() and len(read_sweep(str(folder)).list_with_status(DONE)) >= count:
+        if (folder / "sweep.jsonl").exists() and len(read_sweep(str(folder)).list_runs(DONE)) >= count:
             time.sleep(5.0)
             return
         time.sleep(0.5)
@@ -90,7 +92,7 @@ def check_losses(cluster: Simulated, undisturbed: Sweep, options: argparse.Names
     found, wanted = list_metrics(sweep), list_metrics(undisturbed)
     same = [run for run, metrics in found.items() if metrics == wanted[run]]
     print(f"with two hosts killed and one cut off: {len(found)} of {options.runs} runs done,")
-    print(f"{len(same)} with the metrics of the undisturbed sweep, {len(sweep.ends)} attempts", flush=True)
+    print(f"{len(same)} with the metrics of the undisturbed sweep, {len(_list_attempts(sweep))} attempts", flush=True)
     if len(same) < options.runs:
         print(errors)
     return bool(len(same) == options.runs)

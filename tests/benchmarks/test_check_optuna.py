@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.record import FILE_NAME, EvaluationLine, Line, format_line
-from cpuft.report.sweep import DONE, VERSION, AttemptEnd, AttemptStart, Sweep, SweepHeader
+from cpuft.sweep.study import DONE, Attempt, SweepSettings, make_sweep
 from scripts.benchmarks.check_optuna import (
     GRID,
     SEEDS,
@@ -73,9 +73,10 @@ def test_the_seconds_of_an_evaluation_are_those_of_the_launch_and_of_the_updates
     lines: list[Line] = [record.header, *record.steps, *record.evaluations, record.footer]
     (tmp_path / "run-1").mkdir()
     (tmp_path / "run-1" / FILE_NAME).write_text("".join(format_line(line) + "\n" for line in lines))
-    header = SweepHeader(VERSION, [], [{"learning_rate": "1e-4"}], "accuracy", "maximize", 1, 0.0, [1.0])
-    ends = (AttemptEnd(1, 1, DONE, 0, 500.0, record.metrics),)
-    sweep = Sweep(str(tmp_path), header, (AttemptStart(1, 1, "", "run-1", 0.0),), ends)
+    sweep = make_sweep(str(tmp_path), SweepSettings([], 1, "accuracy"), True, [{"learning_rate": "1e-4"}])
+    start = Attempt("", "run-1", 0.0)
+    for attempt in (start, replace(start, status=DONE, seconds=500.0, metrics=dict(record.metrics))):
+        sweep.note(sweep.runs[0], attempt)
     run = read_grid(sweep)[make_key({"learning_rate": "1e-4"})]
     assert (run.seconds, run.metric) == (500.0, 0.8)
     assert [(step, metric) for step, metric, _ in run.evaluations] == [(2, 0.2), (4, 0.4)]

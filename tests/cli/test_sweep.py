@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import re
-import sqlite3
 import subprocess
 import sys
 import time
@@ -19,22 +18,16 @@ import pytest
 
 from cpuft.cli.sweep import LiveStatus, sweep
 from cpuft.record import read_record
-from cpuft.report.sweep import (
+from cpuft.sweep.study import (
     DONE,
     FILE_NAME,
     PRUNED,
-    VERSION,
-    AttemptEnd,
-    AttemptStart,
-    Evaluation,
-    JournalLine,
-    SearchSettings,
-    SweepHeader,
-    Trial,
-    format_journal_line,
+    Attempt,
+    SweepSettings,
+    create_sweep,
+    open_sweep,
     read_sweep,
 )
-from cpuft.sweep.study import OptunaSearch, lock_study
 from tests.conftest import Golden, run_cpuft
 from tests.provision.simulated import simulate
 
@@ -45,7 +38,14 @@ TINY = {
     "num_attention_heads": 2,
     "intermediate_size": 64,
 }
-OPTUNA = ("--search", "optuna", "--trials", "3", "--learning-rate", "1e-5..1e-3")
+TPE = ("--search", "tpe", "--trials", "3", "--learning-rate", "1e-5..1e-3")
+
+
+def create(folder: Path, **settings: Any) -> None:
+    """Write a sweep of one run that has not begun."""
+    create_sweep(str(folder), replace(SweepSettings(["--task=demo"], 1), **settings), True, [{"seed": "1"}])
+
+
 SHORT = ("--task", "demo", "--max-steps", "2", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
 
 
@@ -94,16 +94,17 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
         (("--seed", "1..20000"), "this sweep has 20,000 runs: give fewer values"),
         (("--search", "random"), "--search random needs --trials"),
         (("--trials", "3"), "--trials is for --search random"),
-        (("--search", "optuna", "--seed", "1,2"), "--search optuna needs --trials"),
-        (("--sampler", "random"), "--sampler is for --search optuna: add that, or leave it out"),
-        (("--search", "random", "--trials", "2", "--pruner", "none"), "--pruner is for --search optuna"),
-        (("--storage", "sqlite:///a.db"), "--storage is for --search optuna"),
-        ((*OPTUNA, "--pruner", "median"), "--pruner median compares evaluations while training, and there are none"),
-        ((*OPTUNA[:-1], "1e-5,1e-4"), "the values allow 2 configurations, fewer than --trials 3: give a range"),
-        ((*OPTUNA[:-1], "1e-3..1e-5"), "--learning-rate '1e-3..1e-5' is an empty range"),
-        ((*OPTUNA, "--warmup-ratio", "0.1..0.2", "--lr-schedule", "constant"), "--lr-schedule constant has no warm-up"),
-        ((*OPTUNA, "--storage", "nothing"), "--storage cannot be used (Could not parse SQLAlchemy URL"),
-        ((*OPTUNA, "--storage", "sqlite:///no/a.db"), "--storage cannot be used (unable to open database file)"),
+        (("--search", "tpe", "--seed", "1,2"), "--search tpe needs --trials"),
+        (("--sampler", "random"), "does not have the option --sampler, so leave it out: --search is tpe or random"),
+        (
+            ("--storage", "sqlite:///a.db"),
+            "cpuft does not have the option --storage, so leave it out: optuna-dashboard reads",
+        ),
+        (("--pruner", "median", "--seed", "1,2"), "--pruner median compares evaluations while training, and there are"),
+        ((*TPE, "--pruner", "median"), "--pruner median compares evaluations while training, and there are none"),
+        ((*TPE[:-1], "1e-5,1e-4"), "the values allow 2 configurations, fewer than --trials 3: give a range"),
+        ((*TPE[:-1], "1e-3..1e-5"), "--learning-rate '1e-3..1e-5' is an empty range"),
+        ((*TPE, "--warmup-ratio", "0.1..0.2", "--lr-schedule", "constant"), "--lr-schedule constant has no warm-up"),
         (("--task", "mrpc,nothing"), "--task"),
         (
             ("--task", "mrpc,rte"),
@@ -135,31 +136,29 @@ def test_bad_input_gets_one_line(words: tuple[str, ...], problem: str) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_dry_run_of_a_search_prints_its_first_configuration_and_makes_no_study(
+def test_a_dry_run_of_a_search_prints_its_first_configuration_and_stores_nothing(
     tmp_path: Path, golden: Golden
 ) -> None:
-    options = (
-        "--seed",
-        "1,2",
-        "--eval-every",
-        "10",
-        "--storage",
-        f"sqlite:///{tmp_path}/trials.db",
-        "--search-seed",
-        "3",
-    )
-    done = run_cpuft("sweep", "--task", "mrpc", *OPTUNA, *options, "--run-dir", str(tmp_path / "s"), "--dry-run")
+    options = ("--seed", "1,2", "--eval-every", "10", "--search-seed", "3")
+    done = run_cpuft("sweep", "--task", "mrpc", *TPE, *options, "--run-dir", str(tmp_path / "s"), "--dry-run")
     assert done.returncode == 0, done.stderr
     golden("sweep-optuna.sh", done.stdout.replace(str(tmp_path), "/work"))
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_dry_run_of_random_draws_prints_all_of_them(tmp_path: Path) -> None:
+    words = ("sweep", "--search", "random", "--trials", "3", "--learning-rate", "1e-5..1e-3", "--seed", "1,2")
+    done = run_cpuft(*words, "--run-dir", str(tmp_path / "s"), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    launches = [line.split() for line in done.stdout.splitlines() if line.startswith("cpuft launch")]
+    assert [words[-1].rpartition("/")[2] for words in launches] == [f"run-{run}" for run in range(1, 7)]
+    assert len({word for words in launches for word in words if word.startswith("--learning-rate")}) == 3
+
+
 def test_a_sweep_that_divided_this_machine_continues_on_all_hosts_of_a_cluster(tmp_path: Path) -> None:
     """The division of the machine on which it began does not apply to other hosts."""
-    (tmp_path / "s").mkdir()
     (tmp_path / "hosts").write_text("a1\na2\na3\n")
-    header = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0], host_share=0.25)
-    (tmp_path / "s" / FILE_NAME).write_text(format_journal_line(header) + "\n")
+    create(tmp_path / "s", host_share=0.25)
     done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--hostfile", str(tmp_path / "hosts"), "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "at the same time on: a1; a2; a3\n" in done.stdout
@@ -175,10 +174,7 @@ def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
         (folder / "hosts").write_text(f"{host}\n")
         (folder / "bin" / "mpirun").touch()
     launch = ["--hostfile=hosts", "--no-check", "--iface=hosts"]
-    header = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
-    header = replace(header, launch=launch, working_folder=str(old))
-    (old / "s").mkdir()
-    (old / "s" / FILE_NAME).write_text(format_journal_line(header) + "\n")
+    create(old / "s", launch=launch, working_folder=str(old))
     monkeypatch.chdir(new)
     resume = ("sweep", "--resume", str(old / "s"), "--dry-run")
     done = run_cpuft(*resume)
@@ -195,20 +191,17 @@ def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
 
 def test_a_new_sweep_stores_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_text("a1\n")
-    headers = list[SweepHeader]()
-    monkeypatch.setattr("cpuft.cli.sweep._carry_out", lambda journal, *_: headers.append(journal.sweep.header))
+    monkeypatch.setattr("cpuft.cli.sweep._carry_out", lambda *_: None)
     sweep.main(["--seed", "1,2", "--hostfile", "hosts", "--run-dir", "s"], standalone_mode=False)
-    assert headers[0].launch == [f"--hostfile={Path.cwd()}/hosts"]
-    assert read_sweep("s").header == headers[0]
+    assert read_sweep("s").settings.launch == [f"--hostfile={Path.cwd()}/hosts"]
 
 
 def test_a_sweep_that_runs_on_another_host_is_active(tmp_path: Path) -> None:
     """Only the lock of its journal shows that: its other lock contains the name of that host."""
-    header = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
-    start = AttemptStart(1, 1, "node1", "run-1", time.time())
-    text = "".join(format_journal_line(line) + "\n" for line in (header, start))
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s" / FILE_NAME).write_text(text)
+    create(tmp_path / "s")
+    with open_sweep(str(tmp_path / "s")) as begun:
+        begun.note(begun.runs[0], Attempt("node1", "run-1", time.time()))
+    text = (tmp_path / "s" / FILE_NAME).read_text()
     with (tmp_path / "s" / FILE_NAME).open("r+") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
         told = run_cpuft("sweep", "status", str(tmp_path / "s")).stdout
@@ -221,89 +214,59 @@ def test_a_sweep_that_runs_on_another_host_is_active(tmp_path: Path) -> None:
     assert "no cpuft sweep works on these runs now" in run_cpuft("sweep", "status", str(tmp_path / "s")).stdout
 
 
-def write_search(folder: Path, *lines: JournalLine, **changes: Any) -> SweepHeader:
-    """Write the journal of a search that was stopped, and return its header."""
-    search = SearchSettings(6, pruner="median", spaces=[{"learning_rate": "1e-5..1e-3"}], study="s", token="a")
-    header = SweepHeader(VERSION, ["--task=demo"], [], "", "maximize", 1, 0.0, [], search=replace(search, **changes))
-    folder.mkdir()
-    text = "".join(format_journal_line(line) + "\n" for line in (header, *lines))
-    (folder / FILE_NAME).write_text(text)
-    return header
+def test_a_sweep_of_an_earlier_version_gets_one_line(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / FILE_NAME).write_text('{"kind": "sweep", "version": 2, "options": [], "runs": []}\n')
+    for words in (("sweep", "--resume"), ("sweep", "status"), ("report",)):
+        done = run_cpuft(*words, str(tmp_path / "s"))
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert "sweep.jsonl is not a sweep of this version of cpuft" in done.stderr
+        assert "start the sweep anew, or continue it with the version that began it" in done.stderr
 
 
-def test_a_search_is_not_continued_with_the_study_of_another_sweep(tmp_path: Path) -> None:
-    header, storage = write_search(tmp_path / "s"), f"sqlite:///{tmp_path}/trials.db"
-    OptunaSearch(replace(header.search, token="b"), True, storage)
-    done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--storage", storage)
-    assert done.returncode == 2
-    assert "the study s in --storage belongs to another sweep: give another storage, or leave out" in done.stderr
-    with lock_study(storage, "s"):
-        done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--storage", storage)
-    assert (done.returncode, "another cpuft sweep works on the study s in --storage" in done.stderr) == (2, True)
-    grid = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
-    (tmp_path / "s" / FILE_NAME).write_text(format_journal_line(grid) + "\n")
-    done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--storage", storage)
-    assert (done.returncode, "--storage is for sweeps that were started with" in done.stderr) == (2, True)
-    assert len((tmp_path / "s" / FILE_NAME).read_text().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "direction", "pruner"),
-    [
-        (("--task", "mrpc", "--eval-every", "epoch"), "maximize", "median"),
-        (("--task", "mrpc", "--eval-every", "epoch", "--pruner", "none"), "maximize", "none"),
-        (("--task", "mrpc"), "maximize", "none"),
-        (("--task", "text", "--train-file", "a.txt"), "minimize", "none"),
-        (("--task", "mrpc", "--metric", "loss"), "minimize", "none"),
-        (("--task", "text", "--train-file", "a.txt", "--direction", "maximize"), "maximize", "none"),
-    ],
-)
-def test_optuna_knows_the_direction_before_the_first_run_has_ended(
-    words: tuple[str, ...], direction: str, pruner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = list[SweepHeader]()
-    monkeypatch.setattr("cpuft.cli.sweep._print_plan", lambda sweep, options, places, note: found.append(sweep.header))
-    sweep.main(["--dry-run", *OPTUNA, *words], standalone_mode=False)
-    assert [(one.direction, one.search.pruner) for one in found] == [(direction, pruner)]
+def test_only_sweeps_need_optuna() -> None:
+    told = "import sys, cpuft.cli.sweep, cpuft.cli.report, cpuft.cli; print('optuna' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.real
 @pytest.mark.proof
 def test_a_search_on_this_machine_prunes_a_run(tmp_path: Path) -> None:
-    """The first run trains to its end. Then the journal says that five runs were much better, so the next is pruned."""
-    folder, storage, config = tmp_path / "s", f"sqlite:///{tmp_path}/trials.db", tmp_path / "tiny.json"
+    """The first run trains to its end. Then the file says that five runs were much better, so the next is pruned."""
+    folder, config = tmp_path / "s", tmp_path / "tiny.json"
     config.write_text(json.dumps(TINY))
     tiny = (f"--from-config={config}", "--tokenizer=minilm")
-    words = ("--eval-every", "1", "--search", "optuna", "--learning-rate", "1e-5..1e-3", "--trials", "1")
-    done = run_cpuft("sweep", *SHORT, *tiny, *words, "--storage", storage, "--run-dir", str(folder), seconds=600)
+    words = ("--eval-every", "1", "--search", "tpe", "--learning-rate", "1e-5..1e-3", "--trials", "1")
+    done = run_cpuft("sweep", *SHORT, *tiny, *words, "--run-dir", str(folder), seconds=600)
     assert done.returncode == 0, done.stderr
-    found = read_sweep(str(folder))
-    assert [(one.run, one.update) for one in found.evaluations] == [(1, 1)]
-    end = found.find_end(1)
-    assert end is not None
-    assert end.metrics.keys() == found.evaluations[0].metrics.keys()
-    connection = sqlite3.connect(tmp_path / "trials.db")
-    assert connection.execute("select state from trials").fetchall() == [("COMPLETE",)]
-    assert connection.execute("select value from trial_values").fetchall() == [(end.metrics["accuracy"],)]
-    connection.close()
-    lines: list[JournalLine] = []
-    for run in range(1, 6):
-        values = {"learning_rate": f"{run}e-05"}
-        lines += [Trial(run, values, [values], [1.0]), AttemptStart(run, 1, "this machine", f"run-{run}", 0.0)]
-        lines += [Evaluation(run, 1, 1, {"accuracy": 2.0}), AttemptEnd(run, 1, DONE, 0, 1.0, {"accuracy": 2.0})]
-    header = write_search(tmp_path / "t", *lines)
+    (one,) = read_sweep(str(folder)).configurations
+    assert {*one.curve} == {1}
+    assert one.value == one.runs[0].attempts[-1].metrics["accuracy"]
     options = ["--task=demo", "--max-steps=300", "--batch-size=4", "--precision=fp32", "--no-save-model"]
-    header = replace(header, options=[*options, *tiny, "--eval-every=1"])
-    (tmp_path / "t" / FILE_NAME).write_text("".join(format_journal_line(line) + "\n" for line in (header, *lines)))
-    done = run_cpuft("sweep", "--resume", str(tmp_path / "t"), seconds=600)
+    search: dict[str, Any] = {
+        "search": "tpe",
+        "trials": 6,
+        "pruner": "median",
+        "spaces": [{"learning_rate": "1e-5..1e-3"}],
+    }
+    other = tmp_path / "t"
+    create_sweep(str(other), SweepSettings([*options, *tiny, "--eval-every=1"], **search), True)
+    with open_sweep(str(other)) as begun:
+        for _ in range(5):
+            one = begun.choose_next()
+            start = Attempt("this machine", f"run-{one.runs[0].number}", 0.0)
+            begun.note(one.runs[0], start)
+            begun.note_evaluation(one, 1, 2.0)
+            begun.note(one.runs[0], replace(start, status=DONE, seconds=1.0, metrics={"accuracy": 2.0}))
+            begun.conclude(one)
+    done = run_cpuft("sweep", "--resume", str(other), seconds=600)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"run 6 of 6 was pruned after \d+ s: accuracy [0-9.]+ after 1 updates, and until", done.stderr)
-    assert read_sweep(str(tmp_path / "t")).list_with_status(PRUNED) == [6]
-    assert (
-        "6 runs: 5 done, 0 running, 0 queued, 0 failed, 1 pruned"
-        in run_cpuft("sweep", "status", str(tmp_path / "t")).stdout
-    )
-    assert "1 run pruned, because their evaluations were worse: 6" in run_cpuft("report", str(tmp_path / "t")).stdout
+    assert re.search(r"run 6 of 6 was pruned after \d+ s: accuracy [0-9.]+ after \d+ updates, and no", done.stderr)
+    assert [run.number for run in read_sweep(str(other)).list_runs(PRUNED)] == [6]
+    told = run_cpuft("sweep", "status", str(other)).stdout
+    assert "6 runs: 5 done, 0 running, 0 queued, 0 failed, 1 pruned" in told
+    assert "1 run pruned, because their evaluations were worse: 6" in run_cpuft("report", str(other)).stdout
 
 
 @pytest.mark.real
@@ -315,7 +278,7 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert re.search(r"run 1 of 2 ended after \d+ s: accuracy 0\.\d+ \(the best until now\)", done.stderr), done.stderr
-    assert read_sweep(str(folder)).list_with_status(DONE) == [1]
+    assert [run.number for run in read_sweep(str(folder)).list_runs(DONE)] == [1]
     assert "failed: run 2 (learning-rate 1e30): the loss is " in " ".join(done.stdout.split())
     assert run_cpuft("sweep", "status", str(folder)).stdout.startswith("2 runs: 1 done, 0 running, 0 queued, 1 failed")
     told = json.loads(run_cpuft("report", str(folder), "--json").stdout)
@@ -342,10 +305,10 @@ def test_the_number_of_runs_at_a_time_is_measured_once(tmp_path: Path) -> None:
     words = (*SHORT, "--from-config", "tiny.json", "--seed", "1,2,3", "--run-dir", str(folder), "--parallel", "auto")
     done = run_cpuft("sweep", *words, seconds=500)
     assert done.returncode == 0, done.stderr
-    header = read_sweep(str(folder)).header
+    settings = read_sweep(str(folder)).settings
     told = re.search(r"cpuft: (--parallel auto, measured .*; chosen: ([12]) at a time)\n", done.stderr)
     assert told, done.stderr
-    assert (header.measurement, round(1 / header.host_share)) == (told[1], int(told[2]))
+    assert (settings.measurement, round(1 / settings.host_share)) == (told[1], int(told[2]))
     assert (
         f"at the same time on: {'CPUs' if told[2] == '2' else 'this machine'}"
         in run_cpuft("sweep", "--resume", str(folder), "--dry-run").stdout
@@ -379,8 +342,7 @@ def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=900)
         assert process.returncode == 0, errors
         assert re.search("it (continues|starts again from the beginning) on another host", errors), errors
-        sweep = read_sweep(str(tmp_path / "s"))
-        assert sweep.list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
+        assert len(read_sweep(str(tmp_path / "s")).list_runs(DONE)) == 6
         assert "6 of 6 runs done" in output
 
 
@@ -416,7 +378,7 @@ def test_a_run_with_a_copied_checkpoint_continues_on_another_host(tmp_path: Path
         moved = read_record(str(tmp_path / "s" / "run-1"))
         assert [line.step for line in moved.resumptions] == [int(told[1])]
         assert not (tmp_path / "s" / "run-1" / "checkpoints").exists()
-        places = [start.place for start in read_sweep(str(tmp_path / "s")).starts]
+        places = [attempt.place for attempt in read_sweep(str(tmp_path / "s")).runs[0].attempts]
         assert places == [host.name for host in cluster.hosts]
         alone = ("--only-hosts", places[1], "--seed", "3", "--run-dir", "undisturbed")
         command = [sys.executable, "-m", "cpuft", "launch", *words, *alone]

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import io
 import json
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -55,13 +56,14 @@ from cpuft.record import (
 )
 from cpuft.report.estimate import INSTANCE_COLUMNS, Estimate, parse_instances
 from cpuft.report.page import read_estimates
-from cpuft.report.sweep import format_sweep, parse_journal, read_sweep
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.sweep.parallel import parse_parallel, read_steps
 from cpuft.sweep.queue import format_status
+from cpuft.sweep.results import format_sweep
 from cpuft.sweep.search import parse_values, read_conditions
-from cpuft.sweep.study import OptunaSearch
+from cpuft.sweep.study import DONE, Attempt, SweepSettings, create_sweep, open_sweep, read_sweep
+from cpuft.sweep.study import FILE_NAME as SWEEP_FILE
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
@@ -367,47 +369,43 @@ _STATES = values.damaged([format_state(make_state("a", "b"))])
 _REPORTS = values.damaged_json(json.loads(str(found()["report"]))).map(lambda text: values.dump(found(report=text)))
 """Of a rank whose own words are damaged, in what its host says of it."""
 
-_JOURNAL = [
-    '{"kind": "sweep", "version": 1, "options": [], "runs": [{"seed": "1"}], "metric": "", "direction": "auto", '
-    '"hosts_per_run": 1, "price": 0.0, "lengths": [1.0]}',
-    '{"kind": "start", "run": 1, "attempt": 1, "place": "a", "folder": "run-1", "time": 1.0}',
-    '{"kind": "end", "run": 1, "attempt": 1, "status": "done", "exit_code": 0, "seconds": 1.0, '
-    '"metrics": {"accuracy": 0.5}, "reason": ""}',
-]
-_SEARCH = [
-    '{"kind": "sweep", "version": 2, "options": [], "runs": [], "metric": "", "direction": "maximize", '
-    '"hosts_per_run": 1, "price": 0.0, "lengths": [], "search": {"trials": 2, "seeds": 1, "sampler": "tpe", '
-    '"pruner": "median", "seed": 0, '
-    '"spaces": [{"lora_rank": "4,8"}], "study": "a", "token": "b"}}',
-    '{"kind": "trial", "number": 1, "params": {"lora_rank": "4"}, "runs": [{"lora_rank": "4"}], "lengths": [1.0]}',
-    _JOURNAL[1],
-    '{"kind": "evaluation", "run": 1, "attempt": 1, "update": 10, "metrics": {"accuracy": 0.5}}',
-    _JOURNAL[2].replace("done", "pruned"),
-]
+
+def _make_journals() -> list[str]:
+    """The files of a grid and of a search that have begun."""
+    found = []
+    for runs in ([{"seed": "1"}], []):
+        spaces = [] if runs else [{"lora_rank": "4,8"}]
+        settings = SweepSettings(["--task=demo"], 2 - len(runs), search="grid" if runs else "tpe", spaces=spaces)
+        with tempfile.TemporaryDirectory() as folder:
+            create_sweep(folder, settings, True, runs)
+            sweep = read_sweep(folder)
+            (run,) = sweep.runs or sweep.choose_next().runs
+            start = Attempt("a", "run-1", 1.0)
+            sweep.note(run, start)
+            sweep.note_evaluation(run.configuration, 10, 0.5)
+            sweep.note(run, replace(start, status=DONE, seconds=1.0, metrics={"accuracy": 0.5}))
+            sweep.conclude(run.configuration)
+            found.append(Path(folder, SWEEP_FILE).read_text())
+    return found
 
 
-def _damage_journal(journal: list[str]) -> st.SearchStrategy[str]:
+def _damage_journal(text: str) -> st.SearchStrategy[str]:
     """A journal with damage anywhere in its text, or in the values of some of its lines."""
-    return values.damaged(["\n".join(journal) + "\n"]) | st.tuples(
-        *(st.just(line) | values.damaged_json(json.loads(line)) for line in journal)
+    return values.damaged([text]) | st.tuples(
+        *(st.just(line) | values.damaged_json(json.loads(line)) for line in text.splitlines())
     ).map(lambda kept: "\n".join(kept) + "\n")
 
 
-JOURNALS = _damage_journal(_JOURNAL) | _damage_journal(_SEARCH)
+JOURNALS = st.one_of(*map(_damage_journal, _make_journals()))
 
 
-def _show_sweep(text: str) -> None:
-    sweep = parse_journal(text, "x")
+def _show_sweep(path: Path) -> None:
+    sweep = read_sweep(str(path.parent))
     format_sweep(sweep)
     format_status(sweep, 0, 0.0)
-
-
-def _search_on(text: str) -> None:
-    sweep = parse_journal(text, "x")
-    if sweep.header.search.trials > len(sweep.trials):
-        search = OptunaSearch(sweep.header.search, sweep.is_maximized)
-        search.restore(sweep)
-        search.propose(sweep)
+    with open_sweep(str(path.parent)) as opened:
+        if opened.settings.search != "grid" and len(opened.configurations) < opened.settings.trials:
+            opened.choose_next()
 
 
 PARSERS: dict[str, Parser] = {
@@ -456,10 +454,8 @@ PARSERS: dict[str, Parser] = {
     "read_estimates": Parser(
         _from_file("p.json", lambda path: read_estimates(str(path))), values.damaged_json(_PREDICTIONS)
     ),
-    "parse_journal": Parser(_show_sweep, JOURNALS),
-    "OptunaSearch": Parser(_search_on, JOURNALS),
     "parse_evaluation": Parser(parse_evaluation, values.damaged([format_evaluation(40, {"accuracy": 0.5, "f1": 0.6})])),
-    "read_sweep": Parser(_from_file("s/sweep.jsonl", lambda path: read_sweep(str(path.parent))), JOURNALS),
+    "read_sweep": Parser(_from_file("s/sweep.jsonl", _show_sweep), JOURNALS),
     "parse_values": Parser(
         lambda text: [parse_values(name, text) for name in ("seed", "learning_rate", "task", "train_file")],
         values.damaged(["1..5", "1e-5,3e-5", "1e-5..1e-3", "mrpc,rte"]),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cpuft.record import read_record
-from cpuft.report.sweep import DONE, read_sweep
+from cpuft.sweep.study import DONE, read_sweep
 from tests.launch.slurm import Slurm, has_slurm, open_slurm
 from tests.provision.simulated import needs_root, simulate
 
@@ -86,12 +86,13 @@ def test_a_sweep_in_a_job_trains_one_run_on_each_host(slurm: Slurm) -> None:
     )
     assert code == 0, text
     sweep = read_sweep(str(slurm.cluster.folder / "swept"))
-    assert sweep.list_with_status(DONE) == [1, 2, 3], text
+    attempts = [attempt for run in sweep.runs for attempt in run.attempts]
+    assert len(sweep.list_runs(DONE)) == 3, text
     names = [slurm.cluster.on(number, "hostname") for number in (1, 2)]
-    for start in sweep.starts:
+    for start in attempts:
         record = read_record(f"{sweep.folder}/{start.folder}")
         assert [rank.host for rank in record.header.ranks] == [start.place]
-    assert {start.place for start in sweep.starts} == {*names}
+    assert {start.place for start in attempts} == {*names}
 
 
 @pytest.mark.proof  # it takes more than a minute
@@ -102,9 +103,10 @@ def test_a_sweep_in_a_job_with_several_hosts_for_each_run(slurm: Slurm) -> None:
     )
     assert code == 0, text
     sweep = read_sweep(str(slurm.cluster.folder / "pairs"))
+    attempts = [attempt for run in sweep.runs for attempt in run.attempts]
     names = [slurm.cluster.on(number, "hostname") for number in range(1, 5)]
-    assert sorted(start.place for start in sweep.starts) == [",".join(names[:2]), ",".join(names[2:])]
-    for start in sweep.starts:
+    assert sorted(start.place for start in attempts) == [",".join(names[:2]), ",".join(names[2:])]
+    for start in attempts:
         record = read_record(f"{sweep.folder}/{start.folder}")
         assert [rank.host for rank in record.header.ranks] == start.place.split(",")
 
@@ -123,10 +125,9 @@ def test_a_submitted_sweep_continues_when_its_job_is_started_again(slurm: Slurm)
     wait_until(lambda: "Restarts=1" in slurm.ask(*state).stdout)
     wait_until(lambda: "JobState=COMPLETED" in slurm.ask(*state).stdout)
     sweep = read_sweep(str(folder))
-    assert sweep.list_with_status(DONE) == [1, 2]
-    assert [(start.run, start.attempt, start.folder) for start in sweep.starts] == [
-        *((run, attempt, f"run-{run}") for attempt in (1, 2) for run in (1, 2))
-    ]
+    assert len(sweep.list_runs(DONE)) == 2
+    folders = [[attempt.folder for attempt in run.attempts] for run in sweep.runs]
+    assert folders == [["run-1", "run-1"], ["run-2", "run-2"]]
     for run in (1, 2):
         record = read_record(str(folder / f"run-{run}"))
         assert len(record.resumptions) == 1

@@ -15,9 +15,9 @@ import yaml
 from cpuft.cli import main
 from cpuft.errors import CpuftError
 from cpuft.record import Writer
-from cpuft.report.sweep import FILE_NAME, VERSION, SweepHeader, format_journal_line
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.base import SWEEP_FILE_NAME, follow_job, read_template
+from cpuft.sweep.study import FILE_NAME, SweepSettings, create_sweep
 from tests.records import make_record
 from tests.schedulers.programs import SAY, add_program, run_script, words_said
 
@@ -175,10 +175,8 @@ def test_options_of_a_resumed_launch_replace_the_recorded_ranks(capsys: pytest.C
 
 
 def test_a_job_that_resumes_a_sweep_has_hosts_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--task=demo", "--np=6", "--ppn=3"]
-    header = SweepHeader(VERSION, options, [{"seed": "1"}], "", "auto", 2, 0.0, [1.0])
-    Path("s").mkdir()
-    Path("s", FILE_NAME).write_text(format_journal_line(header) + "\n")
+    settings = SweepSettings(["--task=demo", "--np=6", "--ppn=3"], 1, hosts_per_run=2)
+    create_sweep("s", settings, True, [{"seed": "1"}])
     resume = ("--dry-run", "--", "sweep", "--resume", "s")
     assert "--nodes=4\n#SBATCH --ntasks-per-node=3\n" in run(capsys, "slurm", "--nodes", "4", *resume)[1]
     said = "cpuft: error: --nodes 1 is less than --hosts-per-run 2: raise --nodes\n"

@@ -24,7 +24,7 @@ from cpuft.sweep.parallel import (
     parse_parallel,
     read_steps,
 )
-from cpuft.sweep.queue import Place
+from cpuft.sweep.places import Place
 from tests.records import make_record, make_steps
 
 PROGRAM = """

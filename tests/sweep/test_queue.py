@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import re
-import shlex
 import signal
 import statistics
 import sys
@@ -21,44 +20,32 @@ from typing import Any, cast
 import pytest
 
 from cpuft import execute
-from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, Interrupted
 from cpuft.execute import Answer
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import LOGIN_REFUSED, TIMED_OUT, HostError, SshTransport
 from cpuft.record import Line, format_line
-from cpuft.report.sweep import (
+from cpuft.sweep import queue
+from cpuft.sweep.places import Place, find_lost_hosts
+from cpuft.sweep.queue import SweepQueue, _ActiveRun, estimate_seconds_left, format_status, name_in_trackers
+from cpuft.sweep.results import format_sweep, sweep_to_json
+from cpuft.sweep.search import Assignment, make_key
+from cpuft.sweep.study import (
     DONE,
     FAILED,
     FILE_NAME,
     LOST,
     PRUNED,
     STOPPED,
-    VERSION,
-    AttemptEnd,
-    AttemptStart,
-    SearchSettings,
-    SweepHeader,
-    Trial,
-    format_sweep,
+    Attempt,
+    Sweep,
+    SweepSettings,
+    create_sweep,
+    is_active,
+    make_sweep,
+    open_sweep,
     read_sweep,
-    sweep_to_json,
 )
-from cpuft.sweep import queue
-from cpuft.sweep.queue import (
-    Place,
-    SweepQueue,
-    _ActiveRun,
-    continue_journal,
-    estimate_seconds_left,
-    find_lost_hosts,
-    format_status,
-    has_locked_journal,
-    name_in_trackers,
-    open_journal,
-    plan_places,
-)
-from cpuft.sweep.study import OptunaSearch
 from cpuft.train.checkpoint.files import write_checkpoint
 from tests.records import make_record
 
@@ -90,10 +77,10 @@ if "learning-rate" in options:
     journal = folder.parent / "sweep.jsonl"
     metric = 0.9 - 0.1 * abs(math.log10(float(options["learning-rate"])) + 4)
     for update in (10, 20):
-        noted = journal.read_text().count('"evaluation"')
+        noted = journal.read_text().count('"intermediate_value"')
         print(f"step {update}/30  loss 0.7")
         print(f"evaluation after update {update}: accuracy {metric:.4f}  f1 0.1", flush=True)
-        while journal.read_text().count('"evaluation"') == noted:
+        while journal.read_text().count('"intermediate_value"') == noted:
             time.sleep(0.02)
         time.sleep(0.5)  # until the sweep has decided
     print("evaluating on 4 examples\\nevaluation after update 30: accuracy 0.0000  f1 0.1", flush=True)
@@ -115,18 +102,38 @@ class Launches:
         path = self.folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
-    def header(self, *seeds: int, **changes: Any) -> SweepHeader:
-        """A sweep over seeds."""
-        runs = [{"seed": str(seed)} for seed in seeds]
-        return replace(SweepHeader(VERSION, ["--task=demo"], runs, "", "auto", 1, 0.0, [1.0] * len(runs)), **changes)
+    def run(
+        self, runs: Sequence[Assignment] = (), places: list[Place] | None = None, stop_after: int = 0, **settings: Any
+    ) -> int:
+        """Carry out a new sweep over `runs`, or with these settings; without both, continue the one that is there."""
+        if runs or settings:
+            create(str(self.folder), runs, **settings)
+        with open_sweep(str(self.folder)) as sweep:
+            return SweepQueue(sweep, ("--no-check",), places or PLACES, stop_after, self.said.append).run()
 
-    def run(self, header: SweepHeader | None, places: list[Place] | None = None, stop_after: int = 0) -> int:
-        """Carry out a new sweep, or continue the one that is there."""
-        folder = str(self.folder)
-        with open_journal(folder, header) if header else continue_journal(folder) as journal:
-            settings = journal.sweep.header.search
-            search = OptunaSearch(settings, True) if settings.trials else None
-            return SweepQueue(journal, ("--no-check",), places or PLACES, stop_after, self.said.append, search).run()
+
+def seeds(*numbers: int) -> list[Assignment]:
+    """One run with each seed."""
+    return [{"seed": str(number)} for number in numbers]
+
+
+def make_settings(runs: Sequence[Assignment], **changes: Any) -> SweepSettings:
+    return replace(SweepSettings(["--task=demo"], len({*map(make_key, runs)})), **changes)
+
+
+def create(folder: str, runs: Sequence[Assignment], **changes: Any) -> None:
+    create_sweep(folder, make_settings(runs, **changes), True, runs)
+
+
+def list_numbers(sweep: Sweep, *statuses: str) -> list[int]:
+    """The numbers of the runs with these statuses."""
+    return [run.number for run in sweep.list_runs(*statuses)]
+
+
+def list_attempts(sweep: Sweep) -> list[tuple[int, Attempt]]:
+    """Run and attempt, in the order of their starts."""
+    found = [(run.number, attempt) for run in sweep.runs for attempt in run.attempts]
+    return sorted(found, key=lambda pair: pair[1].time)
 
 
 @pytest.fixture
@@ -142,75 +149,73 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def test_all_runs_end_and_each_has_its_options(launches: Launches) -> None:
-    assert launches.run(launches.header(1, 4, 5, 6)) == 0
+    assert launches.run(seeds(1, 4, 5, 6)) == 0
     sweep = read_sweep(str(launches.folder))
-    assert sweep.list_with_status(DONE) == [1, 2, 3, 4]
+    assert list_numbers(sweep, DONE) == [1, 2, 3, 4]
     assert sorted(call.partition("--task")[2] for call in launches.calls) == [
         f"=demo --seed={seed} --run-dir {launches.folder}/run-{run}" for run, seed in enumerate((1, 4, 5, 6), start=1)
     ]
-    assert {start.place for start in sweep.starts} == {"node1", "node2"}
+    assert {attempt.place for _, attempt in list_attempts(sweep)} == {"node1", "node2"}
     assert all(call.startswith("launch --no-check --only-hosts=node") for call in launches.calls)
-    assert sweep.find_end(1) is not None
     assert launches.said[-1].startswith("run ")
 
 
 def test_a_run_that_fails_is_noted_and_the_others_go_on(launches: Launches) -> None:
-    assert launches.run(launches.header(2, 1, 4)) == 1
+    assert launches.run(seeds(2, 1, 4)) == 1
     sweep = read_sweep(str(launches.folder))
-    assert (sweep.list_with_status(FAILED), sweep.list_with_status(DONE)) == ([1], [2, 3])
-    end = sweep.find_end(1)
-    assert end is not None
+    assert (list_numbers(sweep, FAILED), list_numbers(sweep, DONE)) == ([1], [2, 3])
+    (end,) = sweep.runs[0].attempts
     assert (end.exit_code, end.reason) == (1, "the loss is nan: lower --learning-rate")
     assert re.search(r"failed after \d+ s: the loss is nan: lower --learning-rate", "".join(launches.said))
 
 
 def test_a_failed_run_is_tried_again_when_the_sweep_is_continued(launches: Launches) -> None:
-    assert launches.run(launches.header(2, 1)) == 1
-    assert launches.run(None) == 1
-    starts = [start for start in read_sweep(str(launches.folder)).starts if start.run == 1]
-    assert [start.folder for start in starts] == ["run-1", "run-1-attempt-2"]
+    assert launches.run(seeds(2, 1)) == 1
+    assert launches.run() == 1
+    attempts = read_sweep(str(launches.folder)).runs[0].attempts
+    assert [attempt.folder for attempt in attempts] == ["run-1", "run-1-attempt-2"]
 
 
 def test_a_host_on_which_no_run_can_train_gets_no_more_runs(launches: Launches) -> None:
     launches.folder.mkdir()
     (launches.folder / "bad-node1").touch()
-    assert launches.run(launches.header(1, 4, 5, 6)) == 0
+    assert launches.run(seeds(1, 4, 5, 6)) == 0
     sweep = read_sweep(str(launches.folder))
-    assert sweep.list_with_status(DONE) == [1, 2, 3, 4]
-    assert sum(start.place == "node1" for start in sweep.starts) <= 2
+    assert list_numbers(sweep, DONE) == [1, 2, 3, 4]
+    assert sum(attempt.place == "node1" for _, attempt in list_attempts(sweep)) <= 2
     assert "it starts again, because it ended without an update (the disk is full)" in "".join(launches.said)
 
 
 def test_an_interruption_notice_is_no_failure(launches: Launches) -> None:
-    assert launches.run(launches.header(7), PLACES[:1]) == 0
-    starts = read_sweep(str(launches.folder)).starts
-    assert [(start.attempt, start.folder) for start in starts] == [(1, "run-1"), (2, "run-1")]
+    assert launches.run(seeds(7), PLACES[:1]) == 0
+    (run,) = read_sweep(str(launches.folder)).runs
+    assert [attempt.folder for attempt in run.attempts] == ["run-1", "run-1"]
     assert "--resume" in launches.calls[1]
 
 
 def test_a_stopped_run_continues_where_its_checkpoint_is(launches: Launches) -> None:
     interrupt_soon(lambda: len(launches.calls) == 2)
     with pytest.raises(Interrupted):
-        launches.run(launches.header(3, 3))
-    before = {start.run: start.place for start in read_sweep(str(launches.folder)).starts}
-    assert launches.run(None, PLACES[::-1]) == 0
-    assert {start.run: start.place for start in read_sweep(str(launches.folder)).starts[2:]} == before
+        launches.run(seeds(3, 3))
+    before = [attempt.place for run in read_sweep(str(launches.folder)).runs for attempt in run.attempts]
+    assert launches.run((), PLACES[::-1]) == 0
+    assert [run.attempts[1].place for run in read_sweep(str(launches.folder)).runs] == before
 
 
 def test_too_many_failures_end_the_sweep(launches: Launches) -> None:
     with pytest.raises(CpuftError, match=r"1 run failed, and --stop-after-failures is 1: correct the reason") as told:
-        launches.run(launches.header(2, 3, 3, 3), stop_after=1)
+        launches.run(seeds(2, 3, 3, 3), stop_after=1)
     assert told.value.exit_code == 1
     sweep = read_sweep(str(launches.folder))
-    assert sweep.list_with_status(FAILED) == [1]
-    assert sweep.list_with_status(STOPPED) == [2]
+    assert list_numbers(sweep, FAILED) == [1]
+    assert list_numbers(sweep, STOPPED) == [2]
 
 
 def test_a_metric_that_no_run_reports_ends_the_sweep(launches: Launches) -> None:
     with pytest.raises(
         CpuftError, match=r"the runs do not report --metric bleu: start a new sweep with one of accuracy"
     ):
-        launches.run(launches.header(1, 3, metric="bleu"))
+        launches.run(seeds(1, 3), metric="bleu")
 
 
 def interrupt_soon(condition: Callable[[], bool]) -> None:
@@ -228,45 +233,66 @@ def interrupt_soon(condition: Callable[[], bool]) -> None:
 def test_an_interrupted_sweep_continues_with_its_runs(launches: Launches) -> None:
     interrupt_soon(lambda: len(launches.calls) == 3)
     with pytest.raises(Interrupted):
-        launches.run(launches.header(1, 3, 3))
+        launches.run(seeds(1, 3, 3))
     sweep = read_sweep(str(launches.folder))
-    assert (sweep.list_with_status(DONE), sweep.list_with_status(STOPPED)) == ([1], [2, 3])
+    assert (list_numbers(sweep, DONE), list_numbers(sweep, STOPPED)) == ([1], [2, 3])
     # What was written last may have been cut off.
     with (launches.folder / FILE_NAME).open("a") as file:
         file.write('{"kind": "en')
-    assert launches.run(None) == 0
+    assert launches.run() == 0
     sweep = read_sweep(str(launches.folder))
-    assert sweep.list_with_status(DONE) == [1, 2, 3]
+    assert list_numbers(sweep, DONE) == [1, 2, 3]
     resumed = [call.partition("--only-hosts=")[2][6:] for call in launches.calls[3:]]
     assert sorted(resumed) == [f"--resume {launches.folder}/run-{run}" for run in (2, 3)]
 
 
 def test_a_run_that_ended_while_its_sweep_was_killed_is_not_repeated(launches: Launches) -> None:
-    launches.run(launches.header(1, 4))
+    launches.run(seeds(1, 4))
     path = launches.folder / FILE_NAME
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"end"' not in line))
-    assert launches.run(None) == 0
+    path.write_text("".join(line for line in lines if '"done"' not in line and '"values":[' not in line))
+    assert launches.run() == 0
     assert len(launches.calls) == 2
-    assert read_sweep(str(launches.folder)).list_with_status(DONE) == [1, 2]
+    after = read_sweep(str(launches.folder))
+    assert list_numbers(after, DONE) == [1, 2]
+    assert [trial.state.name for trial in after.study.trials] == ["COMPLETE"]
+
+
+def test_a_killed_sweep_continues_what_was_running_and_trains_each_configuration_once(launches: Launches) -> None:
+    """Of three configurations, the first has ended, and the second was running when the sweep was killed."""
+    create(str(launches.folder), [{"lora_rank": rank, "seed": "1"} for rank in ("4", "8", "16")])
+    with open_sweep(str(launches.folder)) as sweep:
+        for run in sweep.runs[:2]:
+            begun = Attempt("node1", f"run-{run.number}", time.time())
+            sweep.note(run, begun)
+        sweep.note(sweep.runs[0], replace(sweep.runs[0].attempts[0], status=DONE, metrics={"accuracy": 0.5}))
+    (launches.folder / "run-2").mkdir()
+    (launches.folder / "run-2" / "plan.sh").touch()
+    assert launches.run((), PLACES[:1]) == 0
+    first, second = launches.calls
+    assert first.endswith(f"--resume {launches.folder}/run-2")
+    assert second.endswith(f"--lora-rank=16 --seed=1 --run-dir {launches.folder}/run-3")
+    after = read_sweep(str(launches.folder))
+    assert [len(run.attempts) for run in after.runs] == [1, 2, 1]
+    assert [trial.state.name for trial in after.study.trials] == ["COMPLETE"] * 3
 
 
 def test_the_run_of_a_lost_host_starts_again_elsewhere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: LOST_NODE1 if place.name == "node1" else {})
     monkeypatch.setattr(queue, "_RETURN_SECONDS", 0.5)
-    header = launches.header(2, 1)
+    header = seeds(2, 1)
     with pytest.raises(CpuftError, match="no host of the sweep can be used any more: repair them") as told:
         launches.run(header, [PLACES[0]])
     assert told.value.exit_code == 75  # so that the script of a job asks its scheduler for another start
-    assert read_sweep(str(launches.folder)).list_with_status(LOST) == [1]
+    assert list_numbers(read_sweep(str(launches.folder)), LOST) == [1]
     # The host is repaired, or another one is there.
-    assert launches.run(None, [PLACES[1]]) == 1
+    assert launches.run((), [PLACES[1]]) == 1
     sweep = read_sweep(str(launches.folder))
-    assert (sweep.list_with_status(FAILED), sweep.list_with_status(DONE)) == ([1], [2])
-    assert [(start.run, start.attempt, start.folder) for start in sweep.starts] == [
-        (1, 1, "run-1"),
-        (1, 2, "run-1-attempt-2"),
-        (2, 1, "run-2"),
+    assert (list_numbers(sweep, FAILED), list_numbers(sweep, DONE)) == ([1], [2])
+    assert [(number, attempt.folder) for number, attempt in list_attempts(sweep)] == [
+        (1, "run-1"),
+        (1, "run-1-attempt-2"),
+        (2, "run-2"),
     ]
 
 
@@ -288,10 +314,11 @@ def test_the_run_of_a_lost_host_continues_elsewhere_from_its_copied_checkpoint(
     """Seed 2 fails, here because its host is lost."""
     places = lose_first_host(monkeypatch)
     write_copy(launches, "run-1")
-    header = launches.header(2, options=["--task=demo", "--data-dir=glue", "--epochs=1.0"])
-    assert launches.run(header, places) == 0
+    options = ["--task=demo", "--data-dir=glue", "--epochs=1.0"]
+    assert launches.run(seeds(2), places, options=options) == 0
     sweep = read_sweep(str(launches.folder))
-    assert [(start.place, start.folder) for start in sweep.starts[:2]] == [("node1", "run-1"), ("node2", "run-1")]
+    attempts = sweep.runs[0].attempts[:2]
+    assert [(attempt.place, attempt.folder) for attempt in attempts] == [("node1", "run-1"), ("node2", "run-1")]
     told = "it continues on another host after update 12, from the copy of its checkpoint"
     assert told in "".join(launches.said)
     first, second = launches.calls[:2]
@@ -308,9 +335,9 @@ def test_without_a_whole_copy_the_run_of_a_lost_host_starts_from_the_beginning(
     if is_there:
         (write_copy(launches, "run-1") / "state.safetensors").write_bytes(b"wiights")
         problem = "the copy of its checkpoint of update 12 is damaged (state.safetensors is damaged)"
-    assert launches.run(launches.header(2), places) == 1
+    assert launches.run(seeds(2), places) == 1
     sweep = read_sweep(str(launches.folder))
-    assert [start.folder for start in sweep.starts[:2]] == ["run-1", "run-1-attempt-2"]
+    assert [attempt.folder for attempt in sweep.runs[0].attempts[:2]] == ["run-1", "run-1-attempt-2"]
     assert f"it starts again from the beginning on another host, because {problem}" in "".join(launches.said)
     assert not any("--resume" in call for call in launches.calls)
 
@@ -318,12 +345,12 @@ def test_without_a_whole_copy_the_run_of_a_lost_host_starts_from_the_beginning(
 def test_a_stopped_run_whose_host_is_not_used_any_more_continues_from_its_copy(launches: Launches) -> None:
     interrupt_soon(lambda: len(launches.calls) == 2)
     with pytest.raises(Interrupted):
-        launches.run(launches.header(3, 3))
+        launches.run(seeds(3, 3))
     write_copy(launches, "run-1")
     others = [Place(name, (f"--only-hosts={name}",)) for name in ("node8", "node9")]
     interrupt_soon(lambda: len(launches.calls) == 4)
     with pytest.raises(Interrupted):
-        launches.run(None, others)
+        launches.run((), others)
     assert launches.calls[2].endswith(f"--only-hosts=node8 --resume {launches.folder}/run-1")
     assert launches.calls[3].endswith(f"--run-dir {launches.folder}/run-2-attempt-2")
     assert "run 1 of 2 continues on node8: seed 3" in launches.said
@@ -333,8 +360,9 @@ def test_a_stopped_run_whose_host_is_not_used_any_more_continues_from_its_copy(l
 
 def test_copies_can_be_turned_off(launches: Launches) -> None:
     places = [replace(PLACES[0], hosts=(Host("node1"),))]
-    with open_journal(str(launches.folder), launches.header(1)) as journal:
-        SweepQueue(journal, ("--no-check", "--no-copy-checkpoints"), places, 0, launches.said.append).run()
+    create(str(launches.folder), seeds(1))
+    with open_sweep(str(launches.folder)) as sweep:
+        SweepQueue(sweep, ("--no-check", "--no-copy-checkpoints"), places, 0, launches.said.append).run()
     assert "--copy-checkpoints" not in launches.calls[0].split()
 
 
@@ -343,112 +371,114 @@ def test_hosts_that_were_all_lost_are_used_when_they_answer_again(
 ) -> None:
     answers = iter([LOST_NODE1, LOST_NODE1, {}])
     monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: next(answers, {}))
-    assert launches.run(launches.header(2, 1), PLACES[:1]) == 1
+    assert launches.run(seeds(2, 1), PLACES[:1]) == 1
     sweep = read_sweep(str(launches.folder))
-    assert (sweep.list_with_status(FAILED), sweep.list_with_status(DONE)) == ([1], [2])
+    assert (list_numbers(sweep, FAILED), list_numbers(sweep, DONE)) == ([1], [2])
     assert "no host answers any more: waiting up to 10 min for one" in launches.said
 
 
-SEARCH = SearchSettings(
-    9, 1, "random", "median", 5, [{"learning_rate": "1e-6..1e-2", "seed": "1"}], study="sweep", token="a"
-)
+SEARCH: dict[str, Any] = {
+    "search": "tpe",
+    "trials": 9,
+    "pruner": "median",
+    "search_seed": 5,
+    "spaces": [{"learning_rate": "1e-6..1e-2", "seed": "1"}],
+}
+RANKS: dict[str, Any] = {"search": "tpe", "trials": 3, "seeds": 2, "spaces": [{"lora_rank": "4,8,16", "seed": "1,4"}]}
 
 
-def test_runs_that_are_worse_than_the_median_are_pruned(launches: Launches) -> None:
-    assert launches.run(launches.header(search=SEARCH), PLACES[:1]) == 0
+@pytest.mark.parametrize("search", ["tpe", "random"])
+def test_runs_that_are_worse_than_the_median_are_pruned(launches: Launches, search: str) -> None:
+    rates = ("1e-4", "1e-6", "2e-4", "1e-5", "1e-3", "3e-6", "1e-2", "9e-5", "3e-3")
+    runs = [{"learning_rate": rate, "seed": "1"} for rate in rates] if search == "random" else []
+    assert launches.run(runs, PLACES[:1], **SEARCH | {"search": search}) == 0
     sweep = read_sweep(str(launches.folder))
-    done, pruned = sweep.list_with_status(DONE), sweep.list_with_status(PRUNED)
+    done, pruned = list_numbers(sweep, DONE), list_numbers(sweep, PRUNED)
     assert sorted(done + pruned) == [*range(1, 10)]
-    metrics = {run: sweep.average_curve(run)[0][1] for run in sweep.numbers}
+    metrics = {one.runs[0].number: one.curve[10] for one in sweep.configurations}
     assert pruned
-    for run in sweep.numbers:
+    for run in metrics:
         earlier = [metrics[one] for one in done if one < run]
         assert (run in pruned) == (len(earlier) >= 5 and metrics[run] < statistics.median(earlier))
-    end = sweep.find_end(pruned[0])
-    assert end is not None
+    (end,) = sweep.runs[pruned[0] - 1].attempts
     assert (end.exit_code, end.reason[:16]) == (143, f"accuracy {metrics[pruned[0]]:.4f} "[:16])
     assert "after 10 updates, and no evaluation up to this one was as good as the median" in end.reason
     assert f"run {pruned[0]} of 9 was pruned after " in "".join(launches.said)
     # The evaluation at the end is none of those that are compared.
-    assert {one.update for one in sweep.evaluations} == {10, 20}
+    assert {update for one in sweep.configurations for update in one.curve} == {10, 20}
+    states = [trial.state.name for trial in sweep.study.trials]
+    assert states == ["PRUNED" if run in pruned else "COMPLETE" for run in metrics]
     # Nothing is repeated.
-    assert launches.run(None) == 0
+    assert launches.run() == 0
     assert len(launches.calls) == 9
     numbers = ", ".join(map(str, pruned))
     assert f"because their evaluations were worse: {numbers}" in " ".join(format_sweep(sweep).split())
-    assert sweep_to_json(sweep)["pruned"] == [sweep.header.runs[run - 1] for run in pruned]
+    assert sweep_to_json(sweep)["pruned"] == [sweep.runs[run - 1].values for run in pruned]
     assert format_status(sweep, 0, 0.0).startswith(f"9 runs: {len(done)} done, 0 running, 0 queued, 0 failed, ")
     assert f" failed, {len(pruned)} pruned\n" in format_status(sweep, 0, 0.0)
 
 
 def test_without_a_pruner_all_runs_train_to_their_end(launches: Launches) -> None:
-    settings = replace(SEARCH, trials=3, pruner="none", seeds=2, spaces=[{"lora_rank": "4,8,16", "seed": "1,4"}])
-    assert launches.run(launches.header(search=settings)) == 0
+    assert launches.run(**RANKS) == 0
     sweep = read_sweep(str(launches.folder))
-    assert sweep.list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
-    assert sorted(run["lora_rank"] for run in sweep.header.runs) == ["16", "16", "4", "4", "8", "8"]
-    assert [trial.number for trial in sweep.trials] == [1, 2, 3]
-    assert not sweep.evaluations
+    assert list_numbers(sweep, DONE) == [1, 2, 3, 4, 5, 6]
+    assert sorted(run.values["lora_rank"] for run in sweep.runs) == ["16", "16", "4", "4", "8", "8"]
+    assert [one.value is not None for one in sweep.configurations] == [True, True, True]
+    assert not any(one.curve for one in sweep.configurations)
 
 
 def test_a_search_that_was_stopped_continues_with_its_runs_and_then_with_new_ones(launches: Launches) -> None:
-    settings = replace(SEARCH, trials=3, pruner="none", seeds=2, spaces=[{"lora_rank": "4,8,16", "seed": "3,1"}])
     interrupt_soon(lambda: len(launches.calls) == 2)
     with pytest.raises(Interrupted):
-        launches.run(launches.header(search=settings), PLACES)
+        launches.run(**RANKS | {"spaces": [{"lora_rank": "4,8,16", "seed": "3,1"}]})
     before = read_sweep(str(launches.folder))
-    assert before.list_with_status(STOPPED)
+    assert list_numbers(before, STOPPED)
     assert before.total == 6
     # The new run with seed 3 waits for the signal, too.
     interrupt_soon(lambda: any("/run-3" in call for call in launches.calls))
     with pytest.raises(Interrupted):
-        launches.run(None)
+        launches.run()
     assert any("--resume" in call for call in launches.calls)
     after = read_sweep(str(launches.folder))
-    assert after.trials[: len(before.trials)] == before.trials
-    assert len(after.trials) > len(before.trials)
+    known = [run.values for run in before.runs]
+    assert [run.values for run in after.runs[: len(known)]] == known
+    assert len(after.configurations) > len(before.configurations)
 
 
 def test_a_pruned_configuration_is_not_started_again(launches: Launches) -> None:
     """Neither the seeds that had not begun, nor one that had failed."""
-    settings = replace(SEARCH, trials=1, seeds=3, spaces=[{"lora_rank": "4,8", "seed": "4,5,6"}])
     runs = [{"lora_rank": "4", "seed": seed} for seed in ("4", "5", "6")]
-    with open_journal(str(launches.folder), launches.header(search=settings)) as journal:
-        for line in (
-            Trial(1, {"lora_rank": "4"}, runs, [1.0, 1.0, 1.0]),
-            AttemptStart(1, 1, "node1", "run-1", 0.0),
-            AttemptEnd(1, 1, FAILED, 1, 1.0, {}, "no"),
-            AttemptStart(2, 1, "node1", "run-2", 0.0),
-            AttemptEnd(2, 1, PRUNED, 143, 1.0, {}, "worse"),
-        ):
-            journal.write(line)
-    assert launches.run(None) == 1
+    create(str(launches.folder), runs, pruner="median")
+    with open_sweep(str(launches.folder)) as sweep:
+        for run, status in zip(sweep.runs, (FAILED, PRUNED)):
+            attempt = Attempt("node1", f"run-{run.number}", 0.0)
+            sweep.note(run, attempt)
+            sweep.note(run, replace(attempt, status=status))
+        sweep.prune(sweep.configurations[0], "worse")
+    assert launches.run() == 1
     assert launches.calls == []
-    assert read_sweep(str(launches.folder)).list_with_status(PRUNED) == [2, 3]
+    after = read_sweep(str(launches.folder))
+    assert list_numbers(after, PRUNED) == [2, 3]
+    assert [trial.state.name for trial in after.study.trials] == ["PRUNED"]
 
 
 def test_no_other_seed_of_a_configuration_starts_while_its_runs_are_being_ended(launches: Launches) -> None:
-    settings = replace(SEARCH, trials=1, seeds=2, spaces=[{"lora_rank": "4,8", "seed": "4,5"}])
     runs = [{"lora_rank": "4", "seed": seed} for seed in ("4", "5")]
-    start, process = AttemptStart(1, 1, "node1", "run-1", 0.0), cast(execute.Process, None)
-    with open_journal(str(launches.folder), launches.header(search=settings)) as journal:
-        journal.write(Trial(1, {"lora_rank": "4"}, runs, [1.0, 1.0]))
-        journal.write(start)
-        waiting = SweepQueue(journal, (), PLACES, 0, launches.said.append)
-        waiting._active.append(_ActiveRun(start, PLACES[0], process, 0.0, False, 0, 0))
-        assert waiting._list_open() == [2]
-        waiting._active[0].pruned_because = "worse"
-        assert waiting._list_open() == []
+    sweep = make_sweep("s", make_settings(runs, pruner="median"), True, runs)
+    sweep.note(sweep.runs[0], Attempt("node1", "run-1", 0.0))
+    waiting = SweepQueue(sweep, (), PLACES, 0, launches.said.append)
+    active = _ActiveRun(sweep.runs[0], PLACES[0], cast(execute.Process, None), 0.0, False, 0)
+    waiting._active.append(active)
+    assert waiting._list_open() == [sweep.runs[1]]
+    sweep.prune(sweep.configurations[0], "worse")
+    assert waiting._list_open() == []
+    waiting._conclude(sweep.configurations[0])
+    assert not sweep.configurations[0].is_told
 
 
 def test_the_longest_runs_start_first(launches: Launches) -> None:
-    launches.run(launches.header(4, 5, 6, lengths=[1.0, 3.0, 2.0]), PLACES[:1])
+    launches.run([{"max_steps": steps} for steps in ("10", "30", "20")], PLACES[:1])
     assert [call.rpartition("run-")[2] for call in launches.calls] == ["2", "3", "1"]
-
-
-def test_a_host_that_answers_is_not_lost() -> None:
-    assert find_lost_hosts(Place("this machine"), ()) == {}
-    assert find_lost_hosts(Place("localhost", hosts=(Host("localhost"),)), ("--no-check",)) == {}
 
 
 def test_lost_hosts_are_asked_again_after_growing_pauses_and_refused_logins_hardly(
@@ -466,10 +496,9 @@ def test_lost_hosts_are_asked_again_after_growing_pauses_and_refused_logins_hard
     monkeypatch.setattr("cpuft.sweep.queue.time.monotonic", lambda: now[0])
     monkeypatch.setattr("cpuft.sweep.queue.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     places = [Place(name, hosts=(Host(name),)) for name in logins]
-    with open_journal(str(launches.folder), launches.header(1)) as journal:
-        waiting = SweepQueue(journal, (), [], 0, launches.said.append)
-        waiting._lost = places
-        assert not waiting._wait_for_hosts()
+    waiting = SweepQueue(make_sweep("s", make_settings(seeds(1)), True, seeds(1)), (), [], 0, launches.said.append)
+    waiting._lost = places
+    assert not waiting._wait_for_hosts()
     assert 1 < len(logins["node1"]) < 4
     assert [find_lost_hosts(place, ()) for place in places] == [
         {"node1": "refuses the login"},
@@ -479,117 +508,56 @@ def test_lost_hosts_are_asked_again_after_growing_pauses_and_refused_logins_hard
     assert (pauses[:6], max(pauses), len(pauses) > 8) == ([1, 2, 4, 8, 16, 32], 60, True)
 
 
-def write_hosts(folder: Path, *names: str) -> LaunchConfig:
-    path = folder / "hosts"
-    path.write_text("".join(f"{name}\n" for name in names))
-    return LaunchConfig(hostfile=str(path))
-
-
-def test_hosts_are_grouped_and_this_machine_is_divided(tmp_path: Path) -> None:
-    config = write_hosts(tmp_path, "a1", "a2", "a3", "a4", "a5")
-    assert [place.name for place in plan_places(config, 2, 0, [(0,)])] == ["a1,a2", "a3,a4"]
-    first = plan_places(config, 1, 3, [(0,)])
-    assert [place.options for place in first] == [(f"--only-hosts=a{number}",) for number in (1, 2, 3)]
-    assert first[0].hosts == (Host("a1"),)
-    cores = [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert plan_places(LaunchConfig(), 1, 0, cores) == [Place("this machine")]
-    # The threads of a core stay together.
-    halves = [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 2, cores)]
-    assert halves == ["0,1,4,5", "2,3,6,7"]
-    threads = [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 2, [(0, 1)])]
-    assert threads == ["0", "1"]
-    assert [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 3, cores)] == ["0,4", "1,5", "2,3,6,7"]
-
-
-def test_each_run_sees_its_share_of_the_quota_of_this_machine() -> None:
-    """A control group with 3.5 of 8 cores: one run gets one core of the three that can be used, the other one two."""
-    shares = [place.prefix for place in plan_places(LaunchConfig(), 1, 2, [(0,), (1,), (2,)], 3.5)]
-    assert [float(share[1].removeprefix("CPUFT_CPU_QUOTA=")) for share in shares] == pytest.approx([3.5 / 3, 7 / 3])
-    assert [share[-1] for share in shares] == ["0", "1,2"]
-    # A whole number of cores is not rounded down.
-    six = plan_places(LaunchConfig(), 1, 3, [(cpu,) for cpu in range(6)], 6.0)
-    assert [place.prefix[:2] for place in six] == [("env", "CPUFT_CPU_QUOTA=2.0")] * 3
-    assert plan_places(LaunchConfig(), 1, 1, [(0,), (1,)], 1.5)[0].prefix == ()
-
-
 def test_trackers_group_the_runs_of_a_sweep() -> None:
-    plain = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
-    assert name_in_trackers(plain, "/runs/lab", {}) == {}
+    def name(runs: list[Assignment], *options: str) -> dict[str, str]:
+        sweep = make_sweep("/runs/lab", make_settings(runs, options=["--task=demo", *options]), True, runs)
+        return name_in_trackers(sweep, {"MLFLOW_EXPERIMENT_NAME": "mine"})
+
+    assert name(seeds(1)) == {}
     named = {"WANDB_RUN_GROUP": "lab", "TRACKIO_PROJECT": "lab"}
-    for header in (replace(plain, options=["--report-to=wandb"]), replace(plain, runs=[{"report_to": "wandb"}])):
-        assert name_in_trackers(header, "/runs/lab", {"MLFLOW_EXPERIMENT_NAME": "mine"}) == named
+    assert name(seeds(1), "--report-to=wandb") == name([{"report_to": "wandb"}]) == named
 
 
 def test_the_launches_get_the_names_for_trackers(launches: Launches) -> None:
-    launches.run(launches.header(1, options=["--task=demo", "--report-to=wandb"]))
+    launches.run(seeds(1), options=["--task=demo", "--report-to=wandb"])
     assert (launches.folder / "run-1" / "group").read_text() == "sweep"
 
 
-@pytest.mark.parametrize(
-    ("names", "hosts_per_run", "parallel", "problem"),
-    [
-        ((), 2, 0, "--hosts-per-run 2 needs more hosts than this machine"),
-        ((), 1, 3, "--parallel 3 is more than the 2 cores of this machine"),
-        (("a1",), 2, 0, "--hosts-per-run 2 is more than the 1 host that there are"),
-        (("a1", "a2"), 1, 3, "--parallel 3 is more than the 2 groups of 1 that the hosts make"),
-    ],
-)
-def test_places_that_do_not_exist(
-    tmp_path: Path, names: tuple[str, ...], hosts_per_run: int, parallel: int, problem: str
-) -> None:
-    config = write_hosts(tmp_path, *names) if names else LaunchConfig()
-    with pytest.raises(CpuftError) as told:
-        plan_places(config, hosts_per_run, parallel, [(0,), (1,)])
-    assert problem in str(told.value)
-
-
 def test_the_status_of_a_sweep(launches: Launches) -> None:
-    header = launches.header(1, 2, 3, 4, lengths=[2.0, 1.0, 1.0, 1.0])
-    with open_journal(str(launches.folder), header) as journal:
-        for line in (
-            AttemptStart(1, 1, "node1", "run-1", 0.0),
-            AttemptEnd(1, 1, DONE, 0, 240.0, {"accuracy": 0.8}),
-            AttemptStart(2, 1, "node1", "run-2", 240.0),
-        ):
-            journal.write(line)
-        assert format_status(journal.sweep, 2, 300.0).split("\n") == [
-            "4 runs: 1 done, 1 running, 2 queued, 0 failed, 1 place idle",
-            "best accuracy until now: 0.8000 (run-1)",
-            "about 2 min left",
-            "  run 2 on node1 for 1.0 min: seed 2",
-        ]
-        # Three runs of 120 s each are left, of which one has trained for 60 s, on two places.
-        assert estimate_seconds_left(journal.sweep, {2: 60.0}, 2) == 150.0
-        # On more places it is the longest of them.
-        assert estimate_seconds_left(journal.sweep, {2: 60.0}, 9) == 120.0
-        assert "no cpuft sweep works on these runs now: continue with" in format_status(journal.sweep, 0, 300.0, False)
+    runs = [{"max_steps": steps, "seed": seed} for steps, seed in (("20", "1"), *(("10", seed) for seed in "234"))]
+    sweep = make_sweep("s", make_settings(runs), True, runs)
+    first = Attempt("node1", "run-1", 0.0)
+    sweep.note(sweep.runs[0], first)
+    sweep.note(sweep.runs[0], replace(first, status=DONE, seconds=240.0, metrics={"accuracy": 0.8}))
+    sweep.note(sweep.runs[1], Attempt("node1", "run-2", 240.0))
+    assert format_status(sweep, 2, 300.0).split("\n") == [
+        "4 runs: 1 done, 1 running, 2 queued, 0 failed, 1 place idle",
+        "best accuracy until now: 0.8000 (max-steps 20)",
+        "about 2 min left",
+        "  run 2 on node1 for 1.0 min: max-steps 10, seed 2",
+    ]
+    # Three runs of 120 s each are left, of which one has trained for 60 s, on two places.
+    assert estimate_seconds_left(sweep, 300.0, 2) == 150.0
+    # On more places it is the longest of them.
+    assert estimate_seconds_left(sweep, 300.0, 9) == 120.0
+    assert "no cpuft sweep works on these runs now: continue with" in format_status(sweep, 0, 300.0, False)
 
 
-def test_a_second_sweep_cannot_write_to_the_same_journal(launches: Launches) -> None:
-    launches.run(launches.header(1))
-    with pytest.raises(FileExistsError), open_journal(str(launches.folder), launches.header(1)):
-        pass
-    assert shlex.split(launches.calls[0])[0] == "launch"
-
-
-def test_a_journal_is_locked_while_a_sweep_writes_to_it(launches: Launches, tmp_path: Path) -> None:
+def test_a_sweep_is_locked_while_a_process_works_on_it(launches: Launches) -> None:
     """The lock is on the file itself, so that a sweep on another host that sees the file is kept out, too."""
     folder = str(launches.folder)
     refusal = pytest.raises(CpuftError, match=f"another cpuft sweep is working on {folder}, here or on another host: ")
-    assert not has_locked_journal(str(tmp_path / "none"))
-    with open_journal(folder, launches.header(1)) as journal:
-        with refusal, continue_journal(folder):
+    create(folder, seeds(1))
+    assert not is_active(folder)
+    with open_sweep(folder) as sweep:
+        with refusal, open_sweep(folder):
             pass
-        assert has_locked_journal(folder)
+        assert is_active(folder)
         text = Path(folder, FILE_NAME).read_text()
-    assert not has_locked_journal(folder)
-    with continue_journal(folder) as journal:
-        assert has_locked_journal(folder)
-        with refusal, continue_journal(folder):
-            pass
-        journal.write(AttemptStart(1, 1, "node1", "run-1", 1.0))
+        sweep.note(sweep.runs[0], Attempt("node1", "run-1", 1.0))
+    assert not is_active(folder)
     assert Path(folder, FILE_NAME).read_text().startswith(text)
-    assert len(read_sweep(folder).starts) == 1
+    assert len(read_sweep(folder).runs[0].attempts) == 1
 
 
 def test_a_file_system_without_locks_does_not_stop_a_sweep(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,8 +566,8 @@ def test_a_file_system_without_locks_does_not_stop_a_sweep(launches: Launches, m
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     folder = str(launches.folder)
-    with open_journal(folder, launches.header(1)):
-        assert not has_locked_journal(folder)
-    with continue_journal(folder) as journal:
-        journal.write(AttemptStart(1, 1, "node1", "run-1", 1.0))
-    assert len(read_sweep(folder).starts) == 1
+    create(folder, seeds(1))
+    with open_sweep(folder) as sweep:
+        sweep.note(sweep.runs[0], Attempt("node1", "run-1", 1.0))
+    assert not is_active(folder)
+    assert len(read_sweep(folder).runs[0].attempts) == 1

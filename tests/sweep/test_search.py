@@ -16,7 +16,6 @@ from cpuft.sweep.search import (
     check_assignments,
     count_configurations,
     count_grid,
-    draw_random,
     estimate_length,
     format_values,
     list_variable_options,
@@ -89,29 +88,6 @@ def test_a_grid_has_all_combinations_once() -> None:
     assert plan_grid([{}]) == [{}]
     with pytest.raises(CpuftError, match=r"--learning-rate 1e-05\.\.0\.001 is a range of numbers with fractions"):
         plan_grid([{"learning_rate": Values(low=1e-5, high=1e-3)}])
-
-
-def test_random_draws_repeat_with_their_seed_and_have_all_values_of_seed() -> None:
-    spaces = [
-        {"learning_rate": Values(low=1e-5, high=1e-3), "seed": Values(("1", "2")), "epochs": Values(low=1, high=3)}
-    ]
-    drawn = draw_random(spaces, 50, seed=7)
-    assert len(drawn) == 100
-    assert drawn[:20] == draw_random(spaces, 10, seed=7) != draw_random(spaces, 10, seed=8)
-    assert [one["seed"] for one in drawn[:4]] == ["1", "2", "1", "2"]
-    rates = sorted(float(one["learning_rate"]) for one in drawn)
-    # Half of the draws are below the middle of the logarithms, and only a tenth of an even draw would be.
-    assert rates[0] >= 1e-5
-    assert rates[-1] <= 1e-3
-    assert 0.3 < sum(rate < 1e-4 for rate in rates) / len(rates) < 0.7
-    assert all(1 <= float(one["epochs"]) <= 3 for one in drawn)
-
-
-def test_draws_do_not_repeat_while_there_are_others() -> None:
-    drawn = draw_random([{"lora_rank": Values(("4", "8", "16"))}], 3, seed=0)
-    assert sorted(one["lora_rank"] for one in drawn) == ["16", "4", "8"]
-    with pytest.raises(CpuftError, match="the values allow fewer than --trials 5 configurations"):
-        draw_random([{"lora_rank": Values(("4", "8"))}], 5, seed=0)
 
 
 def test_conditions_are_alternatives(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Where the runs of a sweep train: groups of hosts, or parts of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from cpuft.config.fields import parse_arguments
+from cpuft.config.launch import LaunchConfig
+from cpuft.errors import CpuftError, counted
+from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import LOGIN_REFUSED, HostError
+
+_ANSWER_SECONDS = 15.0
+"""A host that does not answer for so long after a failed run is lost."""
+SILENT, REFUSES = "does not answer", "refuses the login"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one run at a time trains: one or more hosts, or some cores of this machine."""
+
+    name: str
+    options: tuple[str, ...] = ()
+    """Options of `cpuft launch` that choose these hosts."""
+    prefix: tuple[str, ...] = ()
+    """Command before that of the launch, which limits it to some cores."""
+    hosts: tuple[Host, ...] = ()
+    """Hosts that can be lost; empty for this machine."""
+
+
+def plan_places(
+    config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0
+) -> list[Place]:
+    """Return the places of a sweep's runs: groups of hosts, or parts of this machine.
+
+    `parallel` is 0 for as many places as there are groups, or one on this machine. `cores` has the hardware threads of
+    each core of this machine; they are divided if it is the only host, and so is `quota`, the number of cores that its
+    control group allows (0: no limit).
+    """
+    hosts = read_hosts(config)
+    if hosts == (LOCAL,):
+        if hosts_per_run > 1:
+            raise CpuftError(
+                f"--hosts-per-run {hosts_per_run} needs more hosts than this machine: name them with --hostfile or "
+                "--cluster"
+            )
+        return _divide_machine(max(1, parallel), cores, quota)
+    groups = [hosts[i : i + hosts_per_run] for i in range(0, len(hosts) - hosts_per_run + 1, hosts_per_run)]
+    if not groups:
+        raise CpuftError(
+            f"--hosts-per-run {hosts_per_run} is more than the {counted(len(hosts), 'host')} that there are: give a "
+            "smaller number, or more hosts"
+        )
+    if parallel > len(groups):
+        raise CpuftError(
+            f"--parallel {parallel} is more than the {counted(len(groups), 'group')} of {hosts_per_run} that the hosts "
+            "make: give a smaller number (several runs at a time on one host are only possible on this machine)"
+        )
+    transport, made = find_access(config).transport, list[Place]()
+    for group in groups:
+        name = ",".join(host.name for host in group)
+        far = tuple(host for host in group if not transport.is_here(host))
+        made.append(Place(name, (f"--only-hosts={name}",), hosts=far))
+    return made[: parallel or len(made)]
+
+
+def find_host_share(places: Sequence[Place]) -> float:
+    """Return the share of a host that a run at one of these places has: less than 1 if this machine is divided."""
+    return 1 / len(places) if places and places[0].prefix else 1.0
+
+
+def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float) -> list[Place]:
+    if parallel == 1:
+        return [Place("this machine")]
+    threads = [(cpu,) for core in cores for cpu in core]
+    if len(cores) < parallel <= len(threads):
+        cores = threads  # two runs then share a core, which is better than nothing where a core is all that there is
+    if parallel > len(cores):
+        raise CpuftError(
+            f"--parallel {parallel} is more than the {counted(len(cores), 'core')} of this machine: give a smaller "
+            "number"
+        )
+    ends = [number * len(cores) // parallel for number in range(parallel + 1)]
+    parts = [sorted(cpu for core in cores[begin:end] for cpu in core) for begin, end in pairwise(ends)]
+    places = list[Place]()
+    for (begin, end), part in zip(pairwise(ends), parts, strict=True):
+        name = ",".join(map(str, part))
+        # A run that took the whole quota for its own would record a wrong number of cores.
+        share = ("env", f"CPUFT_CPU_QUOTA={quota * (end - begin) / len(cores)!r}") if quota else ()
+        places.append(Place(f"CPUs {name}", prefix=(*share, "taskset", "--cpu-list", name)))
+    return places
+
+
+def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
+    """Return the hosts of a place that cannot be used, each with the reason; `options` say how to reach them."""
+    if not place.hosts:
+        return {}
+    access, lost = find_access(make_launch_config(options)), dict[str, str]()
+    for host in place.hosts:
+        try:
+            if access.transport.run(host, ("true",), seconds=_ANSWER_SECONDS).exit_code:
+                lost[host.name] = SILENT
+        except CpuftError as error:
+            is_refused = isinstance(error, HostError) and error.kind == LOGIN_REFUSED
+            lost[host.name] = REFUSES if is_refused else SILENT
+    return lost
+
+
+def make_launch_config(options: Sequence[str]) -> LaunchConfig:
+    """Return the configuration of a launch's options, without those that have no value, such as --no-check."""
+    return parse_arguments(LaunchConfig, [option for option in options if option.startswith("--") and "=" in option])

@@ -1,0 +1,149 @@
+"""What a sweep does, from the options of the command line: its settings, its runs, and how many train at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cpuft.config.fields import format_flag
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.sweep import SweepConfig
+from cpuft.config.train import TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.hosts.cluster import LOCAL, Access, gather_facts, read_hosts
+from cpuft.sweep.parallel import AUTO, choose_parallel, describe_choice, list_candidates, measure_parallel
+from cpuft.sweep.places import Place, plan_places
+from cpuft.sweep.queue import Say
+from cpuft.sweep.results import is_larger_better
+from cpuft.sweep.search import (
+    SEED,
+    Assignment,
+    Space,
+    apply_assignment,
+    check_assignments,
+    count_configurations,
+    count_grid,
+    format_assignment,
+    format_values,
+    list_variable_options,
+    make_key,
+    parse_values,
+    plan_grid,
+    read_conditions,
+    sample_configurations,
+)
+from cpuft.sweep.study import Sweep, SweepSettings
+from cpuft.tasks import find_task
+
+_MOST_RUNS = 10_000
+"""A sweep of more runs needs --yes."""
+
+
+def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSettings, bool, list[Assignment]]:
+    """Return (what a sweep does, whether a larger metric is better, the runs of a grid).
+
+    `given` has the training options of the command line; a text with several values is a list or a range.
+    """
+    varied = {name for name, value in given.items() if isinstance(value, str) and _is_several(name, value)}
+    space = {name: parse_values(name, given[name]) for name in given if name in varied}
+    fixed = {name: _parse_one(name, value) for name, value in given.items() if name not in varied}
+    conditions = read_conditions(config.conditions) if config.conditions else [Space()]
+    for name in {name for condition in conditions for name in condition} & {*given}:
+        raise CpuftError(
+            f"{format_flag(name)} is on the command line and in --conditions {config.conditions}: leave out one of them"
+        )
+    spaces = [space | condition for condition in conditions]
+    _check_count(config, spaces)
+    base, runs = TrainConfig(**fixed), plan_grid(spaces) if config.search == "grid" else []
+    checked = runs or sample_configurations(spaces)
+    check_assignments(base, checked, fixed)
+    configs = [apply_assignment(base, one) for one in checked]
+    metric = config.metric or find_task(configs[0].task, configs[0].causal).metrics[0]
+    is_maximized = is_larger_better(metric) if config.direction == "auto" else config.direction == "maximize"
+    ranks = config.hosts_per_run * config.ranks_per_host
+    options = format_assignment({name: value for name, value in given.items() if name not in varied})
+    options += [f"--np={ranks}", *([f"--ppn={config.ranks_per_host}"] if ranks > 1 else [])]
+    return (
+        SweepSettings(
+            options,
+            trials=len({*map(make_key, runs)}) or config.trials,
+            metric=config.metric,
+            hosts_per_run=config.hosts_per_run,
+            price=config.price,
+            search=config.search,
+            search_seed=config.search_seed,
+            pruner=_choose_pruner(config, configs),
+            seeds=max(len(one[SEED].texts) if SEED in one else 1 for one in spaces),
+            spaces=[{name: format_values(name, values) for name, values in one.items()} for one in spaces],
+        ),
+        is_maximized,
+        runs,
+    )
+
+
+def _check_count(config: SweepConfig, spaces: Sequence[Space]) -> None:
+    """Raise CpuftError if a sweep has too many runs, or fewer configurations than --trials."""
+    if config.search == "grid":
+        if config.trials:
+            raise CpuftError(
+                "--trials is for --search random and --search tpe: a grid has all combinations, so leave it out"
+            )
+        count = count_grid(spaces)
+    else:
+        if not config.trials:
+            raise CpuftError(f"--search {config.search} needs --trials, the number of configurations: add --trials 20")
+        if (known := count_configurations(spaces)) < config.trials:
+            raise CpuftError(
+                f"the values allow {known:.0f} configurations, fewer than --trials {config.trials}: give a range such "
+                "as --learning-rate 1e-5..1e-3, more values, or leave out --search and --trials, to train all of them"
+            )
+        count = config.trials * max(len(one[SEED].texts) if SEED in one else 1 for one in spaces)
+    if count > _MOST_RUNS and not config.yes:
+        raise CpuftError(
+            f"this sweep has {count:,} runs: give fewer values, --search random with --trials 50, or --yes if you "
+            "mean it"
+        )
+
+
+def _choose_pruner(config: SweepConfig, configs: Sequence[TrainConfig]) -> str:
+    has_evaluations = all(one.eval_every != "none" for one in configs)
+    if config.pruner == "median" and not has_evaluations:
+        raise CpuftError(
+            "--pruner median compares evaluations while training, and there are none: add --eval-every epoch or "
+            "a number of updates, or leave out --pruner"
+        )
+    is_default = config.pruner == "auto" and config.search == "tpe" and has_evaluations
+    return "median" if is_default or config.pruner == "median" else "none"
+
+
+def _is_several(name: str, text: str) -> bool:
+    """Return whether an option has several values; of options that may not vary, a comma belongs to the value."""
+    return name in list_variable_options() and ("," in text or ".." in text)
+
+
+def _parse_one(name: str, value: Any) -> Any:
+    return getattr(apply_assignment(TrainConfig(), {name: value}), name) if isinstance(value, str) else value
+
+
+def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
+    """Return the places of a sweep's runs, as `plan_places` does, after this machine's cores have been counted."""
+    facts = gather_facts((LOCAL,), Access())[0]
+    return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
+
+
+def measure_places(sweep: Sweep, options: Sequence[str], launch: LaunchConfig, say: Say) -> tuple[list[Place], str]:
+    """Return (the places with which the first configuration trains fastest, what was measured), after saying so."""
+    hosts_per_run, facts = sweep.settings.hosts_per_run, gather_facts((LOCAL,), Access())[0]
+    candidates = list_candidates([core.threads for core in facts.cores], sweep.total)
+    number = 0
+    if read_hosts(launch) != (LOCAL,):
+        told = f"--parallel {AUTO}: one run at a time on each group of hosts, because only this machine can be divided"
+    elif len(candidates) == 1:
+        told = f"--parallel {AUTO}: one run at a time, because there is one run, or one hardware thread"
+    else:
+        divided = {number: find_places(hosts_per_run, number, launch) for number in candidates}
+        first = [*options, *sweep.settings.options, *format_assignment(sweep.runs[0].values)]
+        rates = measure_parallel(divided, first, say)
+        number, told = choose_parallel(rates), describe_choice(rates)
+    say(told)
+    return find_places(hosts_per_run, number, launch), told

@@ -1,0 +1,271 @@
+"""The results of a sweep: its configurations, their means, and whether the best one is better than the others."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpuft.config.fields import format_flag
+from cpuft.errors import CpuftError, counted, suggest_names
+from cpuft.record import read_record
+from cpuft.report.page import host_row, render_page
+from cpuft.report.plots import COLOURS, Line, draw_lines
+from cpuft.report.significance import is_different, standard_error
+from cpuft.sweep.search import SEED, Assignment, describe_values
+from cpuft.sweep.study import DONE, FAILED, PRUNED, Run, Sweep
+from cpuft.terminal import format_table
+
+_MINIMIZED = ("perplexity", "loss", "eval_loss")
+"""Beginnings of the names of metrics of which less is better."""
+_MOST_TICKS = 10
+"""Most values of an option that each have a tick of their own in a plot."""
+
+
+def is_larger_better(metric: str) -> bool:
+    """Return whether a larger value of a metric of cpuft is better."""
+    return not metric.startswith(_MINIMIZED)
+
+
+def choose_metric(sweep: Sweep, metric: str) -> None:
+    """Compare the configurations of a sweep by another metric.
+
+    Whether a larger value is better follows from the name of the metric, unless it is the sweep's own.
+    """
+    known = list(dict.fromkeys(name for run in sweep.runs for one in run.attempts for name in one.metrics))
+    if metric not in known:
+        raise CpuftError(
+            f"no run of {sweep.folder} has reported --metric {metric:.60}: "
+            + (suggest_names(metric, known) if known else "wait until one has ended")
+        )
+    if metric != sweep.metric:
+        sweep.metric, sweep.is_maximized = metric, is_larger_better(metric)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the runs of a configuration have reached."""
+
+    values: Assignment
+    """Option and value, without the seed."""
+    metrics: Mapping[str, float]
+    """The metric that is compared, by seed; by the number of the run if the seed does not vary."""
+    best_run: Run
+    seconds: float
+    """Mean of the runs."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of the metric over the runs."""
+        return statistics.fmean(self.metrics.values())
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean; NaN with one run."""
+        return standard_error([*self.metrics.values()]) if len(self.metrics) > 1 else math.nan
+
+
+def list_results(sweep: Sweep) -> list[Result]:
+    """Return the configurations that have a run with a metric, the best mean first."""
+    sign, made = 1 if sweep.is_maximized else -1, list[Result]()
+    for one in sweep.configurations:
+        found = {
+            run: run.attempts[-1].metrics[sweep.metric]
+            for run in one.runs
+            if run.status == DONE and sweep.metric in run.attempts[-1].metrics
+        }
+        if found:
+            metrics = {run.values.get(SEED, f"run {run.number}"): value for run, value in found.items()}
+            best = max(found, key=lambda run: sign * found[run])
+            made.append(Result(one.values, metrics, best, statistics.fmean(run.seconds for run in found)))
+    return sorted(made, key=lambda one: -sign * one.mean)
+
+
+def describe_best(configurations: Sequence[Result]) -> str:
+    """Return in plain words how sure it is that the best of one or more configurations is the best."""
+    best, others = configurations[0], configurations[1:]
+    if not others:
+        return "there is one configuration, so there is nothing to compare"
+    tests = [is_different(best.metrics, other.metrics) for other in others]
+    if None in tests:
+        return (
+            "whether the best configuration is better than others cannot be told, because a configuration has too few "
+            "runs that have ended: sweep several seeds, for example --seed 1..5"
+        )
+    same = [number for number, test in enumerate(tests, start=2) if not test]
+    if not same:
+        return "the best configuration is better than each of the others (t-test over seeds, 5 % level)"
+    if same == [2]:
+        which = "the next one"
+    elif len(same) == len(others):
+        which = "any of the others"
+    else:
+        which = f"{counted(len(same), 'other configuration')} (numbers {', '.join(map(str, same))})"
+    return f"the best configuration is not distinguishable from {which} (t-test over seeds, 5 % level)"
+
+
+def format_sweep(sweep: Sweep) -> str:
+    """Return the results of a sweep as a table for a terminal, the best configuration first, with notes."""
+    results = list_results(sweep)
+    notes = [f"{describe_best(results)}."] if results else []
+    arrow = "larger is better" if sweep.is_maximized else "less is better"
+    title = f"{sweep.metric}: {arrow}" if results else "no run has reported a metric"
+    return format_table(*_make_table(sweep, results), title, [*notes, *_list_notes(sweep)])
+
+
+def _make_table(sweep: Sweep, results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    names = _list_names(results)
+    rows = [
+        [
+            str(number),
+            *(one.values.get(name, "-") for name in names),
+            f"{one.mean:.4f}",
+            "-" if math.isnan(one.standard_error) else f"{one.standard_error:.4f}",
+            str(len(one.metrics)),
+            f"{one.seconds / 60:.1f}",
+            one.best_run.folder,
+        ]
+        for number, one in enumerate(results, start=1)
+    ]
+    flags = [format_flag(name)[2:] for name in names]
+    return ["", *flags, f"mean {sweep.metric}", "+-", "runs", "minutes", "best run"], rows
+
+
+def _list_names(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(name for one in results for name in one.values))
+
+
+def _list_notes(sweep: Sweep) -> list[str]:
+    """Return a note for each run that failed, one about pruned runs, and one about progress and costs."""
+    notes, settings = list[str](), sweep.settings
+    for run in sweep.list_runs(DONE, FAILED):
+        end, values = run.attempts[-1], describe_values(run.values)
+        if run.status == FAILED:
+            notes.append(f"failed: run {run.number} ({values}): {end.reason}")
+        elif sweep.metric not in end.metrics:
+            notes.append(f"run {run.number} ({values}) reports no {sweep.metric}, but {', '.join(end.metrics)}")
+    if pruned := sweep.list_runs(PRUNED):
+        numbers = ", ".join(str(run.number) for run in pruned)
+        notes.append(f"{counted(len(pruned), 'run')} pruned, because their evaluations were worse: {numbers}")
+    done, total = len(sweep.list_runs(DONE)), sweep.total
+    cost = f", {sweep.host_hours * settings.price:.2f} dollars" if settings.price else ""
+    notes += [f"{settings.measurement}."] if settings.measurement else []
+    return [*notes, f"{done} of {counted(total, 'run')} done, {sweep.host_hours:.2f} host-hours{cost}."]
+
+
+def write_sweep_page(sweep: Sweep, path: Path) -> Path:
+    """Write the results of a sweep as an HTML page to `path`, and return `path`. An older page there is replaced."""
+    results = list_results(sweep)
+    if not results:
+        raise CpuftError(f"no run of {sweep.folder} has reported a metric: wait until one has ended")
+    return render_page(path, lambda: _describe_page(sweep, results))
+
+
+def _describe_page(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
+    columns, rows = _make_table(sweep, results)
+    best, sentence = results[0], describe_best(results)
+    off = "" if math.isnan(best.standard_error) else f" ± {best.standard_error:.4f}"
+    return {
+        "title": f"Sweep {Path(sweep.folder).name}: {counted(len(results), 'configuration')}",
+        "verdict": f"Best {sweep.metric}: {best.mean:.4f}{off} with {describe_values(best.values)}. "
+        f"{sentence[0].upper()}{sentence[1:]}.",
+        "columns": columns,
+        "rows": rows,
+        "legend": [],
+        "figures": {f"{sweep.metric} by option": _draw_options(sweep, results)},
+        "links": [],
+        "hosts": _list_hosts(sweep),
+        "settings": [("options of all runs", " ".join(sweep.settings.options))],
+        "notes": _list_notes(sweep),
+    }
+
+
+def _list_hosts(sweep: Sweep) -> list[list[str]]:
+    """Return a row of the page's table of hosts for the first run at each place."""
+    first: dict[str, Run] = {}
+    for run in sweep.list_runs(DONE):
+        first.setdefault(run.attempts[-1].place, run)
+    rows = list[list[str]]()
+    for run in first.values():
+        with suppress(CpuftError):  # the folder of a run may have been moved
+            rows.append(host_row(read_record(str(Path(sweep.folder, run.folder)))))
+    return rows
+
+
+def _draw_options(sweep: Sweep, results: Sequence[Result]) -> list[tuple[str, str]]:
+    """Return captions and SVGs: for each option with several values, the metric over them."""
+    drawn = list[tuple[str, str]]()
+    for name in _list_names(results):
+        places, ticks = _make_axis(sorted({one.values[name] for one in results if name in one.values}))
+        if len(places) < 2:
+            continue
+        groups: dict[str, list[tuple[float, float, float]]] = {}
+        for one in results:
+            if name in one.values:
+                others = describe_values({key: text for key, text in one.values.items() if key != name})
+                error = 0.0 if math.isnan(one.standard_error) else one.standard_error
+                groups.setdefault(others, []).append((places[one.values[name]], one.mean, error))
+        lines = list[Line]()
+        for others, points in groups.items():
+            x, y, off = (list(column) for column in zip(*sorted(points), strict=True))
+            lines.append(Line(others, x, y, off, colour=len(lines) if len(groups) <= COLOURS else 0))
+        flag = format_flag(name)[2:]
+        caption = f"Mean {sweep.metric} over {flag}, with standard errors"
+        caption += "; a line connects what differs in nothing else." if len(results) > len(groups) else "."
+        figure = draw_lines(f"{sweep.metric} over {flag}", (flag, sweep.metric), lines, "o", ticks=ticks)
+        drawn.append((caption, figure))
+    return drawn
+
+
+def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]]:
+    """Return (place of each value of an option on an axis, labels by their place; empty for the plot's own).
+
+    Few values have the same distance from each other. Many numbers are on a scale, which is logarithmic if it is wide.
+    """
+    numbers = {text: number for text in texts if (number := _read_number(text)) is not None}
+    if len(numbers) < len(texts) or len(texts) <= _MOST_TICKS:
+        order = sorted(texts, key=lambda text: (numbers.get(text, math.inf), text))
+        places = {text: float(place) for place, text in enumerate(order)}
+        return places, {place: text for text, place in places.items()}
+    low, high = min(numbers.values()), max(numbers.values())
+    if low <= 0 or high < 10 * low:
+        return numbers, {}
+    places = {text: math.log10(number) for text, number in numbers.items()}
+    first, last = min(places.values()), max(places.values())
+    powers = range(math.floor(first), math.ceil(last) + 1)
+    ticks = {power + math.log10(digit): f"{digit}e{power}" for power in powers for digit in (1, 2, 5)}
+    return places, {place: label for place, label in ticks.items() if first - 1e-9 <= place <= last + 1e-9}
+
+
+def _read_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
+    """Return the results of a sweep as a JSON object: metric, configurations with the best one first, and costs."""
+    return {
+        "metric": sweep.metric,
+        "maximized": sweep.is_maximized,
+        "configurations": [
+            {
+                "options": one.values,
+                "mean": one.mean,
+                "standard_error": None if math.isnan(one.standard_error) else one.standard_error,
+                "metrics": dict(one.metrics),
+                "seconds": one.seconds,
+                "best_run": one.best_run.folder,
+            }
+            for one in list_results(sweep)
+        ],
+        "failed": [run.values for run in sweep.list_runs(FAILED)],
+        "pruned": [run.values for run in sweep.list_runs(PRUNED)],
+        "host_hours": sweep.host_hours,
+        "price": sweep.host_hours * sweep.settings.price,
+    }
