@@ -14,8 +14,13 @@ from cpuft.cli.options import Verb, pick
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import escape_controls
 
+_RUN_DIR = (
+    "Folder on this machine for the results; it must not exist yet (default: the one named when the run was started "
+    "here, else runs/NAME)"
+)
 
-@click.command(cls=Verb, params=[run_argument(), *place_options("run_dir")])
+
+@click.command(cls=Verb, params=[run_argument(), *place_options(run_dir=_RUN_DIR)])
 def attach(run: str, **values: Any) -> None:
     """Show what a detached run prints, and fetch its results when it ends.
 

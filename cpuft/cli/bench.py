@@ -15,6 +15,11 @@ from cpuft.config.bench import BenchConfig
 from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig
 from cpuft.errors import CpuftError
 
+_TEXTS = {
+    "run_dir": "Folder for comm.jsonl, the plot and the logs; it must not exist yet (default: a new folder in runs/)",
+    "time_limit": "Largest number of seconds of the measurement, which is then ended; 0 is no limit",
+}
+
 
 @click.group(cls=Verbs)
 def bench() -> None:
@@ -23,7 +28,12 @@ def bench() -> None:
 
 @bench.command(
     cls=Verb,
-    params=[*make_options(BenchConfig), *make_options(LaunchConfig, *LAUNCH_ONLY), DRY_RUN, CONFIG_FILE],
+    params=[
+        *make_options(BenchConfig),
+        *make_options(LaunchConfig, *LAUNCH_ONLY, texts=_TEXTS),
+        DRY_RUN,
+        CONFIG_FILE,
+    ],
 )
 def comm(dry_run: bool, **values: Any) -> None:
     """Measure latency and bandwidth of every backend between the ranks.

@@ -16,13 +16,15 @@ from cpuft.config.compare import CompareConfig
 from cpuft.config.launch import LAUNCH_ONLY, DetachConfig, LaunchConfig
 from cpuft.config.train import TrainConfig
 
+_RUN_DIR = "Folder for the reports and one folder per run; it must not exist yet (default: a new folder in runs/)"
+
 
 @click.command(
     cls=Verb,
     params=[
         *make_options(CompareConfig),
         *make_options(TrainConfig),
-        *make_options(LaunchConfig, "np", *LAUNCH_ONLY),
+        *make_options(LaunchConfig, "np", *LAUNCH_ONLY, texts={"run_dir": _RUN_DIR}),
         *make_options(DetachConfig),
         DRY_RUN,
         CONFIG_FILE,

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from cpuft.cli.common import compute_settings, run_or_print
-from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, Verbs, make_options, pick
 from cpuft.config.fields import format_arguments, option_names
 from cpuft.config.train import DATA_OPTIONS, TrainConfig
 
@@ -25,8 +25,8 @@ def data() -> None:
     cls=Verb,
     params=[
         *make_options(TrainConfig, *_OTHERS),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print the figures as one JSON object"),
-        DRY_RUN,
+        click.Option(["--json", "as_json"], is_flag=True, help="Print the numbers as one JSON object"),
+        DRY_RUN_HERE,
         CONFIG_FILE,
     ],
 )

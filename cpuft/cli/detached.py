@@ -23,11 +23,18 @@ if TYPE_CHECKING:
     from cpuft.steps import Plan
 
 _PLACE = ("cluster", "hostfile", "ssh_config")
+_OF_RUN = "those with which the run was started, if that was on this machine"
 
 
-def place_options(*more: str) -> list[FieldOption]:
-    """Return the options that name hosts, and further options of LaunchConfig."""
-    return make_options(LaunchConfig, *({*option_names(LaunchConfig)} - {*_PLACE, *more}))
+def place_options(default: str = _OF_RUN, **more: str) -> list[FieldOption]:
+    """Return the options that name hosts (`default`: those without them), and more of LaunchConfig, with their help."""
+    texts = {
+        "hostfile": f"Hostfile with the hosts to ask (default: {default})",
+        "ssh_config": "With --hostfile or --cluster, configuration file of the ssh client (default: that of --cluster, "
+        "else your own ~/.ssh/config)",
+        **more,
+    }
+    return make_options(LaunchConfig, *({*option_names(LaunchConfig)} - {*_PLACE, *more}), texts=texts)
 
 
 def run_argument() -> click.Argument:

@@ -12,12 +12,20 @@ from cpuft.cli.options import Verb
 
 
 @click.command(cls=Verb)
-@click.option("--hostfile", default="", metavar="FILE", help="Hostfile with the hosts to check (default: this machine)")
+@click.option(
+    "--hostfile",
+    default="",
+    metavar="FILE",
+    help="Hostfile with the hosts to check (default: in a job its hosts, else this machine)",
+)
 @click.option(
     "--cluster", default="", metavar="NAME", help="Name of a cluster made by cpuft provision, to check its hosts"
 )
 @click.option(
-    "--ssh-config", default="", metavar="FILE", help="Configuration file of the ssh client (default: your own)"
+    "--ssh-config",
+    default="",
+    metavar="FILE",
+    help="Configuration file of the ssh client (default: that of --cluster, else your own ~/.ssh/config)",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object")
 @click.option(

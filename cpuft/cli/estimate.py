@@ -42,8 +42,8 @@ class EstimateConfig:
     hosts: str = _host_option("1,2,4,8,16,32,64", "Numbers of hosts to estimate, separated by commas", takes="N,N")
     ppn: int = _host_option(
         1,
-        "Number of ranks on each host, which share its cores. With int8 and powersgd, only one of them sends gradients "
-        "to the other hosts",
+        "Number of ranks on each host, which share its cores. Gradients in int8 or powersgd are averaged within each "
+        "host, and only one of its ranks sends them to the other hosts",
         least=1,
         most=1024,
     )
@@ -76,7 +76,8 @@ class EstimateConfig:
     )
     compression: str = _host_option(
         "auto",
-        "Format in which gradients are sent, as --grad-compression of cpuft launch",
+        "Format in which gradients are sent; auto is that of RUN, and if RUN had auto or there is no RUN, what cpuft "
+        "launch chooses, which may also be powersgd",
         choices=("auto", "none", "bf16", "fp16", "int8"),
     )
 

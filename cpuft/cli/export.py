@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cpuft.cli.common import compute_settings, find_model_folder, run_or_print
-from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, complete_runs, make_options, pick
 from cpuft.config.export import ExportConfig
 from cpuft.config.fields import format_arguments
 from cpuft.errors import CpuftError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     cls=Verb,
     params=[
         *make_options(ExportConfig, "run"),
-        DRY_RUN,
+        DRY_RUN_HERE,
         CONFIG_FILE,
         click.Argument(["run"], metavar="RUN", shell_complete=complete_runs),
     ],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cpuft.cli.common import compute_settings, run_or_print
-from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, make_options, pick
 from cpuft.config.fields import format_arguments
 from cpuft.config.mine import MINED_ENDINGS, MineConfig
 from cpuft.errors import CpuftError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cpuft.steps import Setting, Step
 
 
-@click.command(cls=Verb, params=[*make_options(MineConfig), DRY_RUN, CONFIG_FILE])
+@click.command(cls=Verb, params=[*make_options(MineConfig), DRY_RUN_HERE, CONFIG_FILE])
 def mine(dry_run: bool, **values: Any) -> None:
     """Find hard negatives: for each anchor, similar documents that do not belong to it.
 

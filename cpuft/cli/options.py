@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -120,17 +120,29 @@ DRY_RUN = click.Option(
 )
 
 
-def make_options(config: type, *without: str, lists: Collection[str] = ()) -> list[FieldOption]:
-    """Return a click option for each field of a configuration class but those in `without`; `lists` accept any text."""
-    types = get_type_hints(config)
+DRY_RUN_HERE = click.Option(
+    ["--dry-run"],
+    is_flag=True,
+    help="Print the command that would be run on this machine, as a shell script, and run nothing",
+)
+
+
+def make_options(
+    config: type, *without: str, lists: Collection[str] = (), texts: Mapping[str, str] | None = None
+) -> list[FieldOption]:
+    """Return a click option for each field of a configuration class but those in `without`; `lists` accept any text.
+
+    `texts` are help texts that replace those of the fields with these names.
+    """
+    types, own = get_type_hints(config), texts or {}
     return [
-        _make_option(field, types[field.name], field.name in lists)
+        _make_option(field, types[field.name], field.name in lists, own.get(field.name, field.metadata["help"]))
         for field in dataclasses.fields(config)
         if field.name not in without
     ]
 
 
-def _make_option(field: dataclasses.Field[Any], kind: type, is_list: bool) -> FieldOption:
+def _make_option(field: dataclasses.Field[Any], kind: type, is_list: bool, text: str) -> FieldOption:
     metadata, flag = field.metadata, format_flag(field.name)
     takes = metadata["takes"]
     if takes == "TEXT":
@@ -144,7 +156,7 @@ def _make_option(field: dataclasses.Field[Any], kind: type, is_list: bool) -> Fi
         metadata["rare"],
         default=field.default,
         type=kind_of_value,
-        help=metadata["help"],
+        help=text,
     )
 
 

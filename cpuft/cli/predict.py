@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _NOT_GLUE = ("demo", *FILE_TASKS)
 _SPLITS = ("validation", "test")
 _NOT_HERE = set(option_names(LaunchConfig)) - set(PLACE_OPTIONS)
+_RUN_DIR = (
+    "Folder of the run that computes embeddings on several hosts; it must not exist yet (default: a new folder in "
+    "runs/)"
+)
 _STORE = (
     'mkdir -p "$(dirname "$1")" && part=$(mktemp "$1.XXXXXX") && '
     '{ mv -f "$0" "$part" && mv -fT "$part" "$1" || { rm -f "$part"; exit 1; }; }'
@@ -37,7 +41,7 @@ _STORE = (
     cls=Verb,
     params=[
         *make_options(PredictConfig, "run"),
-        *make_options(LaunchConfig, *_NOT_HERE),
+        *make_options(LaunchConfig, *_NOT_HERE, texts={"run_dir": _RUN_DIR}),
         DRY_RUN,
         CONFIG_FILE,
         click.Argument(["run"], metavar="[RUN]", required=False, default="", shell_complete=complete_runs),
@@ -56,6 +60,7 @@ def predict(dry_run: bool, **values: Any) -> None:
 
     If RUN has trained an embedding model, or with --model instead of RUN, the embeddings of the texts in --file are
     written to a file of NumPy, or with ids to a Parquet file. With --hostfile or --cluster, several hosts compute them.
+    The options of hosts and ranks, and --run-dir, are for embeddings only.
     """
     from cpuft.record import read_record
 

@@ -58,9 +58,9 @@ _FAULT = (
 def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> None:
     """Simulate a cluster on this machine with network namespaces (needs root), or inject a fault into one.
 
-    FAULT and NODE inject a fault: `kill 2` crashes the second host, `pause` freezes it, `resume` lets it continue,
-    `cut` disconnects it from the network and `join` connects it again. Without them, the command makes the cluster, or
-    repairs every host of an existing one.
+    With a fault and NODE, inject the fault: `kill 2` crashes the second host, `pause` freezes it, `resume` lets it
+    continue, `cut` disconnects it from the network and `join` connects it again. Without them, the command makes the
+    cluster, or repairs every host of an existing one.
     """
     from cpuft.provision.base import run_stages
     from cpuft.provision.simulated import SimulatedCluster
@@ -118,13 +118,21 @@ for _kind in PROVIDERS:
         provision.add_command(make_verb(_kind))
 
 _region = click.option(
-    "--region", default="", help="Region of a rented cluster that was made on another machine, such as us-east-1"
+    "--region",
+    default="",
+    metavar="NAME",
+    help="Region of a rented cluster that was made on another machine, such as us-east-1",
 )
 
 
 @provision.command()
 @click.argument("name")
-@click.option("--lease", default="4h", help="How long the instances may run from now on: 90m, 4h or 2d [4h]")
+@click.option(
+    "--lease",
+    default="4h",
+    metavar="TIME",
+    help="How long the instances may run from now on, such as 90m, 4h or 2d [4h]",
+)
 @_region
 @_dry_run
 def extend(name: str, lease: str, region: str, dry_run: bool) -> None:

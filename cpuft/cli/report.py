@@ -17,33 +17,33 @@ from cpuft.errors import CpuftError
 @click.command(
     cls=Verb,
     params=[
-        click.Option(["--json", "as_json"], is_flag=True, help="Print the table as one JSON object."),
-        click.Option(["--markdown"], is_flag=True, help="Print the table in Markdown."),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print the table as one JSON object"),
+        click.Option(["--markdown"], is_flag=True, help="Print the table in Markdown"),
         click.Option(
             ["--html"],
             is_flag=True,
             help="Write a page with plots to report.html: in the folder RUN if there is one RUN, otherwise in the "
-            "current folder.",
+            "current folder",
         ),
         click.Option(
             ["--estimate"],
             default="",
             metavar="FILE",
-            help="With --html, also draw the estimates in this file, the output of cpuft estimate --json.",
+            help="With --html, also draw the estimates in this file, the output of cpuft estimate --json",
         ),
         click.Option(
             ["--to"],
             default="",
             metavar="LIST",
             help="Send the records to these trackers, separated by commas, instead of showing them: tensorboard, "
-            "mlflow, wandb, trackio.",
+            "mlflow, wandb, trackio",
         ),
         click.Option(
             ["--metric"],
             default="",
             metavar="NAME",
             help="Of a sweep, the metric by which its configurations are compared (default: the sweep's own --metric, "
-            "or the first one that the task reports).",
+            "or the first one that the task reports)",
         ),
         CONFIG_FILE,
         click.Argument(["runs"], nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs),

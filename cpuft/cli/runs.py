@@ -16,7 +16,7 @@ _COLUMNS = ("id", "command", "run", "host", "started", "state", "results")
 _WIDTH = 400
 
 
-@click.command(cls=Verb, params=place_options())
+@click.command(cls=Verb, params=place_options("those of all detached runs started from this machine"))
 def runs(**values: Any) -> None:
     """List detached runs and their states.
 

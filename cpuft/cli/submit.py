@@ -23,7 +23,7 @@ from cpuft.sweep.search import format_assignment
 
 _COMMANDLINE, _DEFAULT_MAP = ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP
 _WAIT = click.Option(["--wait"], is_flag=True, help="Show the job's log until it ends, then exit with its exit code")
-_LAUNCH = click.Argument(["argv"], nargs=-1, type=click.UNPROCESSED, metavar="-- launch|sweep ...")
+_NODES_WITH_SWEEPS = "Number of hosts, required for a sweep (default for a launch: --np divided by --ppn, else --np)"
 
 
 @click.group(cls=Verbs)
@@ -143,7 +143,15 @@ def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
 
 
 for _kind, _scheduler in SCHEDULERS.items():
-    _params = [*make_options(_scheduler.options), _WAIT, DRY_RUN, CONFIG_FILE, _LAUNCH]
+    _texts = {"nodes": _NODES_WITH_SWEEPS} if _scheduler.takes_sweeps else {}
+    _form = "-- launch|sweep ..." if _scheduler.takes_sweeps else "-- launch ..."
+    _params = [
+        *make_options(_scheduler.options, texts=_texts),
+        _WAIT,
+        DRY_RUN,
+        CONFIG_FILE,
+        click.Argument(["argv"], nargs=-1, type=click.UNPROCESSED, metavar=_form),
+    ]
     submit.add_command(Verb(_kind, callback=partial(_submit, _kind), params=_params, help=_scheduler.help))
 
 

@@ -33,7 +33,7 @@ class BenchConfig:
     )
     dtypes: str = data_option(
         "float32,bfloat16",
-        "Data types to send, separated by commas: float32, float64, bfloat16, float16, int32",
+        "Data types to send, separated by commas: float32, float64, bfloat16, float16, int32, int64",
         takes="LIST",
     )
     sizes: str = data_option(

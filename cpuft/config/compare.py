@@ -30,7 +30,9 @@ class CompareConfig:
         "its own share of the examples: the upper limit of the speed",
     )
     repeats: int = hosts_option(
-        1, "Number of rounds; each round does all runs once, and the report then shows the spread", least=1
+        1,
+        "Number of rounds; each round does all runs once, and the report then shows the spread. Not with --seeds",
+        least=1,
     )
     seeds: int = hosts_option(
         1,

@@ -20,9 +20,9 @@ class LaunchConfig:
     )
     ppn: int = hosts_option(
         0,
-        "Number of ranks on each host: the hosts are used in order until all --np ranks have a place, and a host "
-        "with fewer cores or slots is an error (default: --np divided by the number of hosts, rounded up, if the hosts "
-        "allow it)",
+        "Number of ranks on each host: hosts are filled in order until all --np ranks have a place, and one with "
+        "fewer cores or slots is an error (default: --np divided by the number of hosts, rounded up; fewer on hosts "
+        "that are too small)",
         least=0,
     )
     hostfile: str = hosts_option(
@@ -64,16 +64,15 @@ class LaunchConfig:
     )
     comm_cores: int = communication_option(
         -1,
-        "Cores per rank that are reserved for communication threads (default: an eighth of the cores, at most 4, "
-        "also with --backend auto; 0 with --backend gloo, with one rank, with fewer than 8 cores per rank and for "
-        "your own script)",
+        "Cores of each rank that only communication threads use (default: an eighth of the rank's cores, rounded "
+        "down, at most 4, also with --backend auto; 0 with --backend gloo, with one rank and for your own script)",
         least=-1,
         rare=True,
     )
     run_dir: str = output_option(
         "",
-        "Folder for the record, the logs, the checkpoints and the model; it must not exist yet, and cpuft compare "
-        "makes one folder per run in it (default: a new folder in runs/)",
+        "Folder for the record, the logs, the checkpoints and the model; it must not exist yet (default: a new "
+        "folder in runs/)",
         takes="FOLDER",
     )
     time_limit: float = output_option(

@@ -16,17 +16,19 @@ class MineConfig:
 
     model: str = option(
         "",
-        "Embedding model that compares anchors and documents: the folder of a run, the folder or the Hugging Face hub "
-        "name of a model of sentence-transformers, or minilm",
+        "Embedding model (required) that compares anchors and documents: the folder of a run, the folder or the "
+        "Hugging Face hub name of a model of sentence-transformers, or minilm",
         takes="NAME",
     )
     file: str = option(
-        "", "Rows of an anchor and a positive, in any format that --train-file of --task pairs reads", takes="FILE"
+        "",
+        "Data (required): rows of an anchor and a positive, in any format that --train-file of --task pairs reads",
+        takes="FILE",
     )
     output: str = option(
         "",
-        "File to write with the columns anchor, positive, negative_1, negative_2 and so on; it ends in .csv, .jsonl or "
-        ".parquet",
+        "File to write (required) with the columns anchor, positive, negative_1, negative_2 and so on; it ends in "
+        ".csv, .jsonl or .parquet",
         takes="FILE",
     )
     text_columns: str = option(
@@ -71,7 +73,7 @@ class MineConfig:
         least=-1.0,
     )
     batch_size: int = option(
-        0, "Number of texts in one forward pass; 0 takes as many as have 1024 tokens together", least=0
+        0, "Number of texts in one forward pass; 0 takes as many as have 1024 tokens together, 4096 in bf16", least=0
     )
     precision: str = option(
         "auto",

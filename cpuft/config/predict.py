@@ -59,7 +59,7 @@ class PredictConfig:
     )
     id_column: str = option(
         "",
-        "Column of --file whose texts a Parquet file of embeddings has as ids (default: the numbers of the rows)",
+        "Column of --file with the ids that a Parquet file of embeddings gets (default: the numbers of the rows)",
         takes="NAME",
     )
     normalize: bool = option(False, "Scale embeddings to length 1, if the model does not do so anyway")
@@ -68,8 +68,8 @@ class PredictConfig:
     )
     prompt: str = option(
         "",
-        "Prompt that an embedding model gets in front of each text: query, document or another name of a prompt of the "
-        "model, or the text itself, such as 'query: '",
+        "Text that is put in front of each text to embed, such as 'query: ', or the name of a prompt of the model, "
+        "such as query or document (default: none)",
         takes="NAME|TEXT",
     )
     np: int = hosts_option(
@@ -89,5 +89,15 @@ class PredictConfig:
         least=0.0,
         most=100.0,
     )
-    batch_size: int = option(0, "Number of examples in one forward pass; 0 takes the run's --eval-batch-size", least=0)
-    precision: str = option("auto", "Number format; auto is the run's", choices=("auto", "bf16", "fp32"))
+    batch_size: int = option(
+        0,
+        "Number of examples in one forward pass; 0 takes the run's --eval-batch-size, or for embeddings as many "
+        "texts as have 1024 tokens together, 4096 in bf16",
+        least=0,
+    )
+    precision: str = option(
+        "auto",
+        "Number format; auto is that of the run, or fp32 if it is int8; for embeddings, bf16 where the CPU "
+        "multiplies it, else fp32",
+        choices=("auto", "bf16", "fp32"),
+    )

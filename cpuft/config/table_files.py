@@ -12,27 +12,27 @@ QUOTINGS = ("auto", "csv", "none")
 
 
 def delimiter_option(section: str = "") -> Any:
-    """Return the field of --delimiter, a rare option if it is in a section."""
+    """Return the field of --delimiter."""
     text = "Character between the columns of CSV and TSV files; auto is found in the header line of each file"
-    return option("auto", text, section=section, rare=bool(section), choices=("auto", *DELIMITERS))
+    return option("auto", text, section=section, rare=True, choices=("auto", *DELIMITERS))
 
 
 def quoting_option(section: str = "") -> Any:
-    """Return the field of --quoting, a rare option if it is in a section."""
+    """Return the field of --quoting."""
     text = (
         "Whether quotation marks surround cells of CSV and TSV files (csv), or are a part of the texts, as in GLUE's "
         "files (none); auto is none if a file can only be read so, and refuses a file that is in doubt"
     )
-    return option("auto", text, section=section, rare=bool(section), choices=QUOTINGS)
+    return option("auto", text, section=section, rare=True, choices=QUOTINGS)
 
 
 def encoding_option(section: str = "") -> Any:
-    """Return the field of --encoding, a rare option if it is in a section."""
+    """Return the field of --encoding."""
     text = (
         "Encoding of files of texts, such as windows-1252 or shift_jis; auto is UTF-8, and UTF-16 for a file that "
         "begins with its byte order mark"
     )
-    return option("auto", text, section=section, rare=bool(section), takes="NAME")
+    return option("auto", text, section=section, rare=True, takes="NAME")
 
 
 class TableOptions(Protocol):

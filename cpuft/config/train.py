@@ -44,11 +44,11 @@ class TrainConfig:
 
     task: str = data_option(
         "demo",
-        "What to train: a GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli); demo, a small built-in "
-        "task; files, your own labelled examples; text, masked language modelling on your own texts, or next-token "
-        "prediction with --causal; chat, the assistant's turns of your own conversations; an embedding "
-        "model: pairs, from texts that belong together, such as questions and answers, or scored-pairs, from pairs of "
-        "texts with a score of their similarity; or rerank, a model that scores how relevant a document is to a query",
+        "What to train. A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli. demo: a small built-in "
+        "task. files: your own labelled examples. text: masked language modelling on your own texts, or next-token "
+        "prediction with --causal. chat: the assistant's turns of your own conversations. pairs: an embedding model, "
+        "from texts that belong together, such as questions and answers. scored-pairs: the same from pairs of texts "
+        "with a score of their similarity. rerank: a model that scores how relevant a document is to a query",
         choices=tuple(TASKS),
         takes="TASK",
     )
@@ -66,8 +66,8 @@ class TrainConfig:
     )
     tokenizer: str = data_option(
         "",
-        "Tokenizer: a local folder or a name on the Hugging Face hub (default: the model's own; with --from-config, a "
-        "WordPiece tokenizer is made from the training texts)",
+        "Tokenizer: a local folder or a name on the Hugging Face hub (default: the model's own; with --from-config, "
+        "a WordPiece tokenizer made from the training texts, but decoders need one)",
         takes="NAME",
     )
     vocab_size: int = data_option(
@@ -84,12 +84,12 @@ class TrainConfig:
     )
     train_file: str = data_option(
         "",
-        "Training data: paths or patterns such as 'data/*.csv', separated by commas. With --task files: CSV, TSV or "
-        "JSON lines files, also compressed with gzip, Parquet or Arrow files, folders of datasets.save_to_disk, or "
+        "Training data: paths or patterns such as 'data/*.csv', separated by commas. They are CSV, TSV or JSON lines "
+        "files (also with .gz), Parquet or Arrow files, folders of datasets.save_to_disk, or "
         "hub:OWNER/NAME/CONFIGURATION:SPLIT@REVISION for a data set of the Hugging Face hub, of which configuration, "
-        "split and revision may be left out; so also with --task pairs and scored-pairs. With --task text: text files, "
-        "folders of them, or a column of any of these files. With --task chat: JSON lines files whose lines have "
-        "messages, a list of objects with role (system, user, assistant or tool) and content",
+        "split and revision may be left out. --task text also takes text files and folders of them, but no hub: "
+        "names. --task chat takes only JSON lines, each with messages, a list of objects with role (system, user, "
+        "assistant or tool) and content, or in the form of ShareGPT or Alpaca",
         takes="FILE",
     )
     validation_file: str = data_option(
@@ -101,19 +101,19 @@ class TrainConfig:
     )
     text_columns: str = data_option(
         "",
-        "Name of the column of the texts in your files, or two names with a comma between them if an example is a "
-        "pair of texts (default: the pair sentence1,sentence2 or another usual pair if the file has it, else the "
-        "column sentence, text or another usual name; tokens if an example is a list of words; with --task text, "
-        "the column text). --task text joins the texts of several columns. With --task pairs: the columns of anchor, "
-        "positive and, if there are any, negatives, such as question,answer (default: anchor,positive or another usual "
-        "pair, and all columns whose names begin with negative)",
+        "Columns of the texts in your files, with commas between the names: one, or two if an example is a pair of "
+        "texts (default: sentence1,sentence2 or another usual pair if the file has it, else sentence, text or "
+        "another usual name; tokens if an example is a list of words). --task text joins the texts of several "
+        "columns (default: text, or the only column). With --task pairs and rerank: anchor or query, positive or "
+        "document and, if there are any, negatives, such as question,answer (default: a usual pair, and all columns "
+        "whose names begin with negative)",
         takes="NAMES",
     )
     label_column: str = data_option(
         "label",
-        "Name of the column of the labels in your files (default: label; tags if an example is a list of words). "
-        "For several labels per example, write sports|news in a CSV cell, or a list in JSON lines. An example that "
-        "is a list of words has a list with one tag per word",
+        "Column of the labels or scores in your files (default: label; with --task scored-pairs and rerank also "
+        "score or another usual name; tags if an example is a list of words, with one tag per word). Several labels "
+        "per example are sports|news in a CSV cell, or a list in JSON lines",
         takes="NAME",
     )
     label_type: str = data_option(
@@ -134,15 +134,15 @@ class TrainConfig:
     encoding: str = encoding_option(SECTIONS[1])
     max_length: int = data_option(
         128,
-        "Maximum number of tokens per example: longer examples are truncated, conversations at the end of an answer, "
-        "and --task text cuts its texts into pieces of this length",
+        "Maximum number of tokens per example: longer examples are truncated, conversations after the last answer "
+        "that fits, and texts of --task text are cut into pieces of this length",
         least=8,
     )
     validation_split: float = data_option(
         0.1,
-        "Fraction of the rows of --task files, of the conversations of --task chat, or of the lines of --task text, "
-        "that is kept for validation when there is no --validation-file; of texts, up to 64 lines in a row are taken "
-        "from all parts",
+        "Fraction of the training data that is kept for validation without --validation-file: rows (with --task "
+        "pairs and rerank all rows of an anchor or query together), conversations, or with --task text blocks of up "
+        "to 64 lines from all parts of the texts",
         least=0.001,
         most=0.5,
     )
@@ -176,21 +176,21 @@ class TrainConfig:
     )
     query_prompt: str = data_option(
         "auto",
-        "With --task pairs, text that is put in front of each anchor, such as 'query: '; auto takes the prompt named "
-        "query of the model, if it has one",
+        "With --task pairs, text that is put in front of each anchor, such as 'query: ' ('' is none); auto takes the "
+        "prompt named query of the model, if it has one",
         rare=True,
     )
     document_prompt: str = data_option(
         "auto",
-        "With --task pairs, text that is put in front of each positive and negative, such as 'passage: '; auto takes "
-        "the prompt named document, passage or corpus of the model, if it has one",
+        "With --task pairs, text that is put in front of each positive and negative, such as 'passage: ' ('' is "
+        "none); auto takes the prompt named document, passage or corpus of the model, if it has one",
         rare=True,
     )
     hard_negatives: int = data_option(
         0,
-        "With --task rerank and pairs, for data without irrelevant documents: number of irrelevant documents that are "
-        "found for each query before the training, those that --mining-model takes for the most similar ones. 0 finds "
-        "none",
+        "With --task pairs or rerank, number of irrelevant documents that are added to each query before the "
+        "training: those most similar to it by --mining-model. It is only for data without irrelevant documents. 0 "
+        "adds none",
         least=0,
         most=100,
     )
@@ -225,9 +225,9 @@ class TrainConfig:
     )
     lr_schedule: str = recipe_option(
         "linear",
-        "How the learning rate changes after the warm-up: linear and cosine fall to 0 at the last update, inverse-sqrt "
-        "falls with the square root of the number of updates, constant-with-warmup stays; constant stays and has no "
-        "warm-up",
+        "Learning rate after the warm-up: linear and cosine fall to 0 at the last update; inverse-sqrt falls with "
+        "1/sqrt(updates), and hardly without a warm-up; constant-with-warmup stays the same; constant stays the same "
+        "and has no warm-up",
         choices=LR_SCHEDULES,
     )
     warmup_ratio: float = recipe_option(
@@ -275,7 +275,7 @@ class TrainConfig:
         "",
         "Weight of each class in the loss, for tasks with one class per example or per word: balanced (inverse to "
         "the frequency in the training data), or a number for each class with commas between them, in the order in "
-        "which the run names the classes (default: all classes count the same)",
+        "which cpuft data show lists the classes (default: all classes count the same)",
         takes="balanced|LIST",
     )
     temperature: float = recipe_option(
@@ -286,12 +286,12 @@ class TrainConfig:
         rare=True,
     )
     symmetric_loss: bool = recipe_option(
-        False, "With --task pairs, also learn to find the anchor of each positive, as the half of the loss", rare=True
+        False, "With --task pairs, half of the loss is the reverse: each positive has to find its anchor", rare=True
     )
     gather_negatives: bool = recipe_option(
         True,
-        "With --task pairs, the texts of all ranks are negatives of each anchor; --no-gather-negatives uses only those "
-        "of its own rank, as --sync-every above 1 does. scored-pairs compares scores in the same way",
+        "With --task pairs, negatives are the texts of all ranks, and --task scored-pairs compares the scores of all "
+        "ranks; --no-gather-negatives compares only within a rank, as --sync-every above 1 always does",
         rare=True,
     )
     similarity_loss: str = recipe_option(
@@ -303,8 +303,8 @@ class TrainConfig:
     )
     matryoshka: str = recipe_option(
         "",
-        "Train embeddings that can be cut to fewer dimensions: numbers of dimensions with commas between them, such as "
-        "384,256,128, whose losses are added (default: all dimensions only)",
+        "Train embeddings that can be cut to fewer dimensions: numbers of dimensions with commas between them, first "
+        "the model's own, such as 384,256,128, whose losses are added (default: only the model's own)",
         takes="N,N",
         rare=True,
     )
@@ -337,16 +337,16 @@ class TrainConfig:
     precision: str = speed_option(
         "auto",
         "Number format of matrix products: auto is bf16 if the CPU has AMX or AVX512_BF16, otherwise fp32. int8 "
-        "multiplies in 8 bits, except for the gradients of weights; it is faster than fp32 on CPUs with VNNI and "
-        "without bf16, and may change the metric slightly",
+        "(encoders only) multiplies in 8 bits, except for the gradients of weights; it is faster than fp32 on CPUs "
+        "with VNNI and without bf16, and may change the metric slightly",
         choices=PRECISIONS,
     )
     base_precision: str = speed_option(
         "auto",
-        "With LoRA adapters, number format of the frozen weights: fp32, bf16, or int8 with one scale for each output, "
-        "where embedding and head are bf16. They are mapped from a file, so that the ranks of a host share their "
-        "memory, and converted for one matrix product at a time. auto gives each rank a copy of its own, layers "
-        "in the format of --precision and the embedding in fp32",
+        "With LoRA adapters, number format of the frozen weights: fp32, bf16, or int8 with one scale per output "
+        "channel (embedding and head in bf16). To save memory, the ranks of a host share one copy, and each matrix "
+        "product converts its weights before it uses them. auto: each rank has its own copy, layers in the format of "
+        "--precision, the embedding in fp32",
         choices=BASE_PRECISIONS,
         rare=True,
     )
@@ -365,7 +365,7 @@ class TrainConfig:
     )
     fast_path: bool = speed_option(
         True,
-        "Use cpuft's own CPU implementation of the encoder layers and of AdamW; --no-fast-path uses those of "
+        "Use cpuft's own CPU implementation of the model's layers and of AdamW; --no-fast-path uses those of "
         "transformers and torch",
         rare=True,
     )
@@ -394,9 +394,9 @@ class TrainConfig:
     )
     sync_every: int = communication_option(
         1,
-        "Average the parameters of all ranks only after this many updates, each rank training independently in between "
-        "(local SGD). It is for links on which nothing else is fast enough, because it costs accuracy: with 8, about "
-        "0.02 after 63 updates. 1 averages gradients at every update",
+        "Average the parameters of all ranks only after this many updates, each rank training independently in "
+        "between (local SGD). It is for links on which nothing else is fast enough, because it costs accuracy: with "
+        "8, 0.02 on MRPC after 63 updates. 1 averages gradients at every update",
         least=1,
     )
     sync_schedule: str = communication_option(
@@ -409,9 +409,9 @@ class TrainConfig:
     )
     outer_momentum: float = communication_option(
         0.0,
-        "With --sync-every above 1, Nesterov momentum of the step that moves the parameters to their average over "
-        "the ranks, as in the method DiLoCo, whose value is 0.9; the learning rate of this step is then 0.7. 0 "
-        "takes the average as it is",
+        "With --sync-every above 1, Nesterov momentum with which the parameters move to their average over the ranks "
+        "(DiLoCo, which has 0.9); the learning rate of this outer step is then 0.7, not 1. 0 takes the average as it "
+        "is",
         least=0.0,
         most=0.99,
         rare=True,
@@ -433,17 +433,18 @@ class TrainConfig:
     )
     best_metric: str = evaluation_option(
         "",
-        "Metric by which --save-best and --early-stopping compare evaluations, such as f1 (default: the first metric "
-        "of the task)",
+        "With --eval-every, metric by which --save-best and --early-stopping compare evaluations, such as f1 "
+        "(default: the first metric of the task)",
         takes="NAME",
     )
     save_best: bool = evaluation_option(
-        False, "Save the weights of the evaluation with the best --best-metric, not those of the last update"
+        False,
+        "With --eval-every, save the weights of the best evaluation by --best-metric, not those of the last update",
     )
     early_stopping: int = evaluation_option(
         0,
-        "End the training after this many evaluations in a row that did not improve --best-metric; 0 never ends it "
-        "early",
+        "With --eval-every, end the training after this many evaluations in a row without a better --best-metric; 0 "
+        "never ends it early",
         least=0,
     )
     save_model: bool = output_option(
@@ -451,7 +452,7 @@ class TrainConfig:
     )
     lora_merge: bool = output_option(
         False,
-        "With --lora-rank, save the whole model with the adapters merged into it, not the adapters alone",
+        "With LoRA adapters, save the whole model with the adapters merged into it, not them alone",
         rare=True,
     )
     report_to: str = output_option(
@@ -463,8 +464,8 @@ class TrainConfig:
     checkpoint_every: float = output_option(
         -1.0,
         "Seconds between checkpoints, from which a run is restarted or resumed; the newest two stay until the run is "
-        "complete. 0 writes them only when the run is asked to stop, at the end on several remote hosts, and with "
-        "--save-best (default: chosen so that checkpoints take at most 2 % of the time; cpuft compare takes 0)",
+        "complete. 0 writes one only when the run is asked to stop, at its end on several remote hosts, and at a "
+        "best evaluation with --save-best (default: they take at most 2 % of the time; cpuft compare takes 0)",
         least=-1.0,
     )
 

@@ -22,8 +22,10 @@ class LocalConfig:
 
     nodes: int = option(4, "Number of hosts", least=1)
     cores_per_node: float = option(0.0, "CPU time that each host may use, in cores (0: no limit)", least=0.0)
-    net: str = option("", "Rate of each host's network link, as `tc` writes it: 1gbit, 20mbit (default: no limit)")
-    shm: str = option("1g", "Size of /dev/shm on each host")
+    net: str = option(
+        "", "Rate of each host's network link, as `tc` writes it: 1gbit, 20mbit (default: no limit)", takes="RATE"
+    )
+    shm: str = option("1g", "Size of /dev/shm on each host", takes="SIZE")
     image: str = option(
         "",
         "Golden image, made by `cpuft provision image`, that the hosts use as root filesystem (default: the files of "
@@ -41,7 +43,9 @@ class HostsConfig:
     """
 
     hosts: str = option(
-        "", "Names or addresses of the servers, separated by commas; the first one becomes the head host", takes="LIST"
+        "",
+        "Names or addresses (required) of the servers, separated by commas; the first one becomes the head host",
+        takes="LIST",
     )
     name: str = option("cluster", "Name of the cluster: lower-case letters and digits", takes="NAME")
     user: str = option("", "User to log in as (default: from your ssh configuration)", takes="NAME")

@@ -24,10 +24,14 @@ _DEFAULTS = ("--grace-period", "20")
 class BatchOptions(ContainerOptions):
     """Options of `cpuft submit batch`."""
 
-    queue: str = option("", "Job queue", takes="NAME")
+    queue: str = option("", "Job queue (required)", takes="NAME")
     region: str = option("", "AWS region (default: the region of your AWS settings)", takes="NAME")
-    secret: str = option("", "Secret in Secrets Manager by which the job's nodes recognize each other", takes="ARN")
-    role: str = option("", "Execution role that may read the secret", takes="ARN")
+    secret: str = option(
+        "",
+        "Secret in Secrets Manager by which the job's nodes recognize each other; required from two hosts on",
+        takes="ARN",
+    )
+    role: str = option("", "Execution role that may read the secret; required from two hosts on", takes="ARN")
     efs: str = option("", "EFS file system that keeps the runs (default: they are deleted with the job)", takes="ID")
 
     @property
@@ -42,6 +46,7 @@ class AwsBatch(Scheduler[BatchOptions]):
     name = "batch"
     options = BatchOptions
     help = "Submit a launch to AWS Batch, as a multi-node parallel job."
+    takes_sweeps = False
 
     def render(self, options: BatchOptions, launch: JobLaunch, cpuft: str) -> str:
         """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`.

@@ -30,7 +30,9 @@ _FOLDER = Path(__file__).parent
 class JobOptions:
     """Options of `cpuft submit` that every scheduler takes."""
 
-    name: str = option("", "Name of the job and of its run (default: made of the task, --np and the time)")
+    name: str = option(
+        "", "Name of the job and of its run (default: made of the task, --np and the time)", takes="NAME"
+    )
     nodes: int = option(0, "Number of hosts (default: --np divided by --ppn, else --np)", least=0, most=100_000)
     retries: int = option(9, "How often an interrupted job is started again", least=0, most=10_000)
 
@@ -44,7 +46,7 @@ class JobOptions:
 class ContainerOptions(JobOptions):
     """Options of schedulers that run containers."""
 
-    image: str = option("", "Container image that has cpuft and sshd", takes="NAME")
+    image: str = option("", "Container image (required) that has cpuft and sshd", takes="NAME")
     cores: int = option(4, "CPU cores of each host, as the scheduler counts them", least=1, most=10_000)
     memory: int = option(16, "Memory of each host in GiB; a quarter of it is for /dev/shm", least=1, most=100_000)
     seconds: int = option(0, "Time limit of the job in seconds (default: no limit)", least=0, most=10**8)
@@ -177,6 +179,8 @@ class Scheduler(ABC, Generic[Options]):
     options: ClassVar[type[JobOptions]]
     help: ClassVar[str]
     """One sentence for the help of `cpuft submit`."""
+    takes_sweeps: ClassVar[bool] = True
+    """Whether its jobs may run `cpuft sweep`."""
     has_submitters_files: ClassVar[bool] = False
     """Whether a job's hosts see the environment of the machine that submits, so that cpuft has the same path there."""
 

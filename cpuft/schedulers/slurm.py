@@ -38,10 +38,12 @@ class SlurmOptions(JobOptions):
 
     partition: str = option("", "Partition (default: the site's)", takes="NAME")
     account: str = option("", "Account that pays for the job", takes="NAME")
-    constraint: str = option("", "Features that every host must have, e.g. amx", takes="LIST")
-    time: str = option("", "Time limit, e.g. 8:00:00 (default: the partition's)", takes="TIME")
-    array: str = option("", "Submit several jobs, each with its number in $SLURM_ARRAY_TASK_ID, e.g. 0-3", takes="LIST")
-    extra: str = option("", "More options of sbatch, e.g. '--qos=high --mem=0'", takes="OPTIONS")
+    constraint: str = option("", "Features that every host must have, such as amx", takes="LIST")
+    time: str = option("", "Time limit, such as 8:00:00 (default: the partition's)", takes="TIME")
+    array: str = option(
+        "", "Submit several jobs, each with its number in $SLURM_ARRAY_TASK_ID, such as 0-3", takes="LIST"
+    )
+    extra: str = option("", "More options of sbatch, such as '--qos=high --mem=0'", takes="OPTIONS")
 
 
 class Slurm(Scheduler[SlurmOptions]):
@@ -51,7 +53,7 @@ class Slurm(Scheduler[SlurmOptions]):
 
     name = "slurm"
     options = SlurmOptions
-    help = "Submit a launch or a sweep by sbatch, e.g.: cpuft submit slurm -- launch --np 8 --task mrpc."
+    help = "Submit a launch or a sweep by sbatch: cpuft submit slurm -- launch --np 8 --task mrpc."
     has_submitters_files = True
 
     def render(self, options: SlurmOptions, launch: JobLaunch, cpuft: str) -> str:

@@ -61,6 +61,25 @@ def test_only_help_all_shows_rare_options() -> None:
     assert "--adam-beta1 N " in rare
 
 
+@pytest.mark.parametrize(
+    "name, said, unsaid",
+    [
+        ("cpuft attach", "with which the run was started", "MPIJob"),
+        ("cpuft runs", "all detached runs started from this machine", "MPIJob"),
+        ("cpuft compare", "Folder for the reports and one folder per run", "Folder for the record"),
+        ("cpuft predict", "Folder of the run that computes embeddings", "Folder for the record"),
+        ("cpuft bench comm", "Largest number of seconds of the measurement", "--resume"),
+        ("cpuft submit slurm", "-- launch|sweep ...", "-- launch ..."),
+        ("cpuft submit batch", "-- launch ...", "sweep"),
+        ("cpuft mine", "Print the command that would be run", "AWS"),
+    ],
+)
+def test_a_verb_says_what_a_shared_option_means_there(name: str, said: str, unsaid: str) -> None:
+    text = " ".join(help_of(name).split())
+    assert said in text
+    assert unsaid not in text
+
+
 @pytest.mark.parametrize("name", ["cpuft launch", "cpuft compare", "cpuft env", "cpuft bench comm"])
 def test_every_option_has_a_subject(name: str) -> None:
     options = [param for param in VERBS[name].params if isinstance(param, click.Option)]
