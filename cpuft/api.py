@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from cpuft.report.comparison import Comparison
 
 C = TypeVar("C")
-_CALL_MODULE = "cpuft.train.function"
+_CALL_MODULE = "cpuft.train.call_function"
 _SIGINT_CODE = 130
 
 

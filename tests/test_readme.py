@@ -238,7 +238,7 @@ def format_others() -> str:
     """Two rows of the table of others' options in each; then what is left out."""
     ours: dict[str, dict[str, None]] = {}
     for row in read_aliases():
-        names = [name for name in row.names(*TOOLS) if name.replace("_", "-") != row.ours]
+        names = [name for name in row.names(*TOOLS[:-1]) if name.replace("_", "-") != row.ours]  # not earlier names
         ours.setdefault(row.ours, {}).update(dict.fromkeys(f"`{name}`" for name in names))
     left = ", ".join(ours.pop(""))
     cells = [f" {', '.join(theirs)} | `{name}` |" for name, theirs in ours.items() if theirs]

@@ -44,9 +44,9 @@ def comm(dry_run: bool, **values: Any) -> None:
     comm.svg beside it, if matplotlib is installed.
     """
     from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.attempt import run_attempt
     from cpuft.launch.leases import renew_leases
     from cpuft.launch.plan import add_transfers, plan_bench
-    from cpuft.launch.remote import run_attempt
     from cpuft.launch.run_folder import choose_run_dir
     from cpuft.report.plots import write_plot
 

@@ -35,7 +35,7 @@ PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "m
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
 _SYS_ARCH_PRCTL = 158  # asm/unistd_64.h
-RUN_MODULES = ("cpuft.rank", "cpuft.train", "cpuft.launch.remote")
+RUN_MODULES = ("cpuft.rank", "cpuft.train", "cpuft.launch.attempt")
 """Modules that the processes of a run execute."""
 _CPU_SAMPLE_SECONDS = 0.25
 _MPIRUN_PROCESSES = ("hydra_", "mpiexec", "mpirun", "orted", "prted")

@@ -10,11 +10,11 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
+from cpuft.launch.attempt import run_attempt
 from cpuft.launch.inputs import gather_missing, pack_training
 from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
 from cpuft.launch.progress_bar import show_progress
-from cpuft.launch.remote import run_attempt
 from cpuft.serialization import is_count
 from cpuft.steps import RunPlan
 

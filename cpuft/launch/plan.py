@@ -18,6 +18,7 @@ from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE
 from cpuft.hardware import choose_precision, effective_flags
+from cpuft.host_memory import HostMemory, RunMemory, format_run_memory
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch import mpirun
 from cpuft.launch.checkpoint_copies import choose_copy_seconds, pack_checkpoints
@@ -48,7 +49,6 @@ from cpuft.launch.settings import (
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
 from cpuft.rank.interruption import NOTICE_VARIABLE
 from cpuft.rank.process import OWNER_VARIABLE
-from cpuft.run_memory import HostMemory, RunMemory, format_run_memory
 from cpuft.steps import RunPlan, Setting, Step
 
 

@@ -14,12 +14,12 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hosts.cluster import LOCAL, Cluster, find_access, gather_cluster, read_hosts
 from cpuft.launch.active_runs import lock_run
+from cpuft.launch.attempt import run_attempt
 from cpuft.launch.failures import describe_end
 from cpuft.launch.inputs import LaunchNote, list_input_paths, load_note, save_note
 from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
 from cpuft.launch.progress_bar import show_progress
-from cpuft.launch.remote import run_attempt
 from cpuft.launch.restart import describe_limit, kill_ranks, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
 from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run, has_begun

@@ -197,7 +197,7 @@ class HostsLostError(Exception):
 
 
 @dataclass
-class Watchdog:
+class RunMonitor:
     """Detects that a run cannot finish, because mpirun and srun wait without limit for a host that is lost. All hosts
     are asked whether they answer whenever something looks wrong.
     """
@@ -403,11 +403,11 @@ def run_on_this_machine(
         # Of a start of this training that was killed. A script, which has no record, may use such a name itself.
         for unsaved in Path(run_dir).glob(UNSAVED_MODEL) if Path(run_dir, FILE_NAME).exists() else ():
             shutil.rmtree(unsaved, ignore_errors=True)
-        watchdog = _make_watchdog(run_dir, writer, transport, stop_request)
+        monitor = _make_monitor(run_dir, writer, transport, stop_request)
         writer.write(phase=TRAINING)
         code = 1
         try:
-            code = _run_ranks(here(ranks), watchdog, writer, environ, time_limit)
+            code = _run_ranks(here(ranks), monitor, writer, environ, time_limit)
         finally:
             if code:  # mpirun may have left ssh processes, which have sessions of their own
                 kill_processes(run_dir, state.owner)
@@ -443,9 +443,9 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[
     return ""
 
 
-def _make_watchdog(
+def _make_monitor(
     run_dir: str, writer: StateWriter, transport: Transport, stop_request: StopRequest | None
-) -> Watchdog:
+) -> RunMonitor:
     hosts = writer.state.hosts
     names = tuple(sorted(set(hosts)))
 
@@ -455,7 +455,7 @@ def _make_watchdog(
             if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
                 _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
 
-    return Watchdog(
+    return RunMonitor(
         Path(run_dir) / "logs",
         find_unreachable=lambda: transport.find_unresponsive(names),
         diagnose_hang=lambda: diagnose_run(run_dir, hosts, transport, _print),
@@ -495,19 +495,19 @@ def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], 
 
 
 def _run_ranks(
-    step: Step, watchdog: Watchdog, writer: StateWriter, environ: Mapping[str, str], time_limit: float
+    step: Step, monitor: RunMonitor, writer: StateWriter, environ: Mapping[str, str], time_limit: float
 ) -> int:
     """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
-    logs, hosts, begun = watchdog.logs, writer.state.hosts, time.monotonic()
+    logs, hosts, begun = monitor.logs, writer.state.hosts, time.monotonic()
     environ = {**environ, **_mark_processes(step, logs.parent, writer.state.owner, environ)}
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
-        code, was_stuck, not_started = _start_ranks(step, watchdog, environ, left)
-        if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and watchdog.find_unreachable()):
+        code, was_stuck, not_started = _start_ranks(step, monitor, environ, left)
+        if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and monitor.find_unreachable()):
             break
         _print(f"{not_started}, although all hosts answer: starting mpirun again ({number} of {_MOST_STARTS})")
-        watchdog = replace(watchdog, begun=time.monotonic(), start_limit=2 * watchdog.start_limit)
-        watchdog = replace(watchdog, failed_at=0.0, unreachable=None, host_check=None)
+        monitor = replace(monitor, begun=time.monotonic(), start_limit=2 * monitor.start_limit)
+        monitor = replace(monitor, failed_at=0.0, unreachable=None, host_check=None)
     if not code:
         writer.note(exit_codes={str(rank): 0 for rank in range(len(hosts))})
         return 0
@@ -522,17 +522,17 @@ def _run_ranks(
         writer.note(leaving=_find_leaving_hosts(logs.parent, hosts), reason="the ranks ended to be resumed")
         if not was_stuck:
             return RESUMABLE
-    if watchdog.stop_request and watchdog.stop_request.signal_number == signal.SIGINT:
+    if monitor.stop_request and monitor.stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
-    lost = watchdog.find_lost_hosts()
+    lost = monitor.find_lost_hosts()
     writer.note(silent=tuple(sorted(lost)))
     # mpirun ends without a message if it cannot write the output of the ranks.
     if not failures and not lost and shutil.disk_usage(logs).free < 1 << 16:
         raise DiskFullError(str(logs.parent))
     mpirun_output = (logs.parent / HEARTBEAT_FILE).read_text(errors="replace")
     absent = describe_absent(failures, hosts, lost)
-    if watchdog.diagnosis and not lost:
-        absent = [watchdog.diagnosis.text]
+    if monitor.diagnosis and not lost:
+        absent = [monitor.diagnosis.text]
     text = describe_failures(failures, mpirun_output, absent)
     print(text, file=sys.stderr, flush=True)
     writer.note(reason=text.splitlines()[-1].removeprefix("cpuft: "))
@@ -567,22 +567,22 @@ def _mark_processes(step: Step, run_dir: Path, owner: int, environ: Mapping[str,
 
 
 def _start_ranks(
-    step: Step, watchdog: Watchdog, environ: Mapping[str, str], time_limit: float
+    step: Step, monitor: RunMonitor, environ: Mapping[str, str], time_limit: float
 ) -> tuple[int, bool, str]:
-    """Start mpirun once; return its exit code, whether the watchdog had to end it, and what happened if no rank started
+    """Start mpirun once; return its exit code, whether the monitor had to end it, and what happened if no rank started
     and another start may help ("" otherwise).
     """
-    logs = watchdog.logs
+    logs = monitor.logs
     tails = [LogTail(logs / "rank-0.out", sys.stdout), LogTail(logs / "rank-0.err", sys.stderr)]
 
     def watch() -> None:
         for tail in tails:
             tail.copy()
-        watchdog.check()
+        monitor.check()
 
     with (logs.parent / HEARTBEAT_FILE).open("wb") as output:
         try:
-            takes = watchdog.stop_request.handle_signal if watchdog.stop_request else lambda signal_number: False
+            takes = monitor.stop_request.handle_signal if monitor.stop_request else lambda signal_number: False
             code = execute.run_step(step, {**environ, SUPERVISED_VARIABLE: "1"}, output, watch, time_limit, takes)
         except StuckError as error:
             _print(str(error))
@@ -593,5 +593,5 @@ def _start_ranks(
             raise CpuftError(
                 f"the run was stopped at its time limit ({error}): raise --time-limit, or train for less"
             ) from None
-    not_started = code not in (0, *_CANNOT_RUN) and watchdog.has_several_hosts and not watchdog.has_started()
+    not_started = code not in (0, *_CANNOT_RUN) and monitor.has_several_hosts and not monitor.has_started()
     return code, False, f"mpirun ended with exit code {code} before any rank started" if not_started else ""

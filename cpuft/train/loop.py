@@ -19,7 +19,7 @@ from cpuft.comm import take_traffic
 from cpuft.record import EvaluationLine, StepLine
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.checkpoint.policy import Checkpoints, Requests, TrainingInterrupted
-from cpuft.train.control import ControlMessages
+from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
 from cpuft.train.evaluate import evaluate, find_best, should_stop_early
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages

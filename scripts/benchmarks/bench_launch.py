@@ -220,7 +220,7 @@ def run_inside(path: str, transfer: str, words: list[str]) -> None:
     from cpuft import execute
     from cpuft.cli import main
     from cpuft.hosts import transport
-    from cpuft.launch import inputs, remote
+    from cpuft.launch import attempt, inputs
 
     if transfer == "copies":
         vars(inputs)["_RELAY_HOSTS"] = sys.maxsize
@@ -259,7 +259,7 @@ def run_inside(path: str, transfer: str, words: list[str]) -> None:
 
     for name, (module, function) in PHASES.items():
         time_calls(importlib.import_module(module), function, name)
-    own_secrets = vars(remote)["secrets_on_hosts"]
+    own_secrets = vars(attempt)["secrets_on_hosts"]
 
     @contextmanager
     def secrets_on_hosts(*args: Any) -> Iterator[None]:
@@ -268,9 +268,9 @@ def run_inside(path: str, transfer: str, words: list[str]) -> None:
             found["seconds"]["secrets"] = time.monotonic() - begun
             yield
 
-    vars(remote)["secrets_on_hosts"] = secrets_on_hosts
+    vars(attempt)["secrets_on_hosts"] = secrets_on_hosts
     time_calls(execute, "run_stages", "inputs")
-    count_calls(remote, "plan_supervision", note_supervision)
+    count_calls(attempt, "plan_supervision", note_supervision)
     count_calls(transport, "_log_in", note_session)
     count_calls(subprocess.Popen, "__init__", lambda self, *args, **options: note_process(*args, **options))
     sys.argv = ["cpuft", *words]

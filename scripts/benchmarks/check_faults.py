@@ -125,7 +125,7 @@ def was_named(target: Target, lines: Sequence[str]) -> bool:
 
 
 _SECONDS = 60.0
-_MARKS = ("cpuft.train", "cpuft.rank", "cpuft.launch.remote", "mpiexec", "mpirun", "hydra", "pmi_proxy")
+_MARKS = ("cpuft.train", "cpuft.rank", "cpuft.launch.attempt", "mpiexec", "mpirun", "hydra", "pmi_proxy")
 
 
 def _words(pid: int) -> list[str]:
@@ -170,7 +170,7 @@ def find_targets(fault: Fault, launch: int) -> list[int]:
     pids = {pid: words for pid in list_pids() if (words := _words(pid)) and words[0]}
     found = {
         "ssh": lambda pid, words: _parent(pid) == launch and os.path.basename(words[0]) == "ssh",
-        "supervisor": lambda pid, words: "cpuft.launch.remote" in words or _is_detached_launch(words),
+        "supervisor": lambda pid, words: "cpuft.launch.attempt" in words or _is_detached_launch(words),
         "mpirun": lambda pid, words: os.path.basename(words[0]) in ("mpiexec.hydra", "mpirun", "mpiexec"),
         "proxy": lambda pid, words: "proxy" in os.path.basename(words[0]),
         "rank": lambda pid, words: "cpuft.train" in words and _variables(pid).get("RANK") == str(fault.number),

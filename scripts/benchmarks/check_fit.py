@@ -17,7 +17,7 @@ from cpuft.serialization import load
 from cpuft.terminal import format_table
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
-from cpuft.train.memory import estimate_rank
+from cpuft.train.memory_estimate import estimate_rank
 from cpuft.train.model import find_model
 from cpuft.train.model_shape import find_shape
 

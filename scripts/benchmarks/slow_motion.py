@@ -59,7 +59,7 @@ from cpuft.train.fast.acceleration import keep_freed_memory
 from cpuft.train.ranks import gather_numbers
 
 SUMS = [0.0] * 7
-"""A rank's numbers for the record in an update: as many as a message of `cpuft.train.control` has."""
+"""A rank's numbers for the record in an update: as many as a message of `cpuft.train.control_messages` has."""
 Wait = Callable[[], torch.Tensor]
 """Waits for the numbers of all ranks and returns them."""
 WARM_UP_UPDATES = 2 + EXACT_UPDATES

@@ -21,7 +21,7 @@ from cpuft.config.fields import parse_arguments
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
-from cpuft.launch import remote
+from cpuft.launch import attempt
 from cpuft.launch.results import NotStoredError
 from cpuft.record import read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
@@ -187,14 +187,14 @@ def test_embeddings_that_cannot_be_stored_are_found_by_hand(
     (tmp_path / "hosts").write_text("localhost\n")
     asked = PredictConfig(model="tiny", file="x.csv", output="x.npy")
     config = LaunchConfig(hostfile="hosts", check=False, run_dir="run")
-    monkeypatch.setattr(remote, "run_attempt", fail)
+    monkeypatch.setattr(attempt, "run_attempt", fail)
     place = f"{tmp_path}/run/embeddings.npy on localhost"
     message = (
         f"{place} could not be fetched, or not be stored in {tmp_path}/run here: check the network and the room here"
     )
     with pytest.raises(NotStoredError, match=re.escape(message)):
         embed_on_hosts(asked, config, False)
-    monkeypatch.setattr(remote, "run_attempt", lambda *words: 0)
+    monkeypatch.setattr(attempt, "run_attempt", lambda *words: 0)
     with pytest.raises(SystemExit) as ended:
         embed_on_hosts(asked, config, False)
     assert ended.value.code == 74

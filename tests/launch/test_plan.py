@@ -11,6 +11,7 @@ import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
+from cpuft.host_memory import HostMemory, RunMemory, split_run_memory
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
@@ -18,7 +19,6 @@ from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.launch.plan import add_call, plan_launch, plan_training
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.settings import plan_settings
-from cpuft.run_memory import HostMemory, RunMemory, split_run_memory
 from cpuft.steps import RunPlan, format_plan
 from tests.conftest import Golden, make_facts
 

@@ -25,16 +25,16 @@ from cpuft.execute import run_step
 from cpuft.hosts import ssh_config
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import supervise
-from cpuft.launch.remote import AttemptOrder
+from cpuft.launch.attempt import AttemptOrder
 from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
 from cpuft.launch.stack_dumps import Diagnosis
 from cpuft.launch.supervise import (
     LogTail,
     NotStartedError,
+    RunMonitor,
     StopRequest,
     StuckError,
-    Watchdog,
     run_on_this_machine,
 )
 from cpuft.rank import kill
@@ -163,13 +163,13 @@ def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(
         asked.append("hosts")
         return set()
 
-    watchdog = Watchdog(tmp_path, find_silent, look)
+    monitor = RunMonitor(tmp_path, find_silent, look)
     with pytest.raises(Interrupted if is_interrupted else StuckError, match=r"SIGTERM|waited in vain for others"):
-        watchdog.check()
-    watchdog.checked_at = watchdog.failed_at = -100.0
-    watchdog.check()  # as once more when all has ended
+        monitor.check()
+    monitor.checked_at = monitor.failed_at = -100.0
+    monitor.check()  # as once more when all has ended
     found = (None, None) if is_interrupted else (verdict, {"node1"})
-    assert (asked, (watchdog.diagnosis, watchdog.unreachable)) == (["stacks"], found)
+    assert (asked, (monitor.diagnosis, monitor.unreachable)) == (["stacks"], found)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_the_messages_of_an_mpirun_that_lost_a_host_count_as_a_failure(said: str
     """In a Slurm job it would wait until Slurm notices the loss."""
     (tmp_path / "logs").mkdir()
     (tmp_path / HEARTBEAT_FILE).write_text(said, encoding="utf-8")
-    watchdog = Watchdog(tmp_path / "logs", set, lambda: (Diagnosis((), ""), set()))
-    watchdog.check()
-    assert bool(watchdog.failed_at) == ends
+    monitor = RunMonitor(tmp_path / "logs", set, lambda: (Diagnosis((), ""), set()))
+    monitor.check()
+    assert bool(monitor.failed_at) == ends
 
 
 def test_hosts_are_asked_if_no_rank_gives_a_heartbeat(tmp_path: Path) -> None:
@@ -200,12 +200,12 @@ def test_hosts_are_asked_if_no_rank_gives_a_heartbeat(tmp_path: Path) -> None:
         asked.append("hosts")
         return set()
 
-    watchdog = Watchdog(logs, find_silent, lambda: (Diagnosis((), ""), set()))
+    monitor = RunMonitor(logs, find_silent, lambda: (Diagnosis((), ""), set()))
 
     def look(quiet: float) -> None:
-        watchdog.checked_at, watchdog.heartbeat_seen_at = 0.0, time.monotonic() - quiet
-        watchdog.check()
-        while watchdog.host_check and not watchdog.host_check.done():
+        monitor.checked_at, monitor.heartbeat_seen_at = 0.0, time.monotonic() - quiet
+        monitor.check()
+        while monitor.host_check and not monitor.host_check.done():
             time.sleep(0.01)
 
     look(0.0)  # the first sign
@@ -215,74 +215,74 @@ def test_hosts_are_asked_if_no_rank_gives_a_heartbeat(tmp_path: Path) -> None:
     assert asked == []
     look(1000.0)
     look(0.0)
-    assert (asked, watchdog.host_check, watchdog.unreachable) == (["hosts"], None, None)
-    watchdog.host_check, watchdog.suspicion = Future(), "no rank gives a heartbeat"
-    watchdog.host_check.set_result({"node1"})
+    assert (asked, monitor.host_check, monitor.unreachable) == (["hosts"], None, None)
+    monitor.host_check, monitor.suspicion = Future(), "no rank gives a heartbeat"
+    monitor.host_check.set_result({"node1"})
     with pytest.raises(StuckError, match="ended mpirun, which was still running although no rank gives a heartbeat"):
         look(0.0)
-    assert watchdog.find_lost_hosts() == {"node1"}
+    assert monitor.find_lost_hosts() == {"node1"}
 
 
-def make_watchdog(logs: Path, silent: set[str], asked: list[str]) -> Watchdog:
-    """The watchdog of two ranks, which asks their hosts at once if something looks wrong."""
+def make_monitor(logs: Path, silent: set[str], asked: list[str]) -> RunMonitor:
+    """The monitor of two ranks, which asks their hosts at once if something looks wrong."""
     logs.mkdir()
 
     def find_silent() -> set[str]:
         asked.append("hosts")
         return silent
 
-    return Watchdog(logs, find_silent, lambda: (Diagnosis((), ""), set()), 2, True, 45.0)
+    return RunMonitor(logs, find_silent, lambda: (Diagnosis((), ""), set()), 2, True, 45.0)
 
 
-def check_after(watchdog: Watchdog, seconds: float) -> None:
+def check_after(monitor: RunMonitor, seconds: float) -> None:
     """Check as if this time had passed, and again when all hosts have answered."""
-    watchdog.begun -= seconds
-    watchdog.ended_at -= seconds * bool(watchdog.ended_at)
+    monitor.begun -= seconds
+    monitor.ended_at -= seconds * bool(monitor.ended_at)
     for _ in range(2):
-        watchdog.checked_at = watchdog.next_host_check = 0.0
-        watchdog.check()
-        if watchdog.host_check:
-            watchdog.host_check.result(30)
+        monitor.checked_at = monitor.next_host_check = 0.0
+        monitor.check()
+        if monitor.host_check:
+            monitor.host_check.result(30)
 
 
 def test_a_host_that_is_lost_before_its_rank_starts_is_detected(tmp_path: Path) -> None:
     asked = list[str]()
-    watchdog = make_watchdog(tmp_path / "logs", {"b"}, asked)
+    monitor = make_monitor(tmp_path / "logs", {"b"}, asked)
     (tmp_path / "logs/rank-0.err").write_text(f"{STARTED_MARK} rank 0 on a\n")
-    check_after(watchdog, 5.0)
+    check_after(monitor, 5.0)
     assert asked == []
     with pytest.raises(StuckError, match="although 1 of 2 ranks have not started"):
-        check_after(watchdog, 6.0)
+        check_after(monitor, 6.0)
 
 
 def test_a_host_that_is_lost_while_the_run_is_saved_is_detected(tmp_path: Path) -> None:
     """The other ranks have ended, and mpirun waits for the rank of this host."""
     asked = list[str]()
-    watchdog = make_watchdog(tmp_path / "logs", {"b"}, asked)
+    monitor = make_monitor(tmp_path / "logs", {"b"}, asked)
     for rank in range(2):
         (tmp_path / f"logs/rank-{rank}.err").write_text(f"{STARTED_MARK} rank {rank} on {'ab'[rank]}\n")
-    check_after(watchdog, 100.0)
+    check_after(monitor, 100.0)
     with (tmp_path / "logs/rank-0.err").open("a") as file:
         file.write(f"step 9\n{ENDED_MARK} rank 0 on a\n")
-    check_after(watchdog, 1.0)
+    check_after(monitor, 1.0)
     assert asked == []
     with pytest.raises(StuckError, match="although 1 of 2 ranks have not ended"):
-        check_after(watchdog, 6.0)
+        check_after(monitor, 6.0)
 
 
 def test_long_waits_are_reported_once_while_the_ranks_go_on(tmp_path: Path) -> None:
-    watchdog, reported = make_watchdog(tmp_path / "logs", set(), []), threading.Event()
-    watchdog.report_wait = reported.set
+    monitor, reported = make_monitor(tmp_path / "logs", set(), []), threading.Event()
+    monitor.report_wait = reported.set
     log = tmp_path / "logs/rank-1.err"
     log.write_text(f"{STARTED_MARK} rank 1 on b\n")
-    check_after(watchdog, 0.0)
-    assert not watchdog.waits
+    check_after(monitor, 0.0)
+    assert not monitor.waits
     log.write_text(f"{STARTED_MARK} rank 1 on b\n 5%|# {WAITS_MARK} barrier #6\n")
-    check_after(watchdog, 0.0)
+    check_after(monitor, 0.0)
     assert reported.wait(30)
     reported.clear()
-    check_after(watchdog, 0.0)
-    assert watchdog.waits == {f"{WAITS_MARK} barrier #6".encode()}
+    check_after(monitor, 0.0)
+    assert monitor.waits == {f"{WAITS_MARK} barrier #6".encode()}
     assert not reported.wait(0.2)
     shown = io.StringIO()
     LogTail(log, shown).copy()
@@ -291,14 +291,14 @@ def test_long_waits_are_reported_once_while_the_ranks_go_on(tmp_path: Path) -> N
 
 def test_ranks_have_to_start_in_time_even_if_all_hosts_answer(tmp_path: Path) -> None:
     asked = list[str]()
-    watchdog = make_watchdog(tmp_path / "logs", set(), asked)
-    check_after(watchdog, 40.0)
+    monitor = make_monitor(tmp_path / "logs", set(), asked)
+    check_after(monitor, 40.0)
     assert asked
     (tmp_path / "logs/rank-0.err").touch()
     with pytest.raises(NotStartedError, match="no rank started within 45 s"):
-        check_after(watchdog, 10.0)
+        check_after(monitor, 10.0)
     (tmp_path / "logs/rank-0.err").write_text(f"{STARTED_MARK} rank 0 on a\n")
-    check_after(watchdog, 100.0)
+    check_after(monitor, 100.0)
 
 
 @pytest.mark.parametrize(
@@ -421,22 +421,22 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
     def look() -> tuple[Diagnosis, set[str]]:
         raise AssertionError("no rank hangs")
 
-    watchdog = Watchdog(tmp_path, find_silent, look)
-    watchdog.check()
-    watchdog.checked_at = watchdog.failed_at = time.monotonic() - 1.0
-    watchdog.check()
-    assert watchdog.host_check
-    assert not watchdog.host_check.done()
+    monitor = RunMonitor(tmp_path, find_silent, look)
+    monitor.check()
+    monitor.checked_at = monitor.failed_at = time.monotonic() - 1.0
+    monitor.check()
+    assert monitor.host_check
+    assert not monitor.host_check.done()
     told.set()
-    assert watchdog.host_check.result(30) == {"node1"}
-    watchdog.checked_at = 0.0
+    assert monitor.host_check.result(30) == {"node1"}
+    monitor.checked_at = 0.0
     with pytest.raises(StuckError, match="still running 1 s after a rank"):
-        watchdog.check()
-    assert watchdog.find_lost_hosts() == {"node1"}
-    watchdog.unreachable, watchdog.host_check = None, None
-    watchdog.checked_at = watchdog.failed_at = time.monotonic() - 1.0
-    watchdog.check()
-    assert watchdog.find_lost_hosts() == {"node2"}
+        monitor.check()
+    assert monitor.find_lost_hosts() == {"node1"}
+    monitor.unreachable, monitor.host_check = None, None
+    monitor.checked_at = monitor.failed_at = time.monotonic() - 1.0
+    monitor.check()
+    assert monitor.find_lost_hosts() == {"node2"}
 
 
 @pytest.mark.parametrize(

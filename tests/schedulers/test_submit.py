@@ -476,7 +476,7 @@ SCHEDULERS = "cpuft.schedulers cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.schedu
 def test_a_plain_launch_imports_nothing_of_it() -> None:
     """Up to the start of its ranks."""
     code = "import sys; sys.argv = ['cpuft', 'launch', '--np', '1', '--dry-run']\nimport atexit\n"
-    code += "import cpuft.launch.remote, cpuft.doctor.examine\nfrom cpuft.cli import main\n"
+    code += "import cpuft.launch.attempt, cpuft.doctor.examine\nfrom cpuft.cli import main\n"
     code += "atexit.register(lambda: print(*sorted(sys.modules)))\nmain()"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environ["PATH"] = os.defpath

@@ -30,7 +30,7 @@ from cpuft.train.fast import frozen
 from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.fast.frozen import FrozenEmbedding, FrozenLinear, dequantise, list_frozen_weights, quantise
 from cpuft.train.loop import train
-from cpuft.train.memory import estimate_rank
+from cpuft.train.memory_estimate import estimate_rank
 from cpuft.train.model import choose_lora, find_model
 from cpuft.train.model_shape import find_shape
 from cpuft.train.objective.labels import Classification

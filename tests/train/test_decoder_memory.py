@@ -14,7 +14,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Prepared
 from cpuft.train.fast.acceleration import patch_model
 from cpuft.train.lora import add_adapters
-from cpuft.train.memory import (
+from cpuft.train.memory_estimate import (
     CHUNK_LOGITS,
     LargestBatch,
     estimate_rank,

@@ -20,7 +20,7 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train.checkpoint.policy import Checkpoints, Requests
-from cpuft.train.control import ControlMessages
+from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Indices, plan_updates
 from cpuft.train.evaluate import evaluate
@@ -303,7 +303,7 @@ class OtherRank:
     """A second rank, whose numbers are those of this one: it reads messages when this rank waits for them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, checkpoints: Checkpoints, done: int = 0) -> None:
-        monkeypatch.setattr("cpuft.train.control.gather_numbers", self.gather)
+        monkeypatch.setattr("cpuft.train.control_messages.gather_numbers", self.gather)
         loop = make_loop(CONFIG)
         loop.world = World(0, 2, 0, 2)
         self.control, self.requests = ControlMessages(loop, checkpoints, done), Requests()

@@ -30,7 +30,7 @@ from cpuft.config.fields import parse_arguments
 from cpuft.config.train import TrainConfig
 from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
 from cpuft.files import cache_folder, write_atomically
-from cpuft.run_memory import split_run_memory
+from cpuft.host_memory import split_run_memory
 from cpuft.secret_variables import take_secrets
 from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.trackers import check_trackers
@@ -77,7 +77,7 @@ from cpuft.train.data.tokenizer import (
 )
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
-from cpuft.train.memory import check_fit
+from cpuft.train.memory_estimate import check_fit
 from cpuft.train.model import (
     check_positions,
     check_trainable,

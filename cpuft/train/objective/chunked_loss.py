@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from cpuft.train.fast.frozen import multiply_columns, multiply_rows
-from cpuft.train.memory import CHUNK_LOGITS
+from cpuft.train.memory_estimate import CHUNK_LOGITS
 
 
 @dataclass(frozen=True)

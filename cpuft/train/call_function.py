@@ -1,4 +1,4 @@
-"""Call a function of the user's on this rank, for `cpuft.launch(function)`: `python -m cpuft.train.function DIGEST`.
+"""Call a user's function on this rank, for `cpuft.launch(function)`: `python -m cpuft.train.call_function DIGEST`.
 
 The ranks have formed torch's default process group (gloo) when the function begins. Rank 0 gets the results as bytes,
 which are not loaded on the way, and writes them into the run's folder.

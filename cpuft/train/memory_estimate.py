@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS
 from cpuft.config.train import DEFAULT_LORA_RANK, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.run_memory import HostMemory, RunMemory
+from cpuft.host_memory import HostMemory, RunMemory
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TEXT_KINDS, find_task
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank

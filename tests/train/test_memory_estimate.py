@@ -14,9 +14,9 @@ from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.run_memory import HostMemory, RunMemory, format_run_memory, split_run_memory
+from cpuft.host_memory import HostMemory, RunMemory, format_run_memory, split_run_memory
 from cpuft.train.data.archive import Prepared
-from cpuft.train.memory import (
+from cpuft.train.memory_estimate import (
     KNOWN_ERROR,
     SHARED_BYTES,
     LargestBatch,

@@ -1,6 +1,6 @@
 """Run one attempt wherever its head host is: on this machine, or on another one over the connection to it.
 
-On another head host, `python -m cpuft.launch.remote` supervises the ranks as if they had been started there. It reads
+On another head host, `python -m cpuft.launch.attempt` supervises the ranks as if they had been started there. It reads
 its part of the plan from standard input, and ends with the connection.
 """
 
@@ -193,7 +193,7 @@ def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
     # By these, `cpuft.rank.kill` finds the supervisor, mpirun and its ssh processes, even before there are ranks.
     own = {"CPUFT_RUN_DIR": order.run_dir, OWNER_VARIABLE: str(order.state.owner)}
     settings = tuple(Setting(name, value, "") for name, value in (cluster.access.entry.settings | own).items())
-    command = module_command(cluster.python, "cpuft.launch.remote")
+    command = module_command(cluster.python, "cpuft.launch.attempt")
     return Step("supervise the ranks", command, settings, cluster.head, json.dumps(dataclasses.asdict(order)))
 
 

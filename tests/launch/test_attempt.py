@@ -21,9 +21,9 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.transport import SshTransport
+from cpuft.launch.attempt import run_attempt, run_on_head_host
 from cpuft.launch.inputs import make_bundle
 from cpuft.launch.plan import Job, plan_run
-from cpuft.launch.remote import run_attempt, run_on_head_host
 from cpuft.launch.results import HeadHostLostError
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run_state import begin_state
@@ -175,7 +175,7 @@ def test_an_attempt_reports_the_signal_that_asked_its_ranks_to_end(
             raise HeadHostLostError("the head host does not answer: look at it")
         return 75
 
-    monkeypatch.setattr("cpuft.launch.remote.run_on_this_machine", run_on_this_machine)
+    monkeypatch.setattr("cpuft.launch.attempt.run_on_this_machine", run_on_this_machine)
     signals, here = list[int](), gather_cluster(LaunchConfig())
     with suppress(HeadHostLostError):
         code = run_attempt(RunPlan(), str(tmp_path / "run"), here, 0.0, print, 0.0, stop_signals=signals)

@@ -11,7 +11,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.rank.call import CallHeader, python_version
 from cpuft.rank.world import World
-from cpuft.train.function import load_call, pickle_result
+from cpuft.train.call_function import load_call, pickle_result
 
 HEADER = CallHeader("ab" * 32, python_version())
 
