@@ -108,11 +108,6 @@ COMPRESSIONS = ("auto", *COMPRESSION_FACTS)
 AUTO_COMPRESSIONS = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.is_automatic)
 SHARDED_COMPRESSIONS = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.works_with_shard)
 COMPRESSIONS_WITH_FEEDBACK = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.has_feedback)
-REMOVED_COMPRESSIONS = {
-    "late": "--grad-compression late was removed, because it cost too much accuracy: give --grad-compression int8, "
-    "which sends as many bytes"
-}
-"""Compressions of earlier versions, and the message for a user who gives them."""
 
 
 def count_ring_passes(members: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpuft.compressions import REMOVED_COMPRESSIONS, SHARDED_COMPRESSIONS
+from cpuft.compressions import SHARDED_COMPRESSIONS
 from cpuft.config.fields import format_flag
 from cpuft.config.train import DEFAULT_LORA_RANK, TrainConfig
 from cpuft.errors import CpuftError
@@ -61,8 +61,6 @@ EMBEDDING_OPTIONS = {
 def refuse_conflicts(config: TrainConfig) -> None:
     """Raise CpuftError if training options exclude each other, or are for another task."""
     default, kind = TrainConfig(), find_task(config.task, config.causal).kind
-    if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
-        raise CpuftError(REMOVED_COMPRESSIONS[config.grad_compression])
     for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
         if _is_used(config, name, default):
             flag = format_flag(name, getattr(config, name))

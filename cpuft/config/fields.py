@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
-from cpuft.compressions import REMOVED_COMPRESSIONS
 from cpuft.errors import CpuftError, suggest_names
 
 SECTIONS = (
@@ -142,8 +141,6 @@ _VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP
 
 def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
     """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
-    if option == "--grad-compression" and value in REMOVED_COMPRESSIONS:
-        return REMOVED_COMPRESSIONS[value]
     known = _VALUES.get(value.lower(), "")
     if known == _NO_GPU:
         return f"{option} {value} {known}: choose one of {', '.join(choices)}"

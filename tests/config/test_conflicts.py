@@ -9,7 +9,7 @@ import pytest
 
 from cpuft.compressions import COMPRESSIONS, SHARDED_COMPRESSIONS
 from cpuft.config.conflicts import check_engine_for_launch, refuse_conflicts
-from cpuft.config.fields import describe_unknown_value, format_flag
+from cpuft.config.fields import format_flag
 from cpuft.config.train import ENGINES, TrainConfig
 from cpuft.errors import CpuftError
 
@@ -125,14 +125,3 @@ def test_engines_of_others_make_no_checkpoints() -> None:
         CpuftError, match="--ideal trains every rank independently, which --engine deepspeed cannot: leave"
     ):
         check_engine_for_launch("deepspeed", has_notice=False, is_independent=True)
-
-
-def test_a_removed_compression_is_answered_with_what_to_give_instead() -> None:
-    answer = (
-        "--grad-compression late was removed, because it cost too much accuracy: give --grad-compression int8, which "
-        "sends as many bytes"
-    )
-    assert describe_unknown_value("--grad-compression", "late", COMPRESSIONS) == answer
-    with pytest.raises(CpuftError) as refused:
-        refuse_conflicts(TrainConfig(grad_compression="late"))
-    assert str(refused.value) == answer

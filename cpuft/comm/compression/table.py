@@ -18,7 +18,6 @@ from cpuft.comm.compression.levels import CompressionLevel
 from cpuft.compressions import (
     COMPRESSION_FACTS,
     COMPRESSIONS,
-    REMOVED_COMPRESSIONS,
     count_buckets,
     count_coding_seconds,
     count_ring_passes,
@@ -108,8 +107,6 @@ def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | 
     `hosts` are those that `make_host_groups` returned for the same compression and group. Raises CpuftError: there is
     no such compression.
     """
-    if compression in REMOVED_COMPRESSIONS:
-        raise CpuftError(REMOVED_COMPRESSIONS[compression])
     if compression not in TABLE:
         raise CpuftError(
             f"there is no gradient compression {compression}: {suggest_names(compression, COMPRESSIONS[1:])}"
