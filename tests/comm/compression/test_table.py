@@ -43,11 +43,6 @@ def test_both_tables_hold_the_same_compressions() -> None:
     assert list(TABLE) == list(COMPRESSION_FACTS) == list(COMPRESSIONS[1:])
 
 
-def test_a_removed_compression_is_answered_with_what_to_give_instead() -> None:
-    with pytest.raises(CpuftError, match=r"late was removed.*: give --grad-compression int8"):
-        make_reduce("late", ProcessGroup(HashStore(), 0, 1))
-
-
 @pytest.mark.parametrize("members, passes", [(1, 0.0), (2, 1.0), (4, 1.5), (64, 126 / 64)])
 def test_a_ring_sends_its_payload_almost_twice_over_each_link(members: int, passes: float) -> None:
     assert count_ring_passes(members) == passes
