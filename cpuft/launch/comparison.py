@@ -10,6 +10,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
+from cpuft.hosts.topology import plan_placement
 from cpuft.launch.attempt import run_attempt
 from cpuft.launch.inputs import gather_missing, pack_training
 from cpuft.launch.leases import renew_leases
@@ -76,8 +77,15 @@ def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tupl
 
 
 def limit_cores(clusters: Mapping[int, Cluster]) -> dict[int, Cluster]:
-    """Return the clusters, by their number of ranks, with as many cores for each rank as in the one with most ranks."""
-    most = max(1, clusters[max(clusters)].cores_per_rank)
+    """Return the clusters, by their number of ranks, with as many cores for each rank as in the one with most ranks.
+
+    Raises CpuftError: there are several hosts.
+    """
+    largest = clusters[max(clusters)]
+    if len(largest.assignments) > 1:
+        raise CpuftError("--equal-cores compares ranks on one host, and there are several: leave it out")
+    # Ranks that each stay within a NUMA node may have fewer cores than an even share.
+    most = min(len(one.compute) for one in plan_placement(largest.facts[0].cores, largest.ranks, 0))
     return {ranks: replace(cluster, most_cores=most) for ranks, cluster in clusters.items()}
 
 
@@ -120,6 +128,10 @@ def plan_comparison(
     clusters = {ranks: gather_cluster(replace(config, np=ranks)) for ranks in numbers}
     if comparison.equal_cores:
         clusters = limit_cores(clusters)
+        # Runs with one rank have no cores for communication, so no run has.
+        config = replace(config, comm_cores=max(0, config.comm_cores))
+        if train.checkpoint_every > 0:
+            raise CpuftError("--equal-cores excludes --checkpoint-every: a run that is resumed uses all cores")
     refuse_different_precisions(clusters, train, environ)
     planned: list[PlannedRun] = []
     sent: dict[str, set[str]] = {}

@@ -158,6 +158,7 @@ _EQUAL_OPTIONS = (
 )
 
 MOST_EFFICIENCY = 1.1
+_MOST_SAMPLES = 1e12
 """A larger efficiency gets a note. A little over 1 is normal, because smaller shares fit the caches better."""
 
 MOST_SECONDS = 1e9
@@ -252,7 +253,7 @@ def compare(records: list[Record]) -> Comparison:
                 "or leave it "
                 f"out of the report"
             )
-        if not (record.footer.steady_samples_per_second > 0 and record.header.world_size > 0):
+        if not (0 < record.footer.steady_samples_per_second < _MOST_SAMPLES and record.header.world_size > 0):
             raise CpuftError(f"{record.path} trained on no examples: leave it out of the report")
         _refuse_impossible(record)
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
@@ -362,7 +363,7 @@ def _count_cores(record: Record) -> int:
 
 def shares_cores(row: Row, base: Row) -> bool:
     """Return whether a run had more ranks than the baseline (`base`) but not more cores (hardware threads)."""
-    return row.np > base.np and row.cores <= base.cores
+    return row.np > base.np and row.cores <= base.cores and row.hosts <= base.hosts
 
 
 def has_equal_cores(row: Row, base: Row) -> bool:

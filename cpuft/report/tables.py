@@ -8,7 +8,15 @@ import textwrap
 from typing import Any
 
 from cpuft.errors import counted
-from cpuft.report.comparison import Comparison, Row, describe_seeds, has_equal_cores, judge_seeds, shares_cores
+from cpuft.report.comparison import (
+    MOST_EFFICIENCY,
+    Comparison,
+    Row,
+    describe_seeds,
+    has_equal_cores,
+    judge_seeds,
+    shares_cores,
+)
 from cpuft.terminal import WIDTH, format_table
 
 _LEAST_UNLIMITED = 0.8
@@ -109,7 +117,7 @@ def format_verdict(comparison: Comparison) -> str:
     """Return the main result in a few sentences: how the run with the most ranks compares with the baseline."""
     base, last = comparison.rows[0], comparison.rows[-1]
     sentences = [_judge_speed(base, last)]
-    if has_equal_cores(last, base) and _is_clear(last):
+    if has_equal_cores(last, base) and _is_clear(last) and last.efficiency <= MOST_EFFICIENCY:
         more = "a second host" if last.np == 2 else counted(last.np - base.np, "more host")
         more += f" of {counted(last.cores // last.np, 'core')}"
         is_limited = last.efficiency < _LEAST_UNLIMITED
