@@ -401,11 +401,9 @@ def _launch_function(
         request = LaunchRequest(
             config, TrainConfig(), ScriptConfig(), script, "", frozenset(), "lines", f"{staging}/call"
         )
-        try:
-            planned = _execute(request)
+        with ExitStack() as cleaning:  # of what this launch has made: another one may have taken the folder
+            planned = _execute(request, lambda: cleaning.callback(_remove_call, Path(config.run_dir, CALL_FOLDER)))
             return Run(Path(config.run_dir), _load_results(config.run_dir, planned.cluster.ranks, header.key))
-        finally:
-            _remove_call(Path(config.run_dir, CALL_FOLDER))
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -489,10 +487,11 @@ def _remove_call(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _execute(request: LaunchRequest) -> PlannedLaunch:
+def _execute(request: LaunchRequest, on_planned: Callable[[], object] = lambda: None) -> PlannedLaunch:
     with ExitStack() as locks:
         with ExitStack() as sessions:
             planned = plan_request(request, os.environ, _say, locks, sessions)
+            on_planned()
             if planned.job:
                 _check_hosts(planned.cluster, planned.job.config)
         code, line = run_launch(request, planned, os.environ, _say)

@@ -22,7 +22,7 @@ from typing import IO, Any
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 
-FORMAT = 1
+FORMAT = 2
 """Version of the format of all records; the header of a record holds it."""
 
 

@@ -239,7 +239,9 @@ class Verb(CheckedCommand):
         for arg, following in zip(own, [*own[1:], ""]):
             path = following if arg == "--config" else arg.partition("=")[2] if arg.startswith("--config=") else ""
             if path:
-                ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
+                ctx.default_map = read_config(
+                    path, [str(p.name) for p in self.params if p.expose_value and p.name != "config"]
+                )
         try:
             rest = super().parse_args(ctx, args)
         except click.BadParameter as error:

@@ -14,8 +14,8 @@ class LaunchConfig:
 
     np: int = hosts_option(
         0,
-        "Number of ranks on all hosts together (default: --ppn on each host, or one for each NUMA node of each host, "
-        "but no more than its slots)",
+        "Number of ranks on all hosts together (default: --ppn on each host, else one for each NUMA node of each "
+        "host, but no more than its slots)",
         least=1,
     )
     ppn: int = hosts_option(

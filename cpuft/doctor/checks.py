@@ -658,12 +658,12 @@ def _check_slots(state: ClusterState) -> Iterator[Finding]:
     "CPUFT-038",
     "A rank has cores on several NUMA nodes.",
     "Its threads read much of their memory over the slower link between the nodes.",
-    "Start one rank for each NUMA node: leave out --np, or raise it.",
+    "Start one rank for each NUMA node: leave out --np, or raise it, --ppn, slots=N in a hostfile or --ranks-per-host.",
 )
 def _check_numa_nodes(state: ClusterState) -> Iterator[Finding]:
     for one, facts, _ in state.answering:
         ranks = state.ranks.get(one.host.name, one.host.slots)
-        if 0 < ranks < facts.numa_nodes:
+        if ranks % facts.numa_nodes:
             yield warning(one.name, f"Planned on {facts.numa_nodes} NUMA nodes: {counted(ranks, 'rank')}.")
 
 

@@ -305,18 +305,23 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
     )
 
 
-def _assign_default(hosts: tuple[Host, ...], ppn: int, facts: Mapping[str, HostFacts]) -> tuple[Assignment, ...]:
-    """Return the ranks without --np: one for each NUMA node of a host, or `ppn`, but no more than its slots."""
+def choose_ranks(hosts: tuple[Host, ...], np: int, ppn: int, facts: Mapping[str, HostFacts]) -> tuple[Assignment, ...]:
+    """Return the ranks of each host: with `np` or `ppn` those of `assign_ranks`, else one for each NUMA node, but no
+    more than its slots. `facts` are those of each host by its name. Raises CpuftError: the ranks do not fit.
+    """
+    cores = {name: len(one.cores) for name, one in facts.items()}
     if ppn:
-        cores = {name: len(one.cores) for name, one in facts.items()}
-        return assign_ranks(hosts, ppn * len(hosts), ppn, cores)
-    limits = [host.slots or host.max_slots or facts[host.name].numa_nodes for host in hosts]
-    return tuple(Assignment(host, min(limit, facts[host.name].numa_nodes)) for host, limit in zip(hosts, limits))
+        return assign_ranks(hosts, np or ppn * len(hosts), ppn, cores)
+    nodes = [facts[host.name].numa_nodes for host in hosts]
+    default = tuple(Assignment(one, min(one.slots or one.max_slots or n, n)) for one, n in zip(hosts, nodes))
+    # As many ranks as the default may be a run that was moved, resumed or restarted: each host keeps its number.
+    return default if np in (0, sum(one.ranks for one in default)) else assign_ranks(hosts, np, 0, cores)
 
 
 def _too_many(ranks: int, host: Host, slots: int) -> str:
-    what = "slots" if slots in (host.slots, host.max_slots) else "cores"
-    return f"{ranks} ranks on {host.name}, which has {slots} {what}: lower --np, or write slots={ranks} in a hostfile"
+    what = counted(slots, "slot" if slots in (host.slots, host.max_slots) else "core")
+    advice = f"lower --np or --ppn, or write slots={ranks} in a hostfile"
+    return f"{ranks} ranks on {host.name}, which has {what}: {advice}"
 
 
 def gather_cluster(
@@ -337,11 +342,7 @@ def gather_cluster(
     wanted = hosts[: config.np or None] if not has_own_count else hosts
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
     _refuse_twins(wanted, [(one.boot_id, one.hostname, sorted(one.interfaces.items())) for one in found.values()])
-    cores = {name: len(host_facts.cores) for name, host_facts in found.items()}
-    if config.np:
-        assignments = assign_ranks(wanted, config.np, config.ppn, cores)
-    else:
-        assignments = _assign_default(wanted, config.ppn, found)
+    assignments = choose_ranks(wanted, config.np, config.ppn, found)
     used = tuple(found[assignment.host.name] for assignment in assignments)
     head_is_here = access.transport.is_here(hosts[0])
     on_login_node = bool(access.transport.bootstrap) and not head_is_here

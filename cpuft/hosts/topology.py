@@ -10,6 +10,9 @@ from cpuft.errors import CpuftError, last_line
 from cpuft.hardware import parse_cpuinfo
 from cpuft.serialization import is_count, load, parse_json
 
+_LEAST_USED = 0.75
+"""Least share of a host's cores that ranks within NUMA nodes must use."""
+
 
 @dataclass(frozen=True)
 class Core:
@@ -71,8 +74,8 @@ class HostFacts:
 
     @property
     def numa_nodes(self) -> int:
-        """Number of NUMA nodes that have cores to use."""
-        return len({core.numa_node for core in self.cores})
+        """Number of NUMA nodes that have cores to use; 1 if they differ so much that one rank for each wastes cores."""
+        return len(_divide_by_nodes(self.cores))
 
 
 def spread_cores(hosts: Sequence[HostFacts]) -> list[tuple[Core, ...]]:
@@ -165,11 +168,20 @@ def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tupl
     return tuple(RankCores(tuple(group[comm_cores:]), tuple(group[:comm_cores])) for group in groups)
 
 
-def _even_groups(cores: tuple[Core, ...], ranks: int) -> list[list[int]]:
+def _divide_by_nodes(cores: tuple[Core, ...]) -> list[list[int]]:
+    """Return the first threads of the cores of each NUMA node; all in one list if equal shares would waste cores."""
     nodes: dict[int, list[int]] = {}
     for core in cores:
         nodes.setdefault(core.numa_node, []).append(core.threads[0])
     pools = list(nodes.values())
+    # A CPU quota or a share of a Slurm node takes the first cores, so that the last node may have only a few.
+    if min(map(len, pools)) * len(pools) < _LEAST_USED * len(cores):
+        return [[cpu for pool in pools for cpu in pool]]
+    return pools
+
+
+def _even_groups(cores: tuple[Core, ...], ranks: int) -> list[list[int]]:
+    pools = _divide_by_nodes(cores)
     if ranks % len(pools) or min(len(pool) for pool in pools) < ranks // len(pools):
         pools = [[cpu for pool in pools for cpu in pool]]
     share = ranks // len(pools)

@@ -88,13 +88,14 @@ def plan_request(
         cluster = gather_cluster(replace(config, np=1), head, is_on_host_disk=True)
         plan = plan_fetching(cluster, resumed)
         return PlannedLaunch(resumed.run_dir, cluster, plan, finished_on=resumed.finished_on)
+    run_dir = ""
     if resumed:
         config, train = resumed.take_over(config, train, request.given)
         for reason in resumed.unreachable:
             say(f"{reason}; the run continues without it")
         run_dir = resumed.run_dir
-    else:
-        run_dir = ""
+    elif config.run_dir:
+        run_dir = _take_folder(config.run_dir, "", locks)
     access = find_access(config)
     sessions.enter_context(access.transport.keep_sessions())
     is_on_host_disk = any(copy.exists for copy in resumed.host_copies) if resumed else False
@@ -105,11 +106,9 @@ def plan_request(
         refuse_other_launchers(request.script)
     if resumed:
         check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
-    else:
+    elif not run_dir:
         name = name_script(command) if command else train.task
-        run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
-        if locks:
-            locks.enter_context(lock_run(run_dir))
+        run_dir = _take_folder("", f"{name}-np{config.np}", locks)
     if reason:
         say(reason)
     paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
@@ -120,6 +119,14 @@ def plan_request(
     job = Job(config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed)
     plan = plan_run(job, cluster, run_dir, environ, resumed)
     return PlannedLaunch(run_dir, cluster, plan, job, note=note)
+
+
+def _take_folder(wanted: str, name: str, locks: ExitStack | None) -> str:
+    """Return the path of a new run's folder (`choose_run_dir`), which other launches cannot take until `locks` ends."""
+    run_dir = choose_run_dir(wanted, name)
+    if locks:
+        locks.enter_context(lock_run(run_dir))
+    return run_dir
 
 
 def _take_hosts(config: LaunchConfig, note: LaunchNote, given: Collection[str], say: Say) -> LaunchConfig:
@@ -137,6 +144,8 @@ def _take_hosts(config: LaunchConfig, note: LaunchNote, given: Collection[str], 
 def _describe_ranks(cluster: Cluster, ppn: int) -> str:
     """Return the line that says why there are so many ranks, where the user gave no number."""
     where = f"{ppn} on each host" if ppn else "one for each NUMA node"
+    if any(one.ranks < facts.numa_nodes for one, facts in zip(cluster.assignments, cluster.facts)) and not ppn:
+        where = "no more than their slots"
     hosts = counted(len(cluster.assignments), "host")
     return f"cpuft: {counted(cluster.ranks, 'rank')} on {hosts}, {where}; --np sets another number"
 

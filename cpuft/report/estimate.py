@@ -253,7 +253,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
-        raise CpuftError(f"{record.path} ran on {header.world_size} ranks: an estimate needs a run on one rank")
+        raise CpuftError(f"{record.path} ran on {header.world_size} ranks: an estimate needs a run with --np 1")
     for line in record.resumptions:
         if line.world_size != 1:
             raise CpuftError(

@@ -139,7 +139,7 @@ def run_cpuft(options: argparse.Namespace, seed: int, folder: Path, model: str, 
     run = folder / f"cpuft-{seed}"
     validation = write_conversations(folder / "validation.jsonl", 1, 2 * _PAIR_TOKENS)
     command = [
-        *(sys.executable, "-m", "cpuft", "launch", "--task", "chat", "--train-file", data),
+        *(sys.executable, "-m", "cpuft", "launch", "--np", "1", "--task", "chat", "--train-file", data),
         *("--validation-file", validation),
         *("--model", model, "--batch-size", str(options.batch_size)),
         *("--max-length", str(options.max_length), "--max-steps", str(options.steps), "--seed", str(seed)),

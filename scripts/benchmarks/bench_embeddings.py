@@ -56,7 +56,8 @@ def run_cpuft(options: argparse.Namespace, seed: int, folder: Path) -> dict[str,
     """Train with cpuft; return `samples_per_second` and `metrics`."""
     run = folder / f"cpuft-{seed}"
     command = [
-        *(sys.executable, "-m", "cpuft", "launch", "--task", options.task, "--train-file", options.train_file),
+        *(sys.executable, "-m", "cpuft", "launch", "--np", "1", "--task", options.task),
+        *("--train-file", options.train_file),
         *(["--validation-file", options.validation_file] if options.validation_file else []),
         *("--model", options.model, "--batch-size", str(options.batch_size), "--max-length", str(options.max_length)),
         *(["--epochs", str(options.epochs)] if options.epochs else ["--max-steps", str(options.steps)]),

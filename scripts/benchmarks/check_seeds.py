@@ -82,7 +82,7 @@ def metric_of(glue: Path, records: Path, task: str, path: str, seed: int, where:
 def ranks_here(records: Path, ranks: int) -> tuple[str, ...]:
     """Return the options of a number of ranks on this machine, even if it has fewer cores."""
     if ranks == 1:
-        return ()
+        return ("--np", "1")
     hostfile = records / f"hosts-{ranks}"
     hostfile.write_text(f"localhost slots={ranks}\n", encoding="utf-8")
     return ("--np", str(ranks), "--hostfile", str(hostfile), "--backend", "gloo")

@@ -10,11 +10,21 @@ import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import LOCAL, Access, Assignment, Cluster, assign_ranks, gather_cluster, gather_facts
+from cpuft.hosts.cluster import (
+    LOCAL,
+    Access,
+    Assignment,
+    Cluster,
+    assign_ranks,
+    choose_ranks,
+    gather_cluster,
+    gather_facts,
+)
 from cpuft.hosts.hostfile import Host, parse_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.registry import Entry
 from cpuft.hosts.transport import SshTransport
+from tests.conftest import make_facts
 
 FOUR = "a\nb\nc\nd\n"
 
@@ -46,10 +56,10 @@ def test_ranks_are_distributed_in_the_order_of_the_hostfile(
 @pytest.mark.parametrize(
     "text, np, ppn, message",
     [
-        ("a:2\n", 3, 0, "3 ranks on a, which has 2 slots: lower --np, or write slots=3 in a hostfile"),
+        ("a:2\n", 3, 0, "3 ranks on a, which has 2 slots: lower --np or --ppn, or write slots=3 in a hostfile"),
         ("a:2\nb:2\n", 5, 0, "5 ranks do not fit: 2 hosts with 4 slots: lower --np, or add hosts"),
         ("a\nb\n", 5, 2, "5 ranks do not fit: 2 hosts with 4 slots at --ppn 2: lower --np, or add hosts"),
-        ("a:1\nb\n", 4, 2, "2 ranks on a, which has 1 slots: lower --np, or write slots=2 in a hostfile"),
+        ("a:1\nb\n", 4, 2, "2 ranks on a, which has 1 slot: lower --np or --ppn, or write slots=2 in a hostfile"),
     ],
 )
 def test_more_ranks_than_slots_are_refused(text: str, np: int, ppn: int, message: str) -> None:
@@ -69,6 +79,30 @@ def test_max_slots_only_lowers_the_number_of_cores(cores: dict[str, int], fittin
     assert counts(assign_ranks(hosts, fitting, 0, cores)) == {"a": fitting}
     with pytest.raises(CpuftError, match=f"{fitting + 1} ranks on a, which has {fitting}"):
         assign_ranks(hosts, fitting + 1, 0, cores)
+
+
+NODES = {"a": 1, "b": 1, "c": 2, "d": 2}
+"""Hosts and their numbers of NUMA nodes."""
+
+
+@pytest.mark.parametrize(
+    "hosts, np, ppn, wanted",
+    [
+        ("a b c d", 0, 0, {"a": 1, "b": 1, "c": 2, "d": 2}),
+        ("a b c d", 6, 0, {"a": 1, "b": 1, "c": 2, "d": 2}),  # moved to the head host, or resumed
+        ("a b c", 4, 0, {"a": 1, "b": 1, "c": 2}),  # restarted without d
+        ("a b c d", 4, 0, {"a": 1, "b": 1, "c": 1, "d": 1}),
+        ("a b c d", 0, 2, {"a": 2, "b": 2, "c": 2, "d": 2}),
+        ("c:1 d:4", 0, 0, {"c": 1, "d": 2}),
+        ("a b c d", 3, 2, {"a": 2, "b": 1}),
+    ],
+)
+def test_each_host_has_one_rank_for_each_of_its_numa_nodes(
+    hosts: str, np: int, ppn: int, wanted: dict[str, int]
+) -> None:
+    facts = {name: make_facts(sockets=nodes) for name, nodes in NODES.items()}
+    named = parse_hostfile(hosts.replace(" ", "\n"))
+    assert counts(choose_ranks(named, np, ppn, facts)) == wanted
 
 
 def test_this_machine_reports_its_facts() -> None:

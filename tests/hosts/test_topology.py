@@ -40,6 +40,13 @@ def test_no_more_cores_than_the_quota_feeds(quota: float, cores: int) -> None:
     assert len(dataclasses.replace(make_facts(), cpu_quota=quota).cores) == cores
 
 
+@pytest.mark.parametrize("quota, nodes, used", [(0.0, 2, 32), (20.0, 1, 20), (30.0, 2, 28), (16.0, 1, 16)])
+def test_nodes_of_unequal_size_waste_no_cores(quota: float, nodes: int, used: int) -> None:
+    facts = dataclasses.replace(make_facts(), lscpu=make_lscpu(2, 16), cpu_quota=quota)
+    assert facts.numa_nodes == nodes
+    assert sum(len(one.compute) for one in plan_placement(facts.cores, 2, 0)) == used
+
+
 def test_without_lscpu_each_allowed_thread_is_a_core() -> None:
     assert parse_lscpu("", (0, 3)) == (Core(0, 0, (0,)), Core(0, 0, (3,)))
 

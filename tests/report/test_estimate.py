@@ -291,7 +291,7 @@ def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
     ("record", "said"),
     [
         (recorded(2), "runs/np-1 has 2 steps: run 5 or more"),
-        (recorded(ranks=2, world_size=2), "runs/np-2 ran on 2 ranks: an estimate needs a run on one rank"),
+        (recorded(ranks=2, world_size=2), "runs/np-2 ran on 2 ranks: an estimate needs a run with --np 1"),
         (
             replace(recorded(), resumptions=[ResumedLine(9, 0, 4, [], "ccl", "bf16", "", "")]),
             "runs/np-1 was resumed on 4 ranks after update 9: an estimate needs a run on one rank",

@@ -55,8 +55,8 @@ class GlooWork(dist.Work):
                 self._group.end(operation, error)
                 raise
             self._group.end(operation)
-            self._finish()
             self._done = all(done)
+            self._finish()
         if isinstance(self._done, Exception):
             raise self._done
         return self._done
