@@ -27,9 +27,9 @@ def env(**values: Any) -> None:
     from cpuft.steps import format_export
 
     config = pick(LaunchConfig, values)
-    config = replace(config, np=config.np and max(config.np, len(read_hosts(config))))
-    cluster = gather_cluster(config)
-    shared, per_host = plan_settings(cluster, replace(config, np=cluster.ranks), "gloo", os.environ)
+    # One rank on each host: a shell that sets these variables starts one process.
+    config = replace(config, np=max(config.np, len(read_hosts(config))))
+    shared, per_host = plan_settings(gather_cluster(config), config, "gloo", os.environ)
     for name in unexportable_names(os.environ):
         say(f"cpuft: left out, because no shell can set it: {name}")
     for setting in export_settings(shared + per_host[0]):
