@@ -82,7 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `real` what scripts/test quick leaves out; whatever asks for root, cores or data is among it."""
     for item in items:
         path = item.path.relative_to(Path(__file__).parent).as_posix()
-        if path.startswith(CLUSTER_FOLDERS):
+        trains_here = path == "test_pages.py" and not item.get_closest_marker("skipif")
+        if path.startswith(CLUSTER_FOLDERS) and not trains_here:
             item.add_marker("clusters")
         if isinstance(item, pytest.Function) and (
             path.startswith(REAL_FOLDERS)
