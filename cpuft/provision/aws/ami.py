@@ -79,6 +79,10 @@ def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted:
 
     AWS deletes no snapshot of an AMI that exists. `snapshots` has the name of the AMI of each snapshot, by id.
     """
+    if (name := snapshots.get(wanted)) in {one["Name"] for one in images}:
+        raise CpuftError(
+            f"AMI {name} needs snapshot {wanted}: delete both with `cpuft provision image --delete {name}`"
+        )
     found = {str(one["ImageId"]): str(one["Name"]) for one in images if wanted in (one["ImageId"], one["Name"])}
     disks = [disk for disk, name in snapshots.items() if wanted in (disk, name) or name in found.values()]
     if not found and not disks:

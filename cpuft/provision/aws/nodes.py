@@ -11,6 +11,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import Entry
 from cpuft.hosts.ssh_config import Member
 from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, try_hosts
+from cpuft.provision.aws.client import CallError
 from cpuft.provision.aws.facts import Instance, SecurityGroup
 from cpuft.provision.aws.lease import CHECK_TIMER, Timer, make_schedule_command, parse_timer
 from cpuft.provision.aws.options import AwsConfig
@@ -115,7 +116,13 @@ class Nodes(Servers):
 
     def _try_connections(self, find_key: Callable[[str], str]) -> list[CpuftError]:
         """Return why instances cannot be logged in to. No connection is made before all host keys are known."""
-        if missing := self._find_keys(find_key):
+        try:
+            missing = self._find_keys(find_key)
+        except CallError as error:
+            if not error.is_transient:
+                raise
+            return [error]
+        if missing:
             return [
                 CpuftError(
                     f"no ed25519 host key is on the console of {', '.join(missing)}: run the same command again to "

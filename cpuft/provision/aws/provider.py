@@ -114,6 +114,8 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         self._price = ""
         self._waits = False
         """Whether to wait until instances start or end, which commands that change nothing do not."""
+        self._known: set[str] = set()
+        """Ids of the instances that `make` has found or started. Any others cost what the user has not agreed to."""
         self._say: Say = lambda text: None
 
     @classmethod
@@ -144,17 +146,21 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         """Return what exists in AWS; when nothing is missing there, also what the instances say.
 
         `make` waits here until the instances run and accept ssh connections, 5 minutes for each, and schedules
-        shutdowns that are missing; other commands do not. Raises NoCapacityError when every zone has refused, and
-        LeaseError when instances would not terminate themselves.
+        shutdowns that are missing; other commands do not. Raises NoCapacityError when every zone has refused,
+        LeaseError when instances would not terminate themselves, and CpuftError when AWS has ended one during `make`.
         """
         facts = self._gather_rental()
-        starting = {one.id for one in facts.resources.live if one.state == "pending"}
-        if self._waits and starting:
+        while self._waits and (starting := self._find_starting(facts.resources)):
             self._wait_for("running", starting, _BOOT_SECONDS)
             facts = self._gather_rental()
         if self.services.uses_ssh and not plan_rental(self.config, facts).stages:
             return replace(facts, servers=self._gather_servers(facts.resources))
         return facts
+
+    def _find_starting(self, resources: Resources) -> set[str]:
+        """Return the ids of instances that should run and do not, be it that AWS has ended them."""
+        running = {one.id for one in resources.live if one.state == "running"}
+        return (self._known | {one.id for one in resources.live}) - running
 
     def _gather_rental(self) -> RentalFacts:
         facts = self.gather_remains()
@@ -210,11 +216,13 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def _wait_for(self, state: str, wanted: set[str], seconds: float) -> None:
         """Wait until AWS lists all instances with the ids `wanted` in a state: "running" or "terminated".
 
-        Raises CpuftError when AWS has ended one instead, as it does when it may not use the key of their disks.
+        An instance that is not listed any more is terminated. Raises CpuftError when AWS has ended one instead, as it
+        does when it may not use the key of their disks.
         """
 
         def find_lacking(found: Resources) -> set[str]:
-            return wanted - {one.id for one in found.instances if one.state in (state, "terminated")}
+            listed = wanted & {one.id for one in found.instances} if state == "terminated" else wanted
+            return listed - {one.id for one in found.instances if one.state in (state, "terminated")}
 
         found = self._wait_until(lambda found: not find_lacking(found), seconds)
         if find_lacking(found):
@@ -236,6 +244,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         Nothing is asked if no instance is missing. With --yes, the price is shown and nothing is asked.
         """
         facts = self._gather_rental()
+        self._known = {one.id for one in facts.resources.live}
         missing = self.config.nodes - len(facts.resources.live)
         if not missing or not facts.offer:
             return
@@ -293,9 +302,13 @@ class Aws(Provider[AwsConfig, RentalFacts]):
             say(f"{zone} has no {'spot capacity' if spot else 'capacity'}: {self._refused[zone, spot]}")
             return
         if call.method == "run_instances":
-            self._wait_for("running", {one["InstanceId"] for one in answer["Instances"]}, _BOOT_SECONDS)
+            self._known |= {one["InstanceId"] for one in answer["Instances"]}
         if call.method == "terminate_instances":
-            self._wait_for("terminated", set(call.parameters["InstanceIds"]), _END_SECONDS)
+            ids = call.parameters["InstanceIds"]
+            # AWS terminates none of the instances if it does not know one of them any more.
+            for one in () if answer else ids:
+                self.client.execute(replace(call, parameters={"InstanceIds": [one]}))
+            self._wait_for("terminated", set(ids), _END_SECONDS)
         if call.method == "create_service_linked_role" and self._offer:
             self._offer = replace(self._offer, has_spot_role=True)
 

@@ -116,6 +116,11 @@ def test_only_amis_that_cpuft_made_are_deleted(found: list[Any], disks: dict[str
         plan_deletion(found, disks, "cpuft-a", "us-east-1")
 
 
+def test_the_snapshot_of_an_ami_that_exists_is_not_deleted_alone() -> None:
+    with pytest.raises(CpuftError, match=r"AMI cpuft-a-1 needs snapshot snap-1: .* --delete cpuft-a-1`"):
+        plan_deletion((OLD, NEW), DISKS, "snap-1", "us-east-1")
+
+
 def test_amis_and_snapshots_that_are_left_are_listed() -> None:
     assert describe_images((OLD, NEW), DISKS, "us-east-1") == (
         "cpuft-a-1  ami-1  available, 16 GB, made 2026-01-01 10:11 UTC\n"

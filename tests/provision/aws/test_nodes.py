@@ -14,6 +14,7 @@ from cpuft.hosts.registry import read_entry
 from cpuft.hosts.ssh_config import format_known_hosts
 from cpuft.hosts.transport import SshTransport
 from cpuft.provision.aws import nodes
+from cpuft.provision.aws.client import CallError
 from cpuft.provision.aws.nodes import Nodes
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws
@@ -131,6 +132,26 @@ def test_an_instance_without_a_host_key_on_its_console_is_waited_for(
     said = r"no ed25519 host key is on the console of 10\.0\.0\.1 \(i-1\): run the same command again.*: remove them"
     with pytest.raises(CpuftError, match=said):
         make_nodes(tmp_path, "10.0.0.1").connect(lambda instance: "", seconds, lambda: sum(slept), slept.append)
+    assert sum(slept) == waited
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "waited"),
+    [
+        ("RequestLimitExceeded", r"AWS cannot do ec2:GetConsoleOutput now .*\. The instances cost money: remove", 6.0),
+        ("UnauthorizedOperation", "your AWS credentials lack the permission ec2:GetConsoleOutput", 0.0),
+    ],
+)
+def test_a_console_that_aws_cannot_show_now_is_asked_for_again(
+    code: str, said: str, waited: float, tmp_path: Path
+) -> None:
+    slept: list[float] = []
+
+    def fail(instance: str) -> str:
+        raise CallError("ec2:GetConsoleOutput", code, "no")
+
+    with pytest.raises(CpuftError, match=said):
+        make_nodes(tmp_path, "10.0.0.1").connect(fail, 5.0, lambda: sum(slept), slept.append)
     assert sum(slept) == waited
 
 

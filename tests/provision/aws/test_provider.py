@@ -6,6 +6,7 @@ import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from botocore import xform_name
@@ -250,6 +251,55 @@ def test_instances_that_aws_ends_at_their_start_are_not_replaced(at_once: bool, 
     region.ending, region.ends_at_once, region.kill = "", False, (-1, "")
     make(region, tmp_path, nodes=2)
     assert len(live()) == 2
+
+
+@pytest.mark.parametrize("after", ["confirm", "run"])
+def test_an_instance_that_aws_takes_during_make_is_not_replaced_without_a_question(
+    after: str, region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def agree(question: str) -> bool:
+        asked.append(question)
+        return True
+
+    lab = make_aws(region, tmp_path, nodes=2, spot=True, yes=False)
+    if after == "confirm":
+        lab.make(say, agree)
+    real = getattr(lab, after)
+
+    def lose(*words: Any) -> None:
+        real(*words)
+        if found := live():
+            # A repetition without a question is an error at once, not an endless loop.
+            region.kill = (len(region.mutating), "before")
+            client().terminate_instances(InstanceIds=[found[0]["InstanceId"]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab, after, lose)
+        with pytest.raises(CpuftError, match=r"AWS has ended instance i-\w+ of lab .*: correct"):
+            lab.make(say, agree)
+    region.kill = (-1, "")
+    assert (len(live()), len(asked)) == (1, 1)
+    lab.make(say, agree)
+    assert (len(live()), len(asked)) == (2, 2)
+
+
+def test_down_terminates_all_instances_although_aws_has_forgotten_one(
+    region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(region, tmp_path, nodes=2)
+    lab = make_aws(region, tmp_path)
+    real, forgotten = lab._find_resources, make_instance(1, state="shutting-down")
+
+    def find() -> Resources:
+        found = real()
+        return replace(found, instances=(forgotten, *found.instances)) if region.seconds < 60 else found
+
+    monkeypatch.setattr(lab, "_find_resources", find)
+    lab.down(say)
+    assert left(region) == NOTHING
+    assert 60 <= region.seconds < 65
 
 
 @pytest.mark.parametrize(
