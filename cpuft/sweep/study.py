@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import os
 import re
 import statistics
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -353,12 +355,23 @@ def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: S
 
 
 def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> None:
-    """Write a new sweep into its folder, as a whole or not at all."""
+    """Write a new sweep into its folder, as a whole or not at all, unless the folder has one."""
+    import_optuna()
     path = Path(folder, FILE_NAME)
-    new = path.with_suffix(".new")
+    new = path.with_name(f"{FILE_NAME}.{uuid.uuid4().hex}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _make(_open_storage(new), folder, settings, is_maximized, runs)
-    new.rename(path)
+    try:
+        _make(_open_storage(new), folder, settings, is_maximized, runs)
+        os.link(new, path)  # which replaces no file
+    except FileExistsError:
+        raise CpuftError(
+            f"another cpuft sweep has begun in {folder} meanwhile: continue it with cpuft sweep --resume {folder}, or "
+            "give another --run-dir"
+        ) from None
+    finally:
+        new.unlink(missing_ok=True)
+        with suppress(OSError):  # unless something is in it
+            path.parent.rmdir()
 
 
 def _make(storage: Any, folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment]) -> Sweep:
@@ -384,9 +397,11 @@ def read_sweep(folder: str) -> Sweep:
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error}): check its permissions") from None
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        damaged = [number for number, line in enumerate(path.read_bytes().splitlines(), 1) if not _is_json(line)]
+        where = f", line {damaged[0]}" if damaged else ""
         raise CpuftError(
-            f"{path} is not a sweep of this version of cpuft ({type(error).__name__}: {error!s:.200}): start the sweep "
-            "anew, or continue it with the version that began it"
+            f"{path}{where} is not a sweep of this version of cpuft ({type(error).__name__}: {error!s:.200}): start "
+            "the sweep anew, or continue it with the version that began it"
         ) from None
 
 
@@ -395,11 +410,27 @@ def open_sweep(folder: str) -> Iterator[Sweep]:
     """Open the sweep in a folder to work on it inside the `with` block, where no other process on any host does."""
     read_sweep(folder)
     with _lock(folder, "r+b") as file:
-        whole = file.read().rfind(b"\n") + 1  # after the lock, because the former owner may have added lines until then
-        file.truncate(whole)
+        # After the lock, because the former owner may have added lines until then.
+        file.truncate(_find_end(file.read()))
         sweep = read_sweep(folder)
         sweep.forget_proposals()
         yield sweep
+
+
+def _find_end(text: bytes) -> int:
+    """Return where the last line ends that is whole and JSON, after which Optuna adds lines."""
+    lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+    while lines and not _is_json(lines[-1]):
+        lines.pop()
+    return sum(map(len, lines))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def is_active(folder: str) -> bool:

@@ -15,6 +15,7 @@ import optuna
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.sweep import study
 from cpuft.sweep.study import (
     DONE,
     FAILED,
@@ -105,6 +106,36 @@ def test_a_line_that_a_full_disk_has_cut_off_is_removed(tmp_path: Path, monkeypa
         monkeypatch.setattr(os, "fsync", sync)
         begin(sweep, sweep.runs[1])
     assert [run.status for run in read_sweep(str(tmp_path)).runs] == ["", RUNNING, "", ""]
+
+
+def test_a_damaged_last_line_is_cut_off_and_another_one_is_named(tmp_path: Path) -> None:
+    create_sweep(str(tmp_path), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    whole = (tmp_path / FILE_NAME).read_bytes()
+    (tmp_path / FILE_NAME).write_bytes(whole + b'{"op_code": 8, "wor\0\0\n')
+    with open_sweep(str(tmp_path)) as sweep:
+        begin(sweep, sweep.runs[0])
+    assert read_sweep(str(tmp_path)).runs[0].status == RUNNING
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / FILE_NAME).write_bytes(b"".join([*lines[:2], b"{\n", *lines[3:]]))
+    with pytest.raises(CpuftError, match=r"sweep\.jsonl, line 3 is not a sweep of this version"):
+        read_sweep(str(tmp_path))
+
+
+def test_a_sweep_that_another_command_has_begun_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, make = str(tmp_path / "s"), study._make
+
+    def make_late(*words: Any) -> Any:
+        monkeypatch.setattr(study, "_make", make)
+        create_sweep(folder, replace(SETTINGS, search_seed=2), True)
+        return make(*words)
+
+    monkeypatch.setattr(study, "_make", make_late)
+    with pytest.raises(CpuftError, match=f"another cpuft sweep has begun in {folder} meanwhile: continue it with"):
+        create_sweep(folder, SETTINGS, True)
+    assert [path.name for path in (tmp_path / "s").iterdir()] == [FILE_NAME]
+    assert read_sweep(folder).settings.search_seed == 2
 
 
 def test_a_choice_that_was_not_stored_is_not_waited_for(tmp_path: Path) -> None:
