@@ -386,12 +386,12 @@ class SweepQueue:
                 execute.wait_for_exit(one.process, max(0.0, end - time.monotonic()))
         execute.stop_processes([one.process for one in self._active])
         for one in self._active:
-            end = self._make_end(one)
-            if end.status == FAILED:
+            found = self._make_end(one)
+            if found.status == FAILED:
                 # A signal that comes after the last update changes the exit code, too.
-                metrics = self._read_finished(end.folder)
-                end = replace(end, status=DONE if metrics else STOPPED, metrics=metrics, reason="")
-            self.sweep.note(one.run, end)
+                metrics = self._read_finished(found.folder)
+                found = replace(found, status=DONE if metrics else STOPPED, metrics=metrics, reason="")
+            self.sweep.note(one.run, found)
         self._active.clear()
 
 

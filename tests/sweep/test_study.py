@@ -236,8 +236,16 @@ def test_without_optuna_the_message_says_how_to_install_it(tmp_path: Path, monke
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(CpuftError, match=r"sweeps are stored by Optuna, which is not installed: .*\[sweep\]") as told:
-        create_sweep(str(tmp_path), SETTINGS, True)
+        create_sweep(str(tmp_path / "s"), SETTINGS, True)
     assert told.value.exit_code == 2
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_sweep_that_could_not_be_written_leaves_no_folder(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, search="random", trials=3, spaces=[{"lora_rank": "4,8"}])
+    with pytest.raises(CpuftError, match="hardly any configuration is left after 2"):
+        create_sweep(str(tmp_path / "s"), settings, True)
+    assert not (tmp_path / "s").exists()
 
 
 def test_each_configuration_is_trained_with_all_seeds_and_counts_by_their_mean(tmp_path: Path) -> None:
