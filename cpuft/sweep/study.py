@@ -196,7 +196,8 @@ class Sweep:
             )
         is_whole = [run.number for run in self.runs] == [*range(1, len(self.runs) + 1)]
         is_known = told.search in SWEEP_SEARCHES and told.pruner in SWEEP_PRUNERS and 0 < told.seeds <= 10**6
-        if not is_whole or not is_known or not len(self.configurations) <= told.trials <= 10**6:
+        has_hosts = told.hosts_per_run > 0 and 0 < told.host_share <= 1
+        if not is_whole or not is_known or not has_hosts or not len(self.configurations) <= told.trials <= 10**6:
             raise ValueError("its configurations do not fit together")
 
     @property
@@ -396,7 +397,7 @@ def read_sweep(folder: str) -> Sweep:
         return Sweep(_open_storage(path), folder)
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error}): check its permissions") from None
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         damaged = [number for number, line in enumerate(path.read_bytes().splitlines(), 1) if not _is_json(line)]
         where = f", line {damaged[0]}" if damaged else ""
         raise CpuftError(

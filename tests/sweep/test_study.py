@@ -226,6 +226,23 @@ def test_other_files_are_refused(tmp_path: Path, text: str | None, problem: str)
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"hosts_per_run":1', '"hosts_per_run":0'),
+        ('"host_share":1.0', '"host_share":0.0'),
+        ('"directions":[2]', '"directions":[2,2]'),
+    ],
+)
+def test_numbers_that_no_sweep_has_are_refused(tmp_path: Path, old: str, new: str) -> None:
+    create_sweep(str(tmp_path), SETTINGS, True)
+    text = (tmp_path / FILE_NAME).read_text()
+    assert old in text
+    (tmp_path / FILE_NAME).write_text(text.replace(old, new))
+    with pytest.raises(CpuftError, match="is not a sweep of this version"):
+        read_sweep(str(tmp_path))
+
+
 def test_without_optuna_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
