@@ -95,6 +95,8 @@ class SweepQueue:
         self._host_share = find_host_share(places)
         self._failed_before = {run for run in sweep.list_runs(FAILED) if not run.configuration.pruned}
         """Runs that failed in an earlier session, and have not been started in this one."""
+        self._not_counted = {*sweep.list_runs(FAILED)}
+        """The same with those of pruned configurations, which are not started again."""
         self._checked = set[str]()
         """Names of places on whose hosts a run has trained, which need no short check of the doctor any more."""
         self._lost = list[Place]()
@@ -208,6 +210,7 @@ class SweepQueue:
         folder, arguments, reason = plan_launch(self.sweep, run, place.name)
         is_resumed = "--resume" in arguments
         self._failed_before.discard(run)
+        self._not_counted.discard(run)
         command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
         command += arguments
         if place.hosts and not {"--copy-checkpoints", "--no-copy-checkpoints"}.intersection(self._options):
@@ -363,7 +366,7 @@ class SweepQueue:
                 f"the runs do not report --metric {sweep.metric}: start a new sweep with one of "
                 f"{', '.join(end.metrics)}"
             )
-        failed = len({*sweep.list_runs(FAILED)} - self._failed_before)
+        failed = len({*sweep.list_runs(FAILED)} - self._not_counted)
         if end.status == FAILED and self._stop_after and failed >= self._stop_after:
             raise _make_failure(
                 f"{counted(failed, 'run')} failed, and --stop-after-failures is {self._stop_after}: correct the reason "

@@ -498,6 +498,16 @@ def test_a_pruned_configuration_is_not_started_again(launches: Launches) -> None
     assert [trial.state.name for trial in after.study.trials] == ["PRUNED"]
 
 
+def test_an_earlier_failure_of_a_pruned_configuration_does_not_end_a_continued_sweep(launches: Launches) -> None:
+    create(str(launches.folder), [{"lora_rank": rank, "seed": "2"} for rank in ("4", "8")], pruner="median")
+    with open_sweep(str(launches.folder)) as sweep:
+        begun = Attempt("node1", "run-1", 0.0)
+        sweep.note(sweep.runs[0], begun)
+        sweep.note(sweep.runs[0], replace(begun, status=FAILED))
+        sweep.prune(sweep.configurations[0], "worse")
+    assert launches.run((), PLACES[:1], stop_after=2) == 2
+
+
 def test_no_other_seed_of_a_configuration_starts_while_its_runs_are_being_ended(launches: Launches) -> None:
     runs = [{"lora_rank": "4", "seed": seed} for seed in ("4", "5")]
     sweep = make_sweep("s", make_settings(runs, pruner="median"), True, runs)
