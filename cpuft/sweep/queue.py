@@ -20,6 +20,7 @@ from cpuft.launch.active_runs import lock_run
 from cpuft.launch.checkpoint_copies import check_copy
 from cpuft.launch.inputs import TRAINING_INPUTS
 from cpuft.launch.resume import has_begun
+from cpuft.launch.run_state import FINISHED, read_state
 from cpuft.launch.supervise import TRAINING_STOP_SECONDS
 from cpuft.record import FILE_NAME as RECORD_NAME
 from cpuft.record import read_record
@@ -55,7 +56,7 @@ _LAST_BYTES = 1 << 16
 _ERROR = "cpuft: error: "
 _FAILED_RANK = re.compile(r"cpuft: rank \d+ on .* failed \(")
 _MOST_ATTEMPTS = 6
-"""Most attempts at a run that has been interrupted, or has ended without an update."""
+"""Most attempts at a run that was interrupted or ended without an update, apart from those that its sweep ended."""
 _MOST_FAILURES = 2
 """A place on which so many launches in a row have ended without an update gets no more runs."""
 _UNLOCK_SECONDS = 300.0
@@ -94,6 +95,8 @@ class SweepQueue:
         self._host_share = find_host_share(places)
         self._failed_before = {run for run in sweep.list_runs(FAILED) if not run.configuration.pruned}
         """Runs that failed in an earlier session, and have not been started in this one."""
+        self._not_counted = {*sweep.list_runs(FAILED)}
+        """The same with those of pruned configurations, which are not started again."""
         self._checked = set[str]()
         """Names of places on whose hosts a run has trained, which need no short check of the doctor any more."""
         self._lost = list[Place]()
@@ -198,14 +201,16 @@ class SweepQueue:
     def _start(self, run: Run, place: Place) -> None:
         """Start a run, or resume the last attempt at it if that was stopped and has begun to train."""
         earlier = run.last
-        if earlier and run.status == RUNNING and (found := self._read_metrics(earlier.folder)):
+        if earlier and run.status in (RUNNING, STOPPED) and (found := self._read_finished(earlier.folder)):
             # It has finished, and the sweep was killed before it could note this.
             seconds = max(0.0, Path(self.sweep.folder, earlier.folder, RECORD_NAME).stat().st_mtime - earlier.time)
-            self._note_end(run, replace(earlier, status=DONE, seconds=seconds, metrics=found))
+            end = replace(earlier, status=DONE, seconds=earlier.seconds or seconds, metrics=found, reason="")
+            self._note_end(run, end)
             return
         folder, arguments, reason = plan_launch(self.sweep, run, place.name)
         is_resumed = "--resume" in arguments
         self._failed_before.discard(run)
+        self._not_counted.discard(run)
         command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
         command += arguments
         if place.hosts and not {"--copy-checkpoints", "--no-copy-checkpoints"}.intersection(self._options):
@@ -272,6 +277,14 @@ class SweepQueue:
             return {}
         return dict(record.metrics) if record.footer else {}
 
+    def _read_finished(self, folder: str) -> dict[str, float]:
+        """Return the metrics of a run whose launch was stopped; empty if it has to train or to fetch results yet."""
+        with suppress(CpuftError):
+            state = read_state(str(Path(self.sweep.folder, folder)))
+            if state is None or state.phase == FINISHED:
+                return self._read_metrics(folder)
+        return {}
+
     def _finish(self, active: _ActiveRun) -> None:
         self._active.remove(active)
         if self._pruner:
@@ -289,7 +302,8 @@ class SweepQueue:
             self._lost.append(place)
             self._retire(place, ", ".join(f"{name} {what}" for name, what in gone.items()))
         else:
-            number = len(run.attempts)
+            # Those that ended with the sweep say nothing about the run, and have no reason.
+            number = 1 + sum(one.reason != "" for one in run.attempts)
             if end.exit_code == RESUMABLE and number < _MOST_ATTEMPTS:
                 end, told = replace(end, status=STOPPED), f"it will continue ({end.reason})"
             elif not has_trained and number < _MOST_ATTEMPTS and (active.is_resumed or number == 1):
@@ -352,7 +366,7 @@ class SweepQueue:
                 f"the runs do not report --metric {sweep.metric}: start a new sweep with one of "
                 f"{', '.join(end.metrics)}"
             )
-        failed = len({*sweep.list_runs(FAILED)} - self._failed_before)
+        failed = len({*sweep.list_runs(FAILED)} - self._not_counted)
         if end.status == FAILED and self._stop_after and failed >= self._stop_after:
             raise _make_failure(
                 f"{counted(failed, 'run')} failed, and --stop-after-failures is {self._stop_after}: correct the reason "
@@ -376,7 +390,11 @@ class SweepQueue:
         execute.stop_processes([one.process for one in self._active])
         for one in self._active:
             found = self._make_end(one)
-            self.sweep.note(one.run, replace(found, status=STOPPED, reason="") if found.status == FAILED else found)
+            if found.status == FAILED:
+                # A signal that comes after the last update changes the exit code, too.
+                metrics = self._read_finished(found.folder)
+                found = replace(found, status=DONE if metrics else STOPPED, metrics=metrics, reason="")
+            self.sweep.note(one.run, found)
         self._active.clear()
 
 
@@ -393,7 +411,7 @@ def plan_launch(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str
     """
     earlier, number, reason = run.last, len(run.attempts) + 1, ""
     training = [*sweep.settings.options, *format_assignment(run.values)]
-    if earlier and run.status in (STOPPED, RUNNING) and number <= _MOST_ATTEMPTS:
+    if earlier and run.status in (STOPPED, RUNNING):
         path = str(Path(sweep.folder, earlier.folder))
         resumes = has_begun(path)
         if resumes and not {*earlier.place.split(",")} & {*place.split(",")}:

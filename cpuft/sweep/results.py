@@ -80,9 +80,14 @@ def list_results(sweep: Sweep) -> list[Result]:
         }
         if found:
             metrics = {run.values.get(SEED, f"run {run.number}"): value for run, value in found.items()}
-            best = max(found, key=lambda run: sign * found[run])
+            best = max(found, key=lambda run: _rank(sign * found[run]))
             made.append(Result(one.values, metrics, best, statistics.fmean(run.seconds for run in found)))
-    return sorted(made, key=lambda one: -sign * one.mean)
+    return sorted(made, key=lambda one: _rank(sign * one.mean), reverse=True)
+
+
+def _rank(value: float) -> float:
+    """Return a number to sort by, where NaN is less than any other."""
+    return -math.inf if math.isnan(value) else value
 
 
 def describe_best(configurations: Sequence[Result]) -> str:
@@ -248,6 +253,11 @@ def _read_number(text: str) -> float | None:
         return None
 
 
+def _to_json(number: float) -> float | None:
+    """Return the number, or None for NaN and infinity, which JSON does not have."""
+    return number if math.isfinite(number) else None
+
+
 def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
     """Return the results of a sweep as a JSON object: metric, configurations with the best one first, and costs."""
     return {
@@ -256,9 +266,9 @@ def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
         "configurations": [
             {
                 "options": one.values,
-                "mean": one.mean,
-                "standard_error": None if math.isnan(one.standard_error) else one.standard_error,
-                "metrics": dict(one.metrics),
+                "mean": _to_json(one.mean),
+                "standard_error": _to_json(one.standard_error),
+                "metrics": {name: _to_json(value) for name, value in one.metrics.items()},
                 "seconds": one.seconds,
                 "best_run": one.best_run.folder,
             }

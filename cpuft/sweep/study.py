@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import os
 import re
 import statistics
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,7 +196,8 @@ class Sweep:
             )
         is_whole = [run.number for run in self.runs] == [*range(1, len(self.runs) + 1)]
         is_known = told.search in SWEEP_SEARCHES and told.pruner in SWEEP_PRUNERS and 0 < told.seeds <= 10**6
-        if not is_whole or not is_known or not len(self.configurations) <= told.trials <= 10**6:
+        has_hosts = told.hosts_per_run > 0 and 0 < told.host_share <= 1
+        if not is_whole or not is_known or not has_hosts or not len(self.configurations) <= told.trials <= 10**6:
             raise ValueError("its configurations do not fit together")
 
     @property
@@ -353,12 +356,23 @@ def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: S
 
 
 def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> None:
-    """Write a new sweep into its folder, as a whole or not at all."""
+    """Write a new sweep into its folder, as a whole or not at all, unless the folder has one."""
+    import_optuna()
     path = Path(folder, FILE_NAME)
-    new = path.with_suffix(".new")
+    new = path.with_name(f"{FILE_NAME}.{uuid.uuid4().hex}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _make(_open_storage(new), folder, settings, is_maximized, runs)
-    new.rename(path)
+    try:
+        _make(_open_storage(new), folder, settings, is_maximized, runs)
+        os.link(new, path)  # which replaces no file
+    except FileExistsError:
+        raise CpuftError(
+            f"another cpuft sweep has begun in {folder} meanwhile: continue it with cpuft sweep --resume {folder}, or "
+            "give another --run-dir"
+        ) from None
+    finally:
+        new.unlink(missing_ok=True)
+        with suppress(OSError):  # unless something is in it
+            path.parent.rmdir()
 
 
 def _make(storage: Any, folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment]) -> Sweep:
@@ -383,10 +397,12 @@ def read_sweep(folder: str) -> Sweep:
         return Sweep(_open_storage(path), folder)
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error}): check its permissions") from None
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        damaged = [number for number, line in enumerate(path.read_bytes().splitlines(), 1) if not _is_json(line)]
+        where = f", line {damaged[0]}" if damaged else ""
         raise CpuftError(
-            f"{path} is not a sweep of this version of cpuft ({type(error).__name__}: {error!s:.200}): start the sweep "
-            "anew, or continue it with the version that began it"
+            f"{path}{where} is not a sweep of this version of cpuft ({type(error).__name__}: {error!s:.200}): start "
+            "the sweep anew, or continue it with the version that began it"
         ) from None
 
 
@@ -395,11 +411,27 @@ def open_sweep(folder: str) -> Iterator[Sweep]:
     """Open the sweep in a folder to work on it inside the `with` block, where no other process on any host does."""
     read_sweep(folder)
     with _lock(folder, "r+b") as file:
-        whole = file.read().rfind(b"\n") + 1  # after the lock, because the former owner may have added lines until then
-        file.truncate(whole)
+        # After the lock, because the former owner may have added lines until then.
+        file.truncate(_find_end(file.read()))
         sweep = read_sweep(folder)
         sweep.forget_proposals()
         yield sweep
+
+
+def _find_end(text: bytes) -> int:
+    """Return where the last line ends that is whole and JSON, after which Optuna adds lines."""
+    lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+    while lines and not _is_json(lines[-1]):
+        lines.pop()
+    return sum(map(len, lines))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def is_active(folder: str) -> bool:

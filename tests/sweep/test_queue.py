@@ -86,12 +86,16 @@ if "learning-rate" in options:
     print("evaluating on 4 examples\\nevaluation after update 30: accuracy 0.0000  f1 0.1", flush=True)
 with record.open("a") as file:
     file.write(lines[-1])
+if seed == 8:
+    time.sleep(600)
 """
 
 
 @dataclass
 class Launches:
-    """Programs in place of launches. With seed 2 they fail, and with seed 3 they wait until a signal comes."""
+    """Programs in place of launches. With seed 2 they fail, with seed 3 they wait until a signal comes, and with seed 8
+    they do so after the run has finished.
+    """
 
     folder: Path
     said: list[str] = field(default_factory=list)
@@ -256,6 +260,38 @@ def test_a_run_that_ended_while_its_sweep_was_killed_is_not_repeated(launches: L
     after = read_sweep(str(launches.folder))
     assert list_numbers(after, DONE) == [1, 2]
     assert [trial.state.name for trial in after.study.trials] == ["COMPLETE"]
+
+
+def test_a_run_that_had_finished_when_its_sweep_was_stopped_is_done(launches: Launches) -> None:
+    def has_finished() -> bool:
+        path = launches.folder / "run-1" / "record.jsonl"
+        return path.exists() and path.read_text().count("\n") == record_lines
+
+    record_lines = (launches.folder.parent / "record").read_text().count("\n")
+    interrupt_soon(has_finished)
+    with pytest.raises(Interrupted):
+        launches.run(seeds(8), PLACES[:1])
+    with open_sweep(str(launches.folder)) as sweep:
+        assert list_numbers(sweep, DONE) == [1]
+        # As an earlier version noted it.
+        sweep.note(sweep.runs[0], replace(sweep.runs[0].attempts[0], status=STOPPED, metrics={}))
+    assert launches.run() == 0
+    assert len(launches.calls) == 1
+
+
+def test_a_run_continues_after_any_number_of_stops_of_its_sweep(launches: Launches) -> None:
+    """A run that is interrupted by itself again and again is given up."""
+    create(str(launches.folder), seeds(7))
+    (launches.folder / "run-1").mkdir()
+    (launches.folder / "run-1" / "plan.sh").touch()
+    with open_sweep(str(launches.folder)) as sweep:
+        for status in (STOPPED, STOPPED, STOPPED, STOPPED, STOPPED, STOPPED, ""):
+            begun = Attempt("node1", "run-1", 0.0)
+            sweep.note(sweep.runs[0], begun)
+            if status:
+                sweep.note(sweep.runs[0], replace(begun, status=status))
+    assert launches.run() == 0
+    assert launches.calls[0].endswith(f"--resume {launches.folder}/run-1")
 
 
 def test_a_killed_sweep_continues_what_was_running_and_trains_each_configuration_once(launches: Launches) -> None:
@@ -460,6 +496,16 @@ def test_a_pruned_configuration_is_not_started_again(launches: Launches) -> None
     after = read_sweep(str(launches.folder))
     assert list_numbers(after, PRUNED) == [2, 3]
     assert [trial.state.name for trial in after.study.trials] == ["PRUNED"]
+
+
+def test_an_earlier_failure_of_a_pruned_configuration_does_not_end_a_continued_sweep(launches: Launches) -> None:
+    create(str(launches.folder), [{"lora_rank": rank, "seed": "2"} for rank in ("4", "8")], pruner="median")
+    with open_sweep(str(launches.folder)) as sweep:
+        begun = Attempt("node1", "run-1", 0.0)
+        sweep.note(sweep.runs[0], begun)
+        sweep.note(sweep.runs[0], replace(begun, status=FAILED))
+        sweep.prune(sweep.configurations[0], "worse")
+    assert launches.run((), PLACES[:1], stop_after=2) == 2
 
 
 def test_no_other_seed_of_a_configuration_starts_while_its_runs_are_being_ended(launches: Launches) -> None:

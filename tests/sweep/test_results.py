@@ -77,6 +77,17 @@ def test_a_smaller_metric_can_be_better() -> None:
     assert [one.best_run.number for one in list_results(sweep)] == [9, 6, 3]
 
 
+@pytest.mark.parametrize("is_maximized", [True, False])
+def test_a_metric_that_is_not_a_number_is_the_worst(is_maximized: bool) -> None:
+    sweep = make((math.nan, 0.8, 0.7, 0.5, math.nan, 0.6), [*RUNS[::3], *RUNS[1::3]], is_maximized)
+    assert math.isnan(list_results(sweep)[-1].mean)
+    assert list_results(sweep)[0].best_run.folder == ("run-3" if is_maximized else "run-4")
+    one = make((math.nan, 0.5, 0.6), RUNS[:3], is_maximized)
+    assert list_results(one)[0].best_run.number == (3 if is_maximized else 2)
+    told = json.loads(json.dumps(sweep_to_json(one), allow_nan=False))["configurations"][0]
+    assert (told["mean"], told["metrics"]) == (None, {"1": None, "2": 0.5, "3": 0.6})
+
+
 def test_what_is_said_about_the_best() -> None:
     found = list_results(make())
     assert describe_best(found).startswith("the best configuration is not distinguishable from the next one (")

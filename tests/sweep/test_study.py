@@ -15,6 +15,7 @@ import optuna
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.sweep import study
 from cpuft.sweep.study import (
     DONE,
     FAILED,
@@ -107,6 +108,36 @@ def test_a_line_that_a_full_disk_has_cut_off_is_removed(tmp_path: Path, monkeypa
     assert [run.status for run in read_sweep(str(tmp_path)).runs] == ["", RUNNING, "", ""]
 
 
+def test_a_damaged_last_line_is_cut_off_and_another_one_is_named(tmp_path: Path) -> None:
+    create_sweep(str(tmp_path), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    whole = (tmp_path / FILE_NAME).read_bytes()
+    (tmp_path / FILE_NAME).write_bytes(whole + b'{"op_code": 8, "wor\0\0\n')
+    with open_sweep(str(tmp_path)) as sweep:
+        begin(sweep, sweep.runs[0])
+    assert read_sweep(str(tmp_path)).runs[0].status == RUNNING
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / FILE_NAME).write_bytes(b"".join([*lines[:2], b"{\n", *lines[3:]]))
+    with pytest.raises(CpuftError, match=r"sweep\.jsonl, line 3 is not a sweep of this version"):
+        read_sweep(str(tmp_path))
+
+
+def test_a_sweep_that_another_command_has_begun_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, make = str(tmp_path / "s"), study._make
+
+    def make_late(*words: Any) -> Any:
+        monkeypatch.setattr(study, "_make", make)
+        create_sweep(folder, replace(SETTINGS, search_seed=2), True)
+        return make(*words)
+
+    monkeypatch.setattr(study, "_make", make_late)
+    with pytest.raises(CpuftError, match=f"another cpuft sweep has begun in {folder} meanwhile: continue it with"):
+        create_sweep(folder, SETTINGS, True)
+    assert [path.name for path in (tmp_path / "s").iterdir()] == [FILE_NAME]
+    assert read_sweep(folder).settings.search_seed == 2
+
+
 def test_a_choice_that_was_not_stored_is_not_waited_for(tmp_path: Path) -> None:
     """The sweep was killed after Optuna had begun a trial, and before its runs were stored."""
     create_sweep(str(tmp_path), SETTINGS, True)
@@ -195,6 +226,23 @@ def test_other_files_are_refused(tmp_path: Path, text: str | None, problem: str)
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"hosts_per_run":1', '"hosts_per_run":0'),
+        ('"host_share":1.0', '"host_share":0.0'),
+        ('"directions":[2]', '"directions":[2,2]'),
+    ],
+)
+def test_numbers_that_no_sweep_has_are_refused(tmp_path: Path, old: str, new: str) -> None:
+    create_sweep(str(tmp_path), SETTINGS, True)
+    text = (tmp_path / FILE_NAME).read_text()
+    assert old in text
+    (tmp_path / FILE_NAME).write_text(text.replace(old, new))
+    with pytest.raises(CpuftError, match="is not a sweep of this version"):
+        read_sweep(str(tmp_path))
+
+
 def test_without_optuna_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
@@ -205,8 +253,16 @@ def test_without_optuna_the_message_says_how_to_install_it(tmp_path: Path, monke
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(CpuftError, match=r"sweeps are stored by Optuna, which is not installed: .*\[sweep\]") as told:
-        create_sweep(str(tmp_path), SETTINGS, True)
+        create_sweep(str(tmp_path / "s"), SETTINGS, True)
     assert told.value.exit_code == 2
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_sweep_that_could_not_be_written_leaves_no_folder(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, search="random", trials=3, spaces=[{"lora_rank": "4,8"}])
+    with pytest.raises(CpuftError, match="hardly any configuration is left after 2"):
+        create_sweep(str(tmp_path / "s"), settings, True)
+    assert not (tmp_path / "s").exists()
 
 
 def test_each_configuration_is_trained_with_all_seeds_and_counts_by_their_mean(tmp_path: Path) -> None:
