@@ -19,6 +19,7 @@ from cpuft.cli.sweep import list_options_for_resume
 from cpuft.errors import CpuftError
 from cpuft.schedulers import SCHEDULERS, parse_job
 from cpuft.schedulers.base import JobLaunch, JobSweep, follow_job
+from cpuft.serialization import is_count
 from cpuft.sweep.search import format_assignment
 
 _COMMANDLINE, _DEFAULT_MAP = ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP
@@ -113,10 +114,10 @@ def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str
     )
     hosts, ppn = values["hosts_per_run"], values["ranks_per_host"]
     if values["resume"] and sees_files:
-        with suppress(CpuftError, ValueError):  # for a number of ranks that is none, in a journal that was edited
+        with suppress(CpuftError):
             settings = read_sweep(values["resume"]).settings
             recorded = dict(option.split("=", 1) for option in settings.options if "=" in option)
-            ppn = int(recorded.get("--ppn", 1))
+            ppn = int(text) if is_count(text := recorded.get("--ppn", "1")) else 1  # the journal was edited
             hosts = settings.hosts_per_run
     np = hosts * ppn
     return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], resume_options), "sweep"

@@ -154,7 +154,7 @@ def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
         drawn.set_ylim(bottom=0)
         drawn.set_xlim(left=0)
         drawn.legend()
-    else:
+    elif not panel.ticks:
         drawn.locator_params(axis="x", nbins=5)  # more labels of six digits would overlap
 
 

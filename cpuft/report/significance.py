@@ -25,7 +25,9 @@ def find_quantile(freedom: int) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of two or more values."""
+    """Return the standard error of the mean of two or more values; NaN if one of them is NaN or infinite."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
     return statistics.stdev(values) / math.sqrt(len(values))
 
 

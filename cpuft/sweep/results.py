@@ -166,7 +166,9 @@ def write_sweep_page(sweep: Sweep, path: Path) -> Path:
     """Write the results of a sweep as an HTML page to `path`, and return `path`. An older page there is replaced."""
     results = list_results(sweep)
     if not results:
-        raise CpuftError(f"no run of {sweep.folder} has reported a metric: wait until one has ended")
+        failed = len(sweep.list_runs(FAILED))
+        state = f"{counted(failed, 'run')} failed: see their logs" if failed else "wait until one has ended"
+        raise CpuftError(f"no run of {sweep.folder} has reported a metric: {state}")
     return render_page(path, lambda: _describe_page(sweep, results))
 
 

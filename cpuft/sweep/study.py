@@ -8,6 +8,7 @@ import math
 import os
 import re
 import statistics
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,6 +31,7 @@ _STUDY, _SETTINGS, _RUNS, _PRUNED = "sweep", "settings", "runs", "pruned"
 """Name of the study, an attribute of the study, and two of its trials. Attempts at run 3 are the attribute run-3."""
 NOT_STORED = ("mpirun", "ssh_config", "run_dir", "only_hosts")
 """Options of LaunchConfig that are not in a sweep's file, so that no program is started because a file names it."""
+_STATUS_SECONDS = 2.0
 _FOLDER = re.compile(r"run-[0-9]{1,9}(-attempt-[0-9]{1,9})?")
 DONE, FAILED, LOST, STOPPED, PRUNED = "done", "failed", "lost", "stopped", "pruned"
 """How an attempt at a run ended: with a metric; by an error of its own; because a host was lost, or before its first
@@ -410,6 +412,9 @@ def read_sweep(folder: str) -> Sweep:
 def open_sweep(folder: str) -> Iterator[Sweep]:
     """Open the sweep in a folder to work on it inside the `with` block, where no other process on any host does."""
     read_sweep(folder)
+    end = time.monotonic() + _STATUS_SECONDS
+    while is_active(folder) and time.monotonic() < end:  # `cpuft sweep status` has the lock for a moment
+        time.sleep(0.1)
     with _lock(folder, "r+b") as file:
         # After the lock, because the former owner may have added lines until then.
         file.truncate(_find_end(file.read()))
