@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, escape_controls
 
 _READER_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
 """Errors of a write when the reader of a pipe, a terminal or a socket is gone, so that nobody misses the output."""
@@ -113,9 +113,9 @@ def format_table(
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+        table.add_column(escape_controls(column, kept="\n"), justify="left" if index < left else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape_controls, row))  # a record or a journal may hold anything
     file = io.StringIO()
     # Wide enough for any number of columns: a log has no width, and a terminal wraps by itself. With FORCE_COLOR and
     # TERM=dumb, rich would use 80 columns whatever the width is.
@@ -123,9 +123,11 @@ def format_table(
     console = Console(file=file, width=width, color_system=None, legacy_windows=False, force_terminal=False)
     console.print(table, markup=False, highlight=False)
     for note in notes:
-        console.print(f"* {note}", markup=False, highlight=False, width=WIDTH)
+        console.print(f"* {escape_controls(note)}", markup=False, highlight=False, width=WIDTH)
     # The box begins with an empty line.
-    lines = ([title] if title else []) + file.getvalue().rstrip().splitlines()[0 if title else 1 :]
+    lines = ([escape_controls(title, kept="\n")] if title else []) + file.getvalue().rstrip().splitlines()[
+        0 if title else 1 :
+    ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

@@ -115,3 +115,10 @@ def test_a_terminal_that_rich_takes_for_small_cuts_nothing() -> None:
             patch.setenv(name, value)
         assert format_table(columns, [row]) == before
     assert before.count("a longer text") == 9
+
+
+def test_a_table_shows_no_control_characters_of_a_record() -> None:
+    shown = format_table(["acc\x1b[2J"], [["0.8\x07"]], title="acc\x1b[2J", notes=["run-1\x1b[0m"])
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "acc\\x1b[2J" in shown

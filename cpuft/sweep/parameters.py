@@ -57,7 +57,11 @@ class Parameters:
                 elif search == "tpe":
                     study.sampler = samplers.TPESampler(seed=drawn, constant_liar=True)
             trial = study.ask()
-            index, assignment = self._suggest(trial)
+            try:
+                index, assignment = self._suggest(trial)
+            except ValueError:  # BruteForceSampler cannot list the values of a range with fractions
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                break
             study.sampler = samplers.RandomSampler()  # because BruteForceSampler ends a study with its last trial
             if make_key(assignment) not in known:
                 seeds = self._spaces[index].get(SEED, Values()).texts

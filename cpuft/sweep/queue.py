@@ -186,7 +186,13 @@ class SweepQueue:
             if chosen := [*here, *others]:
                 self._start(chosen[0], place)
             elif self._has_more():
-                self._start(self.sweep.choose_next().runs[0], place)
+                try:
+                    chosen = self.sweep.choose_next().runs
+                except CpuftError:
+                    if self._active:  # the runs that train now end first
+                        return
+                    raise
+                self._start(chosen[0], place)
 
     def _is_still_ending(self, run: Run) -> bool:
         """Return whether a launch of an earlier session still works in the folder of a run."""

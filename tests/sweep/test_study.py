@@ -258,8 +258,11 @@ def test_without_optuna_the_message_says_how_to_install_it(tmp_path: Path, monke
     assert not (tmp_path / "s").exists()
 
 
-def test_a_sweep_that_could_not_be_written_leaves_no_folder(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, search="random", trials=3, spaces=[{"lora_rank": "4,8"}])
+@pytest.mark.parametrize(
+    "space", [{"lora_rank": "4,8"}, {"lora_rank": "4,8", "learning_rate": "1e-5..1.0001e-5"}], ids=["values", "range"]
+)
+def test_a_sweep_that_could_not_be_written_leaves_no_folder(space: dict[str, str], tmp_path: Path) -> None:
+    settings = replace(SETTINGS, search="random", trials=3, spaces=[space])
     with pytest.raises(CpuftError, match="hardly any configuration is left after 2"):
         create_sweep(str(tmp_path / "s"), settings, True)
     assert not (tmp_path / "s").exists()
