@@ -60,6 +60,7 @@ class Parameters:
             try:
                 index, assignment = self._suggest(trial)
             except ValueError:  # BruteForceSampler cannot list the values of a range with fractions
+                study.sampler = samplers.RandomSampler()
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
                 break
             study.sampler = samplers.RandomSampler()  # because BruteForceSampler ends a study with its last trial
