@@ -548,7 +548,7 @@ def test_a_signal_counts_more_than_what_is_found_while_the_ranks_are_ended(first
 
 def test_a_supervisor_does_not_wait_for_ever_for_an_earlier_one(tmp_path: Path) -> None:
     order = AttemptOrder(RunPlan(), str(tmp_path / "run"), make_state(), 0.0, "")
-    program = "from cpuft.launch import remote; remote._LOCK_SECONDS = 0.2; remote.main()"
+    program = "from cpuft.launch import attempt; attempt._LOCK_SECONDS = 0.2; attempt.main()"
     lock = open_locked(f"{order.run_dir}.lock")
     given = json.dumps(dataclasses.asdict(order))
     done = subprocess.run(
