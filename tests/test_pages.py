@@ -105,7 +105,7 @@ def simplify(text: str, folder: str = "/home/you") -> list[str]:
     text = re.sub(r"\b(none|int8|powersgd)\b(?= +\d)", "bf16", text)
     text = re.sub(r"-?\d[\d.,]*(e-?\d+)?%?|\binf\b", "0", text)
     lines = [" ".join(re.sub(r"[#─]+", "#", line).split()) for line in text.splitlines()]
-    lines = [line for line, _ in itertools.groupby(lines)]
+    lines = [line for line, _ in itertools.groupby(lines) if line]  # mpirun prints an empty line now and then
     # Lines that were left out between two that are alike, such as those of updates, are one line with them.
     places = [
         place for place in range(1, len(lines) - 1) if lines[place] == "..." and lines[place - 1] == lines[place + 1]

@@ -109,8 +109,6 @@ def plan_request(
     elif not run_dir:
         name = name_script(command) if command else train.task
         run_dir = _take_folder("", f"{name}-np{config.np}", locks)
-    if reason:
-        say(reason)
     paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
     hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
     note = LaunchNote(() if command else tuple(sorted(paths)), config.cluster, hostfile, ssh_config)
@@ -118,6 +116,8 @@ def plan_request(
     allowed = frozenset(paths) if resumed else None
     job = Job(config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed)
     plan = plan_run(job, cluster, run_dir, environ, resumed)
+    if reason:
+        say(reason)
     return PlannedLaunch(run_dir, cluster, plan, job, note=note)
 
 
