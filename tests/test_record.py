@@ -56,8 +56,8 @@ def test_a_line_cut_short_is_forgiven_wherever_it_was_cut() -> None:
     [
         ("", "has no header"),
         ("{}\n{}\n", "line 1 is not a line of a record"),
-        ('{"kind": "header", "format": 99}\n', "format 99, this version reads 1"),
-        ('{"kind": "header", "format": 1}\n', "line 1 is not a line of a record .it has no 'task'"),
+        ('{"kind": "header", "format": 99}\n', "format 99, this version reads 2"),
+        ('{"kind": "header", "format": 2}\n', "line 1 is not a line of a record .it has no 'task'"),
         ('{"kind": "step", "step": "1"}\n', "line 1 is not a line of a record .it has no 'loss'"),
         (
             '{"kind": "evaluation", "step": "1", "metrics": {}, "examples": 1, "seconds": 1}\n',
