@@ -263,7 +263,7 @@ def test_without_optuna_the_message_says_how_to_install_it(tmp_path: Path, monke
 )
 def test_a_sweep_that_could_not_be_written_leaves_no_folder(space: dict[str, str], tmp_path: Path) -> None:
     settings = replace(SETTINGS, search="random", trials=3, spaces=[space])
-    with pytest.raises(CpuftError, match="hardly any configuration is left after [12]"):
+    with pytest.raises(CpuftError, match=r"hardly any configuration is left after [12]"):
         create_sweep(str(tmp_path / "s"), settings, True)
     assert not (tmp_path / "s").exists()
 
