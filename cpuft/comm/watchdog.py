@@ -327,11 +327,12 @@ class CollectiveWatchdog:
             if tuple(where) == place
         }
 
-    def _request_progress(self, operation: Operation) -> None:
+    def _request_progress(self, operation: Operation, silent: Collection[int] = ()) -> None:
+        """Ask all ranks how far they are, and wait up to 2 s for those of the operation that are not `silent`."""
         asked = time.monotonic()
         if self._connection:
             self._connection.send({"ask": self._rank})
-        wanted = {*operation.ranks, self._rank}
+        wanted = {*operation.ranks, self._rank} - set(silent)
         while time.monotonic() - asked < _ANSWER_SECONDS and 0 not in self._gone:
             answered = {rank for rank, (when, _) in self._answers.items() if when >= asked}
             if wanted <= answered | set(self._gone):
@@ -363,6 +364,8 @@ class CollectiveWatchdog:
             return  # this rank is already ending, with a line of its own
         pending = min(self._register.list_pending(), key=lambda operation: operation.started, default=None)
         if pending:
+            # The other rank may have asked for another operation, and then not waited for the ranks of this one.
+            self._request_progress(pending, silent=[*message["missed"], *self._gave_up])
             missing = self._find_missing(pending)
             text = describe_failure(pending, self._rank, missing, time.monotonic(), self._find_calls(pending))
             _write_and_exit(text, missing, not self._gone)

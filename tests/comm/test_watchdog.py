@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
+from typing import Any, cast
 
 import pytest
 
@@ -124,6 +127,27 @@ def test_watchdogs_tell_each_other_their_sizes() -> None:
         answer = {"progress": register.copy_progress(), "recent": register.copy_recent()}
         watchdog._handle_message(json.loads(json.dumps({"answer": rank, **answer})))
     assert watchdog._find_calls(operation) == {0: ("all_reduce", 4000), 1: ("all_reduce", 4001)}
+
+
+def test_a_rank_that_ends_with_another_asks_for_its_own_operation_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 gave up an operation with rank 3 alone, so that nobody has told rank 1 yet how far the others are."""
+    register = OperationRegister()
+    register.begin("hosts", "mean", 0, (0, 1, 2, 3), 60.0)
+    watchdog = CollectiveWatchdog(register)
+    watchdog._rank = 1
+
+    class Hub:
+        def send(self, message: dict[str, Any]) -> None:
+            for rank in (0, 1, 2) if "ask" in message else ():
+                answer: dict[str, Any] = {"answer": rank, "progress": register.copy_progress(), "recent": []}
+                threading.Timer(0.1, watchdog._handle_message, [answer]).start()
+
+    watchdog._connection = cast(Any, Hub())
+    named: queue.Queue[object] = queue.Queue()
+    monkeypatch.setattr("cpuft.comm.watchdog._write_and_exit", lambda text, missing, is_hang: named.put(missing))
+    watchdog._handle_message({"gone": 3})
+    watchdog._handle_message({"end": 2, "why": "reduce #1", "missed": [3]})
+    assert named.get(timeout=10) == {3: "ended, or cut off"}
 
 
 def test_a_register_numbers_each_channel_and_counts_payload() -> None:
