@@ -46,6 +46,8 @@ _RELAY_BYTES = 64_000_000
 _RELAY_HOSTS = 3
 _RELAY_COPIES = 8
 """Fewest hosts that get the prepared examples as a tree, whose size is not known when the run is planned."""
+_SENT_AT_ONCE = 16
+"""Most hosts that get a small bundle at the same time: the logins of more keep this machine's cores from the others."""
 _NOTES = ".named"
 """Folder beside the registry of clusters with a note of what the user named when each run was started."""
 _MODEL = "model"
@@ -288,8 +290,8 @@ def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Plan to send every bundle to every host that needs it and is in `missing`, the answer of `gather_missing`. Each
-    bundle is a stage, with a step for each host or one for all, which send it on to each other (relay.py). Raises
+    """Plan to send every bundle to every host that needs it and is in `missing`, the answer of `gather_missing`. A step
+    is for one host, or for all, which send the bundle on to each other (relay.py). Raises
     CpuftError: a host lacks a bundle without sources.
     """
     stages: list[tuple[Step, ...]] = []
@@ -310,7 +312,8 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
             is_tree = len(hosts) >= _RELAY_HOSTS and bundle.nbytes * len(hosts) > _RELAY_BYTES
             whys = [f"send {names[0]} to {host} ({size})" for host in hosts]
             whys = [f"send {names[0]} to {len(hosts)} hosts ({size} each)"] if is_tree else whys
-            stages.append(_plan_copies(cluster, sys.executable, order, hosts, cluster.command_on, whys))
+            copies = _plan_copies(cluster, sys.executable, order, hosts, cluster.command_on, whys)
+            stages += (copies[n : n + _SENT_AT_ONCE] for n in range(0, len(copies), _SENT_AT_ONCE))
     return tuple(stages)
 
 

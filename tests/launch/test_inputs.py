@@ -517,6 +517,13 @@ def test_large_files_are_sent_to_many_hosts_as_a_tree(work: Path) -> None:
     assert len(plan_sending((bundle,), {name: missing[name] for name in ("n1", "n3")}, cluster)[0]) == 2
 
 
+def test_small_files_are_sent_to_16_hosts_at_a_time(work: Path) -> None:
+    cluster = make_cluster(40)
+    bundle = make_bundle((work / "model",), cluster.inputs)
+    stages = plan_sending((bundle,), {f"n{number}": {bundle.remote_folder} for number in range(1, 41)}, cluster)
+    assert [len(stage) for stage in stages] == [16, 16, 8]
+
+
 def test_prepared_examples_are_copied_to_many_hosts_as_a_tree() -> None:
     plan, cluster = RunPlan(prepare=((Step("prepare", ("prepare",), host="n1"),),)), make_cluster(10)
     _, (step,) = add_transfers(plan, (), {}, cluster, "/runs/run", prepared_hosts=("n3",)).prepare
