@@ -71,7 +71,7 @@ if seed == 2:
     sys.exit("step 1/3  loss nan\\ncpuft: error: the loss is nan: lower --learning-rate")
 if seed == 7 and "--resume" not in words:
     sys.exit(75)
-if any(folder.parent.glob("bad-" + options["only-hosts"])):
+if any(folder.parent.parent.glob("bad-" + options["only-hosts"])):
     sys.exit("cpuft: error: the disk is full")
 if "learning-rate" in options:
     journal = folder.parent / "sweep.jsonl"
@@ -181,8 +181,7 @@ def test_a_failed_run_is_tried_again_when_the_sweep_is_continued(launches: Launc
 
 
 def test_a_host_on_which_no_run_can_train_gets_no_more_runs(launches: Launches) -> None:
-    launches.folder.mkdir()
-    (launches.folder / "bad-node1").touch()
+    (launches.folder.parent / "bad-node1").touch()
     assert launches.run(seeds(1, 4, 5, 6)) == 0
     sweep = read_sweep(str(launches.folder))
     assert list_numbers(sweep, DONE) == [1, 2, 3, 4]
@@ -349,9 +348,9 @@ def test_the_run_of_a_lost_host_continues_elsewhere_from_its_copied_checkpoint(
 ) -> None:
     """Seed 2 fails, here because its host is lost."""
     places = lose_first_host(monkeypatch)
+    create(str(launches.folder), seeds(2), options=["--task=demo", "--data-dir=glue", "--epochs=1.0"])
     write_copy(launches, "run-1")
-    options = ["--task=demo", "--data-dir=glue", "--epochs=1.0"]
-    assert launches.run(seeds(2), places, options=options) == 0
+    assert launches.run((), places) == 0
     sweep = read_sweep(str(launches.folder))
     attempts = sweep.runs[0].attempts[:2]
     assert [(attempt.place, attempt.folder) for attempt in attempts] == [("node1", "run-1"), ("node2", "run-1")]
@@ -368,10 +367,11 @@ def test_without_a_whole_copy_the_run_of_a_lost_host_starts_from_the_beginning(
     is_there: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places, problem = lose_first_host(monkeypatch), "no checkpoint had been copied yet"
+    create(str(launches.folder), seeds(2))
     if is_there:
         (write_copy(launches, "run-1") / "state.safetensors").write_bytes(b"wiights")
         problem = "the copy of its checkpoint of update 12 is damaged (state.safetensors is damaged)"
-    assert launches.run(seeds(2), places) == 1
+    assert launches.run((), places) == 1
     sweep = read_sweep(str(launches.folder))
     assert [attempt.folder for attempt in sweep.runs[0].attempts[:2]] == ["run-1", "run-1-attempt-2"]
     assert f"it starts again from the beginning on another host, because {problem}" in "".join(launches.said)
