@@ -92,9 +92,9 @@ def _check_count(config: SweepConfig, spaces: Sequence[Space]) -> None:
     else:
         if not config.trials:
             raise CpuftError(f"--search {config.search} needs --trials, the number of configurations: add --trials 20")
-        if (known := count_configurations(spaces)) < config.trials:
+        if (known := count_configurations(spaces, config.trials)) < config.trials:
             raise CpuftError(
-                f"the values allow {known:.0f} configurations, fewer than --trials {config.trials}: give a range such "
+                f"the values allow {known} configurations, fewer than --trials {config.trials}: give a range such "
                 "as --learning-rate 1e-5..1e-3, more values, or leave out --search and --trials, to train all of them"
             )
         count = config.trials * max(len(one[SEED].texts) if SEED in one else 1 for one in spaces)

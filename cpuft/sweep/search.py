@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -131,7 +131,6 @@ def read_conditions(path: str) -> list[Space]:
 
 def plan_grid(spaces: Sequence[Space]) -> list[Assignment]:
     """Return all combinations of the values of each space, without repetitions. The last option changes fastest."""
-    found: dict[tuple[tuple[str, str], ...], None] = {}
     for space in spaces:
         for name, values in space.items():
             if not values.texts:
@@ -139,9 +138,16 @@ def plan_grid(spaces: Sequence[Space]) -> list[Assignment]:
                     f"{format_flag(name)} {values.low:g}{_RANGE}{values.high:g} is a range of numbers with fractions, "
                     "which has no grid: give a list, or --search random with --trials"
                 )
+    found: dict[frozenset[tuple[str, str]], Assignment] = {}
+    for one in _combine(spaces):
+        found.setdefault(frozenset(one.items()), one)
+    return [*found.values()]
+
+
+def _combine(spaces: Sequence[Space]) -> Iterator[Assignment]:
+    for space in spaces:
         for texts in itertools.product(*(values.texts for values in space.values())):
-            found[tuple(zip(space, texts, strict=True))] = None
-    return [dict(one) for one in found]
+            yield dict(zip(space, texts, strict=True))
 
 
 def count_grid(spaces: Sequence[Space]) -> int:
@@ -181,11 +187,16 @@ def format_values(name: str, values: Values) -> str:
     return f"{values.texts[0]}{_RANGE}{values.texts[-1]}" if is_range else ",".join(values.texts)
 
 
-def count_configurations(spaces: Sequence[Space]) -> float:
-    """Return the number of configurations of all spaces, without their seeds; infinity if there is a range."""
-    return sum(
-        math.prod(len(values.texts) or math.inf for name, values in space.items() if name != SEED) for space in spaces
-    )
+def count_configurations(spaces: Sequence[Space], most: int) -> int:
+    """Return the number of different configurations of all spaces, without their seeds, but not more than `most`."""
+    if not all(values.texts for space in spaces for values in space.values()):
+        return most
+    found = set[Key]()
+    for one in _combine([{name: values for name, values in space.items() if name != SEED} for space in spaces]):
+        found.add(make_key(one))
+        if len(found) == most:
+            break
+    return len(found)
 
 
 def sample_configurations(spaces: Sequence[Space]) -> list[Assignment]:

@@ -159,8 +159,15 @@ def test_values_are_written_as_the_command_line_takes_them(name: str, text: str,
 
 def test_configurations_are_counted_without_their_seeds() -> None:
     space = {"lora_rank": Values(("4", "8")), "epochs": Values(("1", "2", "3")), "seed": Values(("1", "2"))}
-    assert count_configurations([space, {"lora_rank": Values(("0",))}]) == 7
-    assert count_configurations([space | {"learning_rate": Values(low=1e-5, high=1e-3)}]) == float("inf")
+    assert count_configurations([space, {"lora_rank": Values(("0",))}], 9) == 7
+    assert count_configurations([space], 4) == 4
+    assert count_configurations([space | {"learning_rate": Values(low=1e-5, high=1e-3)}], 10**6) == 10**6
+
+
+def test_configurations_of_overlapping_alternatives_are_there_once() -> None:
+    ranks, epochs = Values(("4", "8")), Values(("1", "2"))
+    spaces = [{"lora_rank": ranks, "epochs": epochs}, {"epochs": epochs, "lora_rank": Values(("8", "16"))}]
+    assert count_configurations(spaces, 99) == len(plan_grid(spaces)) == 6
 
 
 def test_configurations_that_are_checked_have_the_ends_of_ranges() -> None:
