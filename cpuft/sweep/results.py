@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -216,10 +217,14 @@ def _draw_options(sweep: Sweep, results: Sequence[Result]) -> list[tuple[str, st
                 others = describe_values({key: text for key, text in one.values.items() if key != name})
                 error = 0.0 if math.isnan(one.standard_error) else one.standard_error
                 groups.setdefault(others, []).append((places[one.values[name]], one.mean, error))
+        curves = {others: sorted(points) for others, points in groups.items()}
+        if len(curves) > COLOURS:  # they are drawn as one with gaps, because thousands take minutes
+            gaps = ((*points, (points[0][0], math.nan, 0.0)) for points in curves.values())
+            curves = {"": [*itertools.chain.from_iterable(gaps)]}
         lines = list[Line]()
-        for others, points in groups.items():
-            x, y, off = (list(column) for column in zip(*sorted(points), strict=True))
-            lines.append(Line(others, x, y, off, colour=len(lines) if len(groups) <= COLOURS else 0))
+        for others, points in curves.items():
+            x, y, off = (list(column) for column in zip(*points, strict=True))
+            lines.append(Line(others, x, y, off, colour=len(lines)))
         flag = format_flag(name)[2:]
         caption = f"Mean {sweep.metric} over {flag}, with standard errors"
         caption += "; a line connects what differs in nothing else." if len(results) > len(groups) else "."

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.report.plots import Line
+from cpuft.sweep import results
 from cpuft.sweep.results import (
     choose_metric,
     describe_best,
@@ -179,3 +181,16 @@ def test_the_plots_of_a_page_name_the_values_of_their_options(tmp_path: Path) ->
         make([0.5] * 12, [{"learning_rate": one} for one in rates]), tmp_path / "b.html"
     ).read_text()
     assert [text in page for text in (">1e-5<", ">2e-5<", ">5e-5<", ">5e-4<", ">1e-3<")] == [True] * 4 + [False]
+
+
+def test_many_configurations_are_drawn_as_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn = list[Sequence[Line]]()
+    monkeypatch.setattr(
+        results, "draw_lines", lambda name, axes, lines, *more, **options: drawn.append(lines) or "<svg/>"
+    )
+    runs = [{"learning_rate": f"{number}e-6", "lora_rank": rank} for number in range(1, 31) for rank in ("4", "8")]
+    write_sweep_page(make([number / 100 for number in range(60)], runs), tmp_path / "a.html")
+    rates, (ranks,) = drawn
+    assert [len(line.x) for line in rates] == [30, 30]
+    # Each learning rate has two points, and a gap behind them.
+    assert (len(ranks.x), sum(map(math.isnan, ranks.y))) == (90, 30)
