@@ -15,7 +15,7 @@ from pathlib import Path
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.config.fields import format_flag
-from cpuft.errors import RESUMABLE, CpuftError, Interrupted, counted
+from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, Interrupted, counted
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.checkpoint_copies import check_copy
 from cpuft.launch.inputs import TRAINING_INPUTS
@@ -310,7 +310,7 @@ class SweepQueue:
         else:
             # Those that ended with the sweep say nothing about the run, and have no reason.
             number = 1 + sum(one.reason != "" for one in run.attempts)
-            if end.exit_code == RESUMABLE and number < _MOST_ATTEMPTS:
+            if end.exit_code in (RESUMABLE, IO_ERROR) and number < _MOST_ATTEMPTS:
                 end, told = replace(end, status=STOPPED), f"it will continue ({end.reason})"
             elif not has_trained and number < _MOST_ATTEMPTS and (active.is_resumed or number == 1):
                 # A host with a fault of its own would take one run after another, and each would fail.

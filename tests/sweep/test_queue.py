@@ -24,6 +24,7 @@ from cpuft.errors import CpuftError, Interrupted
 from cpuft.execute import Answer
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import LOGIN_REFUSED, TIMED_OUT, HostError, SshTransport
+from cpuft.launch.run_state import SAVING, write_state
 from cpuft.record import Line, format_line
 from cpuft.sweep import queue
 from cpuft.sweep.places import Place, find_lost_hosts
@@ -47,7 +48,7 @@ from cpuft.sweep.study import (
     read_sweep,
 )
 from cpuft.train.checkpoint.files import write_checkpoint
-from tests.records import make_record
+from tests.records import make_record, make_state
 
 LOST_NODE1 = {"node1": "does not answer"}
 PLACES = [Place("node1", ("--only-hosts=node1",)), Place("node2", ("--only-hosts=node2",))]
@@ -69,8 +70,8 @@ if seed == 3 and "--resume" not in words:
     time.sleep(600)
 if seed == 2:
     sys.exit("step 1/3  loss nan\\ncpuft: error: the loss is nan: lower --learning-rate")
-if seed == 7 and "--resume" not in words:
-    sys.exit(75)
+if seed in (7, 9) and "--resume" not in words:
+    sys.exit({7: 75, 9: 74}[seed])
 if any(folder.parent.parent.glob("bad-" + options["only-hosts"])):
     sys.exit("cpuft: error: the disk is full")
 if "learning-rate" in options:
@@ -189,8 +190,11 @@ def test_a_host_on_which_no_run_can_train_gets_no_more_runs(launches: Launches) 
     assert "it starts again, because it ended without an update (the disk is full)" in "".join(launches.said)
 
 
-def test_an_interruption_notice_is_no_failure(launches: Launches) -> None:
-    assert launches.run(seeds(7), PLACES[:1]) == 0
+@pytest.mark.parametrize("seed", [7, 9])
+def test_an_interruption_notice_and_results_that_were_not_fetched_are_no_failures(
+    seed: int, launches: Launches
+) -> None:
+    assert launches.run(seeds(seed), PLACES[:1]) == 0
     (run,) = read_sweep(str(launches.folder)).runs
     assert [attempt.folder for attempt in run.attempts] == ["run-1", "run-1"]
     assert "--resume" in launches.calls[1]
@@ -276,6 +280,19 @@ def test_a_run_that_had_finished_when_its_sweep_was_stopped_is_done(launches: La
         sweep.note(sweep.runs[0], replace(sweep.runs[0].attempts[0], status=STOPPED, metrics={}))
     assert launches.run() == 0
     assert len(launches.calls) == 1
+
+
+def test_a_finished_run_whose_results_were_being_fetched_is_not_done(launches: Launches) -> None:
+    """The sweep and its launch were killed, and the record had come."""
+    create(str(launches.folder), seeds(1))
+    with open_sweep(str(launches.folder)) as sweep:
+        sweep.note(sweep.runs[0], Attempt("node1", "run-1", time.time()))
+    (launches.folder / "run-1").mkdir()
+    (launches.folder / "run-1" / "record.jsonl").write_text((launches.folder.parent / "record").read_text())
+    write_state(str(launches.folder / "run-1"), make_state("node1", phase=SAVING))
+    assert launches.run() == 0
+    (call,) = launches.calls
+    assert call.endswith(f"--resume {launches.folder}/run-1")
 
 
 def test_a_run_continues_after_any_number_of_stops_of_its_sweep(launches: Launches) -> None:
