@@ -93,10 +93,8 @@ class SweepQueue:
         self._say, self._active = say, list[_ActiveRun]()
         self._pruner = MedianPruner(sweep) if sweep.settings.pruner != "none" else None
         self._host_share = find_host_share(places)
-        self._failed_before = {run for run in sweep.list_runs(FAILED) if not run.configuration.pruned}
+        self._failed_before = {*sweep.list_runs(FAILED)}
         """Runs that failed in an earlier session, and have not been started in this one."""
-        self._not_counted = {*sweep.list_runs(FAILED)}
-        """The same with those of pruned configurations, which are not started again."""
         self._checked = set[str]()
         """Names of places on whose hosts a run has trained, which need no short check of the doctor any more."""
         self._lost = list[Place]()
@@ -118,7 +116,7 @@ class SweepQueue:
             try:
                 for one in self.sweep.configurations:  # which may have ended when the sweep was killed
                     self._conclude(one)
-                while self._list_open() or self._active or self._has_more():
+                while self._active or self._has_more() or self._list_open():
                     if not self._places and not self._active and not self._wait_for_hosts():
                         raise _make_failure(
                             "no host of the sweep can be used any more: repair them, and continue with cpuft sweep "
@@ -164,9 +162,14 @@ class SweepQueue:
 
     def _list_open(self) -> list[Run]:
         """Return the runs that still have to be started, the longest first."""
-        skipped = {*self.sweep.list_runs(DONE, FAILED, PRUNED)} - self._failed_before
-        skipped |= {one.run for one in self._active}
-        return sorted((run for run in self.sweep.runs if run not in skipped), key=lambda run: -run.length)
+        active = {one.run for one in self._active}
+        found = (run for run in self.sweep.runs if run not in active and not self._has_ended(run))
+        return sorted(found, key=lambda run: -run.length)
+
+    def _has_ended(self, run: Run) -> bool:
+        """Return whether a run is not started again in this session."""
+        is_tried_again = run in self._failed_before and not run.configuration.pruned
+        return run.status in (DONE, FAILED, PRUNED) and not is_tried_again
 
     def _has_more(self) -> bool:
         return len(self.sweep.configurations) < self.sweep.settings.trials
@@ -216,7 +219,6 @@ class SweepQueue:
         folder, arguments, reason = plan_launch(self.sweep, run, place.name)
         is_resumed = "--resume" in arguments
         self._failed_before.discard(run)
-        self._not_counted.discard(run)
         command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
         command += arguments
         if place.hosts and not {"--copy-checkpoints", "--no-copy-checkpoints"}.intersection(self._options):
@@ -240,9 +242,9 @@ class SweepQueue:
         self._conclude(run.configuration)
 
     def _conclude(self, one: Configuration) -> None:
-        """Tell Optuna the result of a configuration if its runs have ended; those that are tried again have not."""
-        waiting = {*one.runs} & {*self._failed_before, *(active.run for active in self._active)}
-        if not one.is_told and not waiting and all(run.status in (DONE, FAILED, PRUNED) for run in one.runs):
+        """Tell Optuna the result of a configuration if its runs have ended."""
+        is_active = any(active.run.configuration is one for active in self._active)
+        if not one.is_told and not is_active and all(map(self._has_ended, one.runs)):
             if self._pruner:
                 self._pruner.finish(one)
             self.sweep.conclude(one)
@@ -258,7 +260,6 @@ class SweepQueue:
                     execute.stop_processes([active.process])
             elif reason := self._pruner.find_reason(active.run):
                 self.sweep.prune(one, reason)
-                self._failed_before -= {*one.runs}
                 for other in self._active:
                     if other.run.configuration is one:
                         other.pruned_at = time.monotonic()
@@ -372,7 +373,7 @@ class SweepQueue:
                 f"the runs do not report --metric {sweep.metric}: start a new sweep with one of "
                 f"{', '.join(end.metrics)}"
             )
-        failed = len({*sweep.list_runs(FAILED)} - self._not_counted)
+        failed = len({*sweep.list_runs(FAILED)} - self._failed_before)
         if end.status == FAILED and self._stop_after and failed >= self._stop_after:
             raise _make_failure(
                 f"{counted(failed, 'run')} failed, and --stop-after-failures is {self._stop_after}: correct the reason "
