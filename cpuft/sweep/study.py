@@ -326,16 +326,21 @@ def import_optuna() -> Any:
 class _Journal:
     """The lines of a sweep's file, which are a backend of Optuna's JournalStorage; without a path, there is no file.
 
-    No other process adds lines to the file, because `open_sweep` keeps it out. Optuna's own backend has locks that
-    stay behind when a process is killed, and its next start waits half a minute for them.
+    Optuna's own backend has locks that stay behind when a process is killed, and its next start waits half a minute
+    for them. `open_sweep` keeps other sweeps out.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        text = path.read_bytes() if path else b""
-        self._path, self.lines = path, text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
-        while self.lines and not _is_json(self.lines[-1]):
-            self.lines.pop()
-        self._size = sum(map(len, self.lines))
+        self._path, self.lines, self._size = path, list[bytes](), 0
+        self._add(path.read_bytes() if path else b"")
+
+    def _add(self, text: bytes) -> None:
+        """Take the lines of a text, without those at its end that were cut off or are damaged."""
+        lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+        while lines and not _is_json(lines[-1]):
+            lines.pop()
+        self.lines += lines
+        self._size += sum(map(len, lines))
 
     def read_logs(self, log_number_from: int) -> list[Any]:
         """Return the objects of the lines from this one on."""
@@ -343,16 +348,17 @@ class _Journal:
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Add lines, behind the last one that is whole."""
-        new = [json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs]
+        new = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
         if self._path:
-            with self._path.open("r+b") as file:
-                file.truncate(self._size)  # a kill or a full disk may have left a part of a line
+            with self._path.open("a+b") as file:
                 file.seek(self._size)
-                file.writelines(new)
+                self._add(file.read())  # such as the notes of a user of Optuna's dashboard
+                if file.tell() > self._size:  # a kill or a full disk has left a part of a line
+                    file.truncate(self._size)
+                file.write(new)
                 file.flush()
                 os.fsync(file.fileno())
-        self.lines += new
-        self._size += sum(map(len, new))
+        self._add(new)
 
 
 def _is_json(line: bytes) -> bool:

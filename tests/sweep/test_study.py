@@ -63,6 +63,18 @@ def test_optunas_own_programs_read_the_file(tmp_path: Path) -> None:
     assert study.best_value == 0.5
 
 
+def test_what_optunas_dashboard_adds_to_the_file_stays_there(tmp_path: Path) -> None:
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "s" / FILE_NAME))
+    with open_sweep(str(tmp_path / "s")) as sweep:
+        study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend))
+        study.set_user_attr("note", "mine")
+        begin(sweep, sweep.runs[0])
+        assert study.trials[0].state.name == "RUNNING"
+    again = read_sweep(str(tmp_path / "s"))
+    assert (again.study.user_attrs["note"], again.runs[0].status) == ("mine", RUNNING)
+
+
 def test_the_file_of_a_large_grid_is_small(tmp_path: Path) -> None:
     rates, kinds = [f"{rate}e-6" for rate in range(1, 101)], ("linear", "cosine")
     runs = [{"learning_rate": rate, "lr_schedule": kind} for rate in rates for kind in kinds]
@@ -95,6 +107,7 @@ def test_a_line_that_a_full_disk_has_cut_off_is_removed(tmp_path: Path, monkeypa
     sync = os.fsync
 
     def fail(number: int) -> None:
+        os.truncate(number, os.fstat(number).st_size - 9)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with open_sweep(str(tmp_path / "s")) as sweep:
