@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -129,8 +129,8 @@ def read_conditions(path: str) -> list[Space]:
     return spaces
 
 
-def plan_grid(spaces: Sequence[Space]) -> list[Assignment]:
-    """Return all combinations of the values of each space, without repetitions. The last option changes fastest."""
+def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[Assignment]:
+    """Return different combinations of the values of each space, the first `most`; the last option changes fastest."""
     for space in spaces:
         for name, values in space.items():
             if not values.texts:
@@ -139,15 +139,13 @@ def plan_grid(spaces: Sequence[Space]) -> list[Assignment]:
                     "which has no grid: give a list, or --search random with --trials"
                 )
     found: dict[frozenset[tuple[str, str]], Assignment] = {}
-    for one in _combine(spaces):
-        found.setdefault(frozenset(one.items()), one)
-    return [*found.values()]
-
-
-def _combine(spaces: Sequence[Space]) -> Iterator[Assignment]:
     for space in spaces:
         for texts in itertools.product(*(values.texts for values in space.values())):
-            yield dict(zip(space, texts, strict=True))
+            one = dict(zip(space, texts, strict=True))
+            found.setdefault(frozenset(one.items()), one)
+            if len(found) == most:
+                return [*found.values()]
+    return [*found.values()]
 
 
 def count_grid(spaces: Sequence[Space]) -> int:
@@ -189,14 +187,9 @@ def format_values(name: str, values: Values) -> str:
 
 def count_configurations(spaces: Sequence[Space], most: int) -> int:
     """Return the number of different configurations of all spaces, without their seeds, but not more than `most`."""
-    if not all(values.texts for space in spaces for values in space.values()):
-        return most
-    found = set[Key]()
-    for one in _combine([{name: values for name, values in space.items() if name != SEED} for space in spaces]):
-        found.add(make_key(one))
-        if len(found) == most:
-            break
-    return len(found)
+    own = [{name: values for name, values in space.items() if name != SEED} for space in spaces]
+    has_range = not all(values.texts for space in own for values in space.values())
+    return most if has_range else len(plan_grid(own, most))
 
 
 def sample_configurations(spaces: Sequence[Space]) -> list[Assignment]:
