@@ -39,6 +39,8 @@ class Values:
     """In the order in which they were given; empty for a range of numbers with fractions."""
     low: float = 0.0
     high: float = 0.0
+    text: str = dataclasses.field(default="", compare=False)
+    """All of them as the command line has them."""
 
 
 Space = dict[str, Values]
@@ -66,7 +68,7 @@ def parse_values(name: str, text: str) -> Values:
         if "," in text or kind is bool:
             raise CpuftError(f"{flag} cannot vary in a sweep: give it one value on the command line")
         parse_value(field, kind, text)
-        return Values((text,))
+        return Values((text,), text=text)
     if kind in (int, float) and _RANGE in text:
         return _parse_range(flag, field, kind, text)
     texts, values = tuple(part.strip() for part in text.split(",")), list[Any]()
@@ -77,7 +79,7 @@ def parse_values(name: str, text: str) -> Values:
         if value in values:
             raise CpuftError(f"{flag} {text[:60]!r} has {part!r:.60} twice: leave out one of them")
         values.append(value)
-    return Values(texts)
+    return Values(texts, text=text)
 
 
 def _parse_range(flag: str, field: dataclasses.Field[Any], kind: type, text: str) -> Values:
@@ -90,8 +92,8 @@ def _parse_range(flag: str, field: dataclasses.Field[Any], kind: type, text: str
     if kind is int:
         if high - low >= 10**6:
             raise CpuftError(f"{flag} {text[:60]!r} has more than a million numbers: give a shorter range")
-        return Values(tuple(map(str, range(low, high + 1))))
-    return Values(low=low, high=high)
+        return Values(tuple(map(str, range(low, high + 1))), text=text)
+    return Values(low=low, high=high, text=text)
 
 
 def read_conditions(path: str) -> list[Space]:
@@ -175,14 +177,6 @@ def is_whole_range(values: Values) -> bool:
     if len(texts) < 2 or not texts[0].lstrip("-").isdecimal():
         return False
     return texts == tuple(str(int(texts[0]) + number) for number in range(len(texts)))
-
-
-def format_values(name: str, values: Values) -> str:
-    """Return the values of an option as the command line takes them, the inverse of `parse_values`."""
-    if not values.texts:
-        return f"{values.low!r}{_RANGE}{values.high!r}"
-    is_range = _TYPES[name] is int and is_whole_range(values)
-    return f"{values.texts[0]}{_RANGE}{values.texts[-1]}" if is_range else ",".join(values.texts)
 
 
 def count_configurations(spaces: Sequence[Space], most: int) -> int:

@@ -17,7 +17,6 @@ from cpuft.sweep.search import (
     count_configurations,
     count_grid,
     estimate_length,
-    format_values,
     list_variable_options,
     parse_values,
     plan_grid,
@@ -138,23 +137,6 @@ def test_runs_that_train_on_more_examples_are_longer() -> None:
     ]
     assert lengths == sorted(lengths)
     assert estimate_length(TrainConfig(max_train_samples=100)) == 300
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "again"),
-    [
-        ("learning_rate", "1e-5, 3e-5", "1e-5,3e-5"),
-        ("learning_rate", "1e-5..1e-3", "1e-05..0.001"),
-        ("epochs", "1,2,3", "1,2,3"),
-        ("seed", "1,2,3", "1..3"),
-        ("seed", "7", "7"),
-        ("task", "mrpc,rte", "mrpc,rte"),
-    ],
-)
-def test_values_are_written_as_the_command_line_takes_them(name: str, text: str, again: str) -> None:
-    values = parse_values(name, text)
-    assert format_values(name, values) == again
-    assert parse_values(name, again) == values
 
 
 def test_configurations_are_counted_without_their_seeds() -> None:
