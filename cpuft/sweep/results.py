@@ -25,6 +25,8 @@ _MINIMIZED = ("perplexity", "loss", "eval_loss")
 """Beginnings of the names of metrics of which less is better."""
 _MOST_TICKS = 10
 """Most values of an option that each have a tick of their own in a plot."""
+_MOST_DECADES = 2.0
+"""A wider logarithmic axis has a tick for each power of ten alone, because more labels would overlap."""
 
 
 def is_larger_better(metric: str) -> bool:
@@ -212,7 +214,7 @@ def _draw_options(sweep: Sweep, results: Sequence[Result]) -> list[tuple[str, st
         if len(places) < 2:
             continue
         groups: dict[str, list[tuple[float, float, float]]] = {}
-        for one in results:
+        for one in sorted(results, key=lambda one: one.best_run.number):  # so that the legend is in the order of values
             if name in one.values:
                 others = describe_values({key: text for key, text in one.values.items() if key != name})
                 error = 0.0 if math.isnan(one.standard_error) else one.standard_error
@@ -249,7 +251,8 @@ def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]
     places = {text: math.log10(number) for text, number in numbers.items()}
     first, last = min(places.values()), max(places.values())
     powers = range(math.floor(first), math.ceil(last) + 1)
-    ticks = {power + math.log10(digit): f"{digit}e{power}" for power in powers for digit in (1, 2, 5)}
+    digits = (1, 2, 5) if last - first < _MOST_DECADES else (1,)
+    ticks = {power + math.log10(digit): f"{digit}e{power}" for power in powers for digit in digits}
     return places, {place: label for place, label in ticks.items() if first - 1e-9 <= place <= last + 1e-9}
 
 
