@@ -154,6 +154,7 @@ class Sweep:
         self._optuna, self.journal, self.folder = import_optuna(), journal, folder
         self._storage = self._optuna.storages.JournalStorage(journal)
         self.study = self._optuna.load_study(study_name=_STUDY, storage=self._storage)
+        self._study_id = self._storage.get_study_id_from_name(_STUDY)
         self.settings = load(SweepSettings, self.study.user_attrs[_SETTINGS])
         self.metric = self.settings.metric
         self.is_maximized = self.study.direction == self._optuna.study.StudyDirection.MAXIMIZE
@@ -231,14 +232,14 @@ class Sweep:
             told = {"params": params, "distributions": used}
             waiting, attributes = self._optuna.trial.TrialState.WAITING, {_RUNS: self._number(group)}
             self.study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=attributes, **told))
-            self._add_last_trial()
+            self._add(len(self.configurations))
 
     def choose_next(self) -> Configuration:
         """Let Optuna choose another configuration, and add it."""
         told, number = self.settings, len(self.configurations) + 1
         trial, runs = self._parameters.choose(self.study, told.search, told.search_seed, number, self._known)
         trial.set_user_attr(_RUNS, self._number(runs))
-        return self._add_last_trial()
+        return self._add(trial.number)
 
     def forget_proposals(self) -> None:
         """End trials that Optuna has begun, but whose runs were not stored before the sweep was killed."""
@@ -250,8 +251,14 @@ class Sweep:
     def _number(self, runs: Sequence[Assignment]) -> dict[str, Assignment]:
         return {str(number): values for number, values in enumerate(runs, start=len(self.runs) + 1)}
 
-    def _add_last_trial(self) -> Configuration:
-        one = self._read(self.study.get_trials(deepcopy=False)[-1])
+    def _find_trial(self, number: int) -> int:
+        """Return the identifier of the trial with this number in the storage."""
+        found: int = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
+        return found
+
+    def _add(self, trial: int) -> Configuration:
+        """Add the configuration of the trial with this number, which is new."""
+        one = self._read(self._storage.get_trial(self._find_trial(trial)))
         assert one is not None
         self.configurations.append(one)
         self.runs += one.runs
@@ -286,13 +293,12 @@ class Sweep:
         RetryFailedTrialCallback does.
         """
         states, create = self._optuna.trial.TrialState, self._optuna.trial.create_trial
-        trials = self.study.get_trials(deepcopy=False)
-        trial, study = trials[one.trial], self._storage.get_study_id_from_name(_STUDY)
+        trial = self._storage.get_trial(self._find_trial(one.trial))
         if trial.state.is_finished():
             told = {name: getattr(trial, name) for name in ("params", "distributions", "user_attrs")}
             self.study.add_trial(create(state=states.RUNNING, intermediate_values=trial.intermediate_values, **told))
-            one.trial, one.value, one.is_told = len(trials), None, False
-        found: int = self._storage.get_trial_id_from_study_id_trial_number(study, one.trial)
+            one.trial, one.value, one.is_told = self._storage.get_n_trials(self._study_id) - 1, None, False
+        found = self._find_trial(one.trial)
         if trial.state == states.WAITING:
             self._storage.set_trial_state_values(found, states.RUNNING)
         return found

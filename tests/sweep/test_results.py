@@ -192,9 +192,12 @@ def test_many_numbers_have_a_scale_whose_labels_do_not_overlap(powers: tuple[int
 
 def test_many_configurations_are_drawn_as_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn = list[Sequence[Line]]()
-    monkeypatch.setattr(
-        results, "draw_lines", lambda name, axes, lines, *more, **options: drawn.append(lines) or "<svg/>"
-    )
+
+    def keep(name: str, axes: tuple[str, str], lines: Sequence[Line], *more: object, **options: object) -> str:
+        drawn.append(lines)
+        return "<svg/>"
+
+    monkeypatch.setattr(results, "draw_lines", keep)
     runs = [{"learning_rate": f"{number}e-6", "lora_rank": rank} for number in range(1, 31) for rank in ("4", "8")]
     write_sweep_page(make([number / 100 for number in range(60)], runs), tmp_path / "a.html")
     rates, (ranks,) = drawn
