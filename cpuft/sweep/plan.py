@@ -22,7 +22,6 @@ from cpuft.sweep.search import (
     apply_assignment,
     check_assignments,
     count_configurations,
-    count_grid,
     format_assignment,
     list_variable_options,
     make_key,
@@ -87,7 +86,7 @@ def _check_count(config: SweepConfig, spaces: Sequence[Space]) -> None:
             raise CpuftError(
                 "--trials is for --search random and --search tpe: a grid has all combinations, so leave it out"
             )
-        count = count_grid(spaces)
+        count = len(plan_grid(spaces, _MOST_RUNS + 1))
     else:
         if not config.trials:
             raise CpuftError(f"--search {config.search} needs --trials, the number of configurations: add --trials 20")
@@ -99,8 +98,8 @@ def _check_count(config: SweepConfig, spaces: Sequence[Space]) -> None:
         count = config.trials * max(len(one[SEED].texts) if SEED in one else 1 for one in spaces)
     if count > _MOST_RUNS and not config.yes:
         raise CpuftError(
-            f"this sweep has {count:,} runs: give fewer values, --search random with --trials 50, or --yes if you "
-            "mean it"
+            f"this sweep has more than {_MOST_RUNS:,} runs: give fewer values, --search random with --trials 50, or "
+            "--yes if you mean it"
         )
 
 

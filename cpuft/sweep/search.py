@@ -150,11 +150,6 @@ def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[Assignmen
     return [*found.values()]
 
 
-def count_grid(spaces: Sequence[Space]) -> int:
-    """Return the number of combinations of all spaces, with repetitions, without making them."""
-    return sum(math.prod(len(values.texts) for values in space.values()) for space in spaces)
-
-
 def make_key(assignment: Assignment) -> Key:
     """Return the values of a configuration without its seed, in an order that depends on nothing else."""
     return tuple(sorted((name, text) for name, text in assignment.items() if name != SEED))
@@ -189,8 +184,9 @@ def count_configurations(spaces: Sequence[Space], most: int) -> int:
 def sample_configurations(spaces: Sequence[Space]) -> list[Assignment]:
     """Return combinations of ends of ranges and all values of lists, or 1,000 of them drawn at random."""
     ends = [{name: Values(_list_ends(values)) for name, values in space.items()} for space in spaces]
-    if count_grid(ends) <= _MOST_CHECKS:
-        return plan_grid(ends)
+    found = plan_grid(ends, _MOST_CHECKS + 1)
+    if len(found) <= _MOST_CHECKS:
+        return found
     generator = random.Random(0)
     drawn = (generator.choice(ends) for _ in range(_MOST_CHECKS))
     return [{name: generator.choice(values.texts) for name, values in one.items()} for one in drawn]

@@ -91,7 +91,7 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
         (("--train-file", "a,b", "--learning-rate", "1e-5,x"), "--learning-rate"),
         (("--seed", "3..1"), "--seed '3..1' is an empty range"),
         (("--learning-rate", "1e-5..1e-3"), "is a range of numbers with fractions, which has no grid"),
-        (("--seed", "1..20000"), "this sweep has 20,000 runs: give fewer values"),
+        (("--seed", "1..20000"), "this sweep has more than 10,000 runs: give fewer values"),
         (("--search", "random"), "--search random needs --trials"),
         (("--trials", "3"), "--trials is for --search random"),
         (("--search", "tpe", "--seed", "1,2"), "--search tpe needs --trials"),

@@ -15,7 +15,6 @@ from cpuft.sweep.search import (
     apply_assignment,
     check_assignments,
     count_configurations,
-    count_grid,
     estimate_length,
     list_variable_options,
     parse_values,
@@ -76,7 +75,6 @@ def test_a_grid_has_all_combinations_once() -> None:
         {"learning_rate": Values(("1e-5", "3e-5")), "seed": Values(("1", "2"))},
         {"learning_rate": Values(("3e-5",)), "seed": Values(("2", "3"))},
     ]
-    assert count_grid(spaces) == 6
     assert [tuple(one.values()) for one in plan_grid(spaces)] == [
         ("1e-5", "1"),
         ("1e-5", "2"),
