@@ -228,9 +228,10 @@ def _draw_options(sweep: Sweep, results: Sequence[Result]) -> list[tuple[str, st
             x, y, off = (list(column) for column in zip(*points, strict=True))
             lines.append(Line(others, x, y, off, colour=len(lines)))
         flag = format_flag(name)[2:]
-        caption = f"Mean {sweep.metric} over {flag}, with standard errors"
+        what, has_seeds = f"{sweep.metric} over {flag}", any(len(one.metrics) > 1 for one in results)
+        caption = f"Mean {what}, with standard errors" if has_seeds else what
         caption += "; a line connects what differs in nothing else." if len(results) > len(groups) else "."
-        figure = draw_lines(f"{sweep.metric} over {flag}", (flag, sweep.metric), lines, "o", ticks=ticks)
+        figure = draw_lines(what, (flag, sweep.metric), lines, "o", ticks=ticks)
         drawn.append((caption, figure))
     return drawn
 

@@ -161,6 +161,7 @@ def test_the_page_of_a_sweep_says_the_result_and_the_hosts(tmp_path: Path) -> No
     write_record(make_record(), tmp_path / "run-1")
     page = write_sweep_page(make(folder=str(tmp_path)), tmp_path / "report.html").read_text()
     assert page.count("<svg") == 1
+    assert "Mean accuracy over learning-rate, with standard errors; a line connects what" in page
     best = "Best accuracy: 0.8567 ± 0.0067 with learning-rate 3e-5. The best configuration is not distinguishable"
     assert page.count(f'<p class="verdict">{best}') == 1
     assert f"<td>{make_record().header.cpu_model}</td>" in page
@@ -170,6 +171,7 @@ def test_the_plots_of_a_page_name_the_values_of_their_options(tmp_path: Path) ->
     runs = [{"learning_rate": rate, "lr_schedule": kind} for rate in ("5e-5", "1e-4") for kind in ("linear", "cosine")]
     page = write_sweep_page(make(METRICS[:4], runs), tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2
+    assert "<figcaption>accuracy over learning-rate; a line connects what differs in nothing else." in page
     first, second = page.split("<svg")[1:]
     assert [text in first for text in (">5e-5<", ">1e-4<", ">learning-rate<", ">accuracy<")] == [True] * 4
     # Each line has a name.
