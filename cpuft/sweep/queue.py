@@ -191,10 +191,10 @@ class SweepQueue:
             elif self._has_more():
                 try:
                     chosen = self.sweep.choose_next().runs
-                except CpuftError:
+                except CpuftError as error:
                     if self._active:  # the runs that train now end first
                         return
-                    raise
+                    raise _make_failure(str(error)) from None
                 self._start(chosen[0], place)
 
     def _is_still_ending(self, run: Run) -> bool:
@@ -229,13 +229,11 @@ class SweepQueue:
         log = Path(self.sweep.folder, "logs", f"{folder}.log")
         log.parent.mkdir(exist_ok=True)
         log_bytes = log.stat().st_size if log.exists() else 0
-        settings = self.sweep.settings
         environ = os.environ | name_in_trackers(self.sweep, os.environ)
-        process = execute.start_with_log(command, environ, str(log), settings.working_folder or None)
+        process = execute.start_with_log(command, environ, str(log), self.sweep.settings.working_folder or None)
         self._active.append(_ActiveRun(run, place, process, time.monotonic(), is_resumed, log_bytes))
-        verb = "continues" if is_resumed else "starts"
-        total = self.sweep.total
-        self._say(f"run {run.number} of {total} {verb} on {place.name}{reason}: {describe_values(run.values)}")
+        begins = f"{'continues' if is_resumed else 'starts'} on {place.name}{reason}"
+        self._say(f"run {run.number} of {self.sweep.total} {begins}: {describe_values(run.values)}")
 
     def _note_end(self, run: Run, end: Attempt) -> None:
         self.sweep.note(run, end)

@@ -241,7 +241,10 @@ def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]
 
     Few values have the same distance from each other. Many numbers are on a scale, which is logarithmic if it is wide.
     """
-    numbers = {text: number for text in texts if (number := _read_number(text)) is not None}
+    numbers = dict[str, float]()
+    for text in texts:
+        with suppress(ValueError):
+            numbers[text] = float(text)
     if len(numbers) < len(texts) or len(texts) <= _MOST_TICKS:
         order = sorted(texts, key=lambda text: (numbers.get(text, math.inf), text))
         places = {text: float(place) for place, text in enumerate(order)}
@@ -255,13 +258,6 @@ def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]
     digits = (1, 2, 5) if last - first < _MOST_DECADES else (1,)
     ticks = {power + math.log10(digit): f"{digit}e{power}" for power in powers for digit in digits}
     return places, {place: label for place, label in ticks.items() if first - 1e-9 <= place <= last + 1e-9}
-
-
-def _read_number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _to_json(number: float) -> float | None:

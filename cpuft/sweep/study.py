@@ -253,8 +253,7 @@ class Sweep:
 
     def _find_trial(self, number: int) -> int:
         """Return the identifier of the trial with this number in the storage."""
-        found: int = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
-        return found
+        return int(self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number))
 
     def _add(self, trial: int) -> Configuration:
         """Add the configuration of the trial with this number, which is new."""

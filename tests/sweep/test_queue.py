@@ -85,6 +85,7 @@ if "learning-rate" in options:
             time.sleep(0.02)
         time.sleep(0.5)  # until the sweep has decided
     print("evaluating on 4 examples\\nevaluation after update 30: accuracy 0.0000  f1 0.1", flush=True)
+time.sleep(float(options.get("epochs", 0)))
 with record.open("a") as file:
     file.write(lines[-1])
 if seed == 8:
@@ -478,6 +479,13 @@ def test_without_a_pruner_all_runs_train_to_their_end(launches: Launches) -> Non
     assert sorted(run.values["lora_rank"] for run in sweep.runs) == ["16", "16", "4", "4", "8", "8"]
     assert [one.value is not None for one in sweep.configurations] == [True, True, True]
     assert not any(one.curve for one in sweep.configurations)
+
+
+def test_a_sweep_whose_values_are_used_up_ends_after_its_runs(launches: Launches) -> None:
+    with pytest.raises(CpuftError, match="hardly any configuration is left after 2") as told:
+        launches.run(**RANKS | {"spaces": [{"epochs": "1,2"}], "seeds": 1})
+    assert told.value.exit_code == 1
+    assert list_numbers(read_sweep(str(launches.folder)), DONE) == [1, 2]
 
 
 def test_a_search_that_was_stopped_continues_with_its_runs_and_then_with_new_ones(launches: Launches) -> None:
