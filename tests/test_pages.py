@@ -19,7 +19,7 @@ from cpuft.files import cache_path
 from tests.provision.simulated import needs_root
 from tests.test_readme import TEXTS
 
-QUICKER = {"--task pairs": " --max-steps 4"}
+QUICKER = {"--task pairs": " --max-steps 4", "cpuft sweep --task": " --max-steps 4"}
 """What is added to a command that has these words, so that it ends sooner; the lines stay the same."""
 
 

@@ -102,7 +102,7 @@ def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
 
 def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str]:
     """Return (the sweep, "sweep") after its own parser has accepted it."""
-    from cpuft.sweep.study import read_sweep
+    from cpuft.sweep.study import import_optuna, read_sweep
 
     context = _parse("sweep", argv[1:])
     values = context.params
@@ -113,12 +113,13 @@ def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str
         format_assignment({name: values[name] for name in list_options_for_resume() if name in given})
     )
     hosts, ppn = values["hosts_per_run"], values["ranks_per_host"]
+    if sees_files:
+        import_optuna()  # without it, the job would end when it has waited in the queue
     if values["resume"] and sees_files:
-        with suppress(CpuftError):
-            settings = read_sweep(values["resume"]).settings
-            recorded = dict(option.split("=", 1) for option in settings.options if "=" in option)
-            ppn = int(text) if is_count(text := recorded.get("--ppn", "1")) else 1  # the journal was edited
-            hosts = settings.hosts_per_run
+        settings = read_sweep(values["resume"]).settings
+        recorded = dict(option.split("=", 1) for option in settings.options if "=" in option)
+        ppn = int(text) if is_count(text := recorded.get("--ppn", "1")) else 1  # the journal was edited
+        hosts = settings.hosts_per_run
     np = hosts * ppn
     return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], resume_options), "sweep"
 

@@ -90,7 +90,6 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
 
 
 def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
-    from cpuft.launch.active_runs import lock_run
     from cpuft.launch.run_folder import choose_run_dir
     from cpuft.sweep.parallel import parse_parallel
     from cpuft.sweep.places import find_host_share
@@ -125,8 +124,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         host_share=find_host_share(places),
         measurement=measurement,
     )
-    with lock_run(folder):
-        create_sweep(folder, settings, is_maximized, runs)
+    create_sweep(folder, settings, is_maximized, runs)
     _carry_out(folder, config, options, places)
 
 
@@ -153,8 +151,7 @@ def _resume(config: SweepConfig, dry_run: bool) -> None:
     names = {option.partition("=")[0] for option in given}
     # Hosts that are given now replace those of the sweep.
     names |= {"--cluster", "--hostfile"} if names & {"--cluster", "--hostfile"} else set()
-    stored = [_make_path_absolute(option, settings.working_folder) for option in settings.launch]
-    options = [option for option in stored if option.partition("=")[0] not in names] + given
+    options = [option for option in settings.launch if option.partition("=")[0] not in names] + given
     parallel = parse_parallel(config.parallel)
     if parallel is None and not settings.measurement:
         raise CpuftError(
@@ -191,13 +188,13 @@ def _list_launch_options() -> list[str]:
     own = [name for name in option_names(LaunchConfig) if name != "run_dir"]
     context, given = click.get_current_context(), given_options()
     values = {name: context.params[name] for name in own if name in given}
-    return [_make_path_absolute(option, os.getcwd()) for option in format_assignment(values)]
+    return [_make_path_absolute(option) for option in format_assignment(values)]
 
 
-def _make_path_absolute(option: str, folder: str) -> str:
+def _make_path_absolute(option: str) -> str:
     """Return an option of a launch such as "--hostfile=hosts" with an absolute path, if it is one of this machine."""
     flag, _, path = option.partition("=")
-    absolute = os.path.abspath(os.path.join(folder, path))
+    absolute = os.path.abspath(path)
     # --mpirun may be a name that is looked up on PATH, or a path on another host.
     is_mpirun = flag == "--mpirun" and "/" in path and os.path.exists(absolute)
     return f"{flag}={absolute}" if path and (flag in ("--hostfile", "--ssh-config") or is_mpirun) else option

@@ -68,12 +68,10 @@ class Parameters:
                 seeds = self._spaces[index].get(SEED, Values()).texts
                 return trial, [assignment | {SEED: one} for one in seeds] or [assignment]
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        error = CpuftError(
+        raise CpuftError(
             f"hardly any configuration is left after {number - 1}: see the results with cpuft report, or start a sweep "
             "with other values or fewer --trials"
         )
-        error.exit_code = 1
-        raise error
 
     def _suggest(self, trial: Any) -> tuple[int, Assignment]:
         """Return (index of a space, values of its options without the seed) that Optuna suggests for a trial."""

@@ -22,9 +22,7 @@ from cpuft.sweep.search import (
     apply_assignment,
     check_assignments,
     count_configurations,
-    count_grid,
     format_assignment,
-    format_values,
     list_variable_options,
     make_key,
     parse_values,
@@ -74,7 +72,7 @@ def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSett
             search_seed=config.search_seed,
             pruner=_choose_pruner(config, configs),
             seeds=max(len(one[SEED].texts) if SEED in one else 1 for one in spaces),
-            spaces=[{name: format_values(name, values) for name, values in one.items()} for one in spaces],
+            spaces=[{name: values.text for name, values in one.items()} for one in spaces],
         ),
         is_maximized,
         runs,
@@ -88,20 +86,20 @@ def _check_count(config: SweepConfig, spaces: Sequence[Space]) -> None:
             raise CpuftError(
                 "--trials is for --search random and --search tpe: a grid has all combinations, so leave it out"
             )
-        count = count_grid(spaces)
+        count = len(plan_grid(spaces, _MOST_RUNS + 1))
     else:
         if not config.trials:
             raise CpuftError(f"--search {config.search} needs --trials, the number of configurations: add --trials 20")
-        if (known := count_configurations(spaces)) < config.trials:
+        if (known := count_configurations(spaces, config.trials)) < config.trials:
             raise CpuftError(
-                f"the values allow {known:.0f} configurations, fewer than --trials {config.trials}: give a range such "
+                f"the values allow {known} configurations, fewer than --trials {config.trials}: give a range such "
                 "as --learning-rate 1e-5..1e-3, more values, or leave out --search and --trials, to train all of them"
             )
         count = config.trials * max(len(one[SEED].texts) if SEED in one else 1 for one in spaces)
     if count > _MOST_RUNS and not config.yes:
         raise CpuftError(
-            f"this sweep has {count:,} runs: give fewer values, --search random with --trials 50, or --yes if you "
-            "mean it"
+            f"this sweep has more than {_MOST_RUNS:,} runs: give fewer values, --search random with --trials 50, or "
+            "--yes if you mean it"
         )
 
 

@@ -74,8 +74,10 @@ class MedianPruner:
         self._store(one, self._average(one))
 
     def _store(self, one: Configuration, curve: Sequence[tuple[int, float]]) -> None:
-        for update, value in curve[len(one.curve) :]:
-            self._sweep.note_evaluation(one, update, value)
+        for update, value in curve:
+            # An attempt that began anew replaces what an earlier one has reached. NaN differs from itself.
+            if repr(one.curve.get(update)) != repr(value):
+                self._sweep.note_evaluation(one, update, value)
 
     def _average(self, one: Configuration) -> list[tuple[int, float]]:
         """Return (number of updates, mean of the metric over the runs that have got so far) at each evaluation."""

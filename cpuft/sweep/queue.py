@@ -15,7 +15,7 @@ from pathlib import Path
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.config.fields import format_flag
-from cpuft.errors import RESUMABLE, CpuftError, Interrupted, counted
+from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, Interrupted, counted
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.checkpoint_copies import check_copy
 from cpuft.launch.inputs import TRAINING_INPUTS
@@ -93,10 +93,8 @@ class SweepQueue:
         self._say, self._active = say, list[_ActiveRun]()
         self._pruner = MedianPruner(sweep) if sweep.settings.pruner != "none" else None
         self._host_share = find_host_share(places)
-        self._failed_before = {run for run in sweep.list_runs(FAILED) if not run.configuration.pruned}
+        self._failed_before = {*sweep.list_runs(FAILED)}
         """Runs that failed in an earlier session, and have not been started in this one."""
-        self._not_counted = {*sweep.list_runs(FAILED)}
-        """The same with those of pruned configurations, which are not started again."""
         self._checked = set[str]()
         """Names of places on whose hosts a run has trained, which need no short check of the doctor any more."""
         self._lost = list[Place]()
@@ -118,7 +116,7 @@ class SweepQueue:
             try:
                 for one in self.sweep.configurations:  # which may have ended when the sweep was killed
                     self._conclude(one)
-                while self._list_open() or self._active or self._has_more():
+                while self._active or self._has_more() or self._list_open():
                     if not self._places and not self._active and not self._wait_for_hosts():
                         raise _make_failure(
                             "no host of the sweep can be used any more: repair them, and continue with cpuft sweep "
@@ -164,9 +162,14 @@ class SweepQueue:
 
     def _list_open(self) -> list[Run]:
         """Return the runs that still have to be started, the longest first."""
-        skipped = {*self.sweep.list_runs(DONE, FAILED, PRUNED)} - self._failed_before
-        skipped |= {one.run for one in self._active}
-        return sorted((run for run in self.sweep.runs if run not in skipped), key=lambda run: -run.length)
+        active = {one.run for one in self._active}
+        found = (run for run in self.sweep.runs if run not in active and not self._has_ended(run))
+        return sorted(found, key=lambda run: -run.length)
+
+    def _has_ended(self, run: Run) -> bool:
+        """Return whether a run is not started again in this session."""
+        is_tried_again = run in self._failed_before and not run.configuration.pruned
+        return run.status in (DONE, FAILED, PRUNED) and not is_tried_again
 
     def _has_more(self) -> bool:
         return len(self.sweep.configurations) < self.sweep.settings.trials
@@ -188,10 +191,10 @@ class SweepQueue:
             elif self._has_more():
                 try:
                     chosen = self.sweep.choose_next().runs
-                except CpuftError:
+                except CpuftError as error:
                     if self._active:  # the runs that train now end first
                         return
-                    raise
+                    raise _make_failure(str(error)) from None
                 self._start(chosen[0], place)
 
     def _is_still_ending(self, run: Run) -> bool:
@@ -216,7 +219,6 @@ class SweepQueue:
         folder, arguments, reason = plan_launch(self.sweep, run, place.name)
         is_resumed = "--resume" in arguments
         self._failed_before.discard(run)
-        self._not_counted.discard(run)
         command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
         command += arguments
         if place.hosts and not {"--copy-checkpoints", "--no-copy-checkpoints"}.intersection(self._options):
@@ -227,22 +229,20 @@ class SweepQueue:
         log = Path(self.sweep.folder, "logs", f"{folder}.log")
         log.parent.mkdir(exist_ok=True)
         log_bytes = log.stat().st_size if log.exists() else 0
-        settings = self.sweep.settings
         environ = os.environ | name_in_trackers(self.sweep, os.environ)
-        process = execute.start_with_log(command, environ, str(log), settings.working_folder or None)
+        process = execute.start_with_log(command, environ, str(log), self.sweep.settings.working_folder or None)
         self._active.append(_ActiveRun(run, place, process, time.monotonic(), is_resumed, log_bytes))
-        verb = "continues" if is_resumed else "starts"
-        total = self.sweep.total
-        self._say(f"run {run.number} of {total} {verb} on {place.name}{reason}: {describe_values(run.values)}")
+        begins = f"{'continues' if is_resumed else 'starts'} on {place.name}{reason}"
+        self._say(f"run {run.number} of {self.sweep.total} {begins}: {describe_values(run.values)}")
 
     def _note_end(self, run: Run, end: Attempt) -> None:
         self.sweep.note(run, end)
         self._conclude(run.configuration)
 
     def _conclude(self, one: Configuration) -> None:
-        """Tell Optuna the result of a configuration if its runs have ended; those that are tried again have not."""
-        waiting = {*one.runs} & {*self._failed_before, *(active.run for active in self._active)}
-        if not one.is_told and not waiting and all(run.status in (DONE, FAILED, PRUNED) for run in one.runs):
+        """Tell Optuna the result of a configuration if its runs have ended."""
+        is_active = any(active.run.configuration is one for active in self._active)
+        if not one.is_told and not is_active and all(map(self._has_ended, one.runs)):
             if self._pruner:
                 self._pruner.finish(one)
             self.sweep.conclude(one)
@@ -258,7 +258,6 @@ class SweepQueue:
                     execute.stop_processes([active.process])
             elif reason := self._pruner.find_reason(active.run):
                 self.sweep.prune(one, reason)
-                self._failed_before -= {*one.runs}
                 for other in self._active:
                     if other.run.configuration is one:
                         other.pruned_at = time.monotonic()
@@ -310,7 +309,7 @@ class SweepQueue:
         else:
             # Those that ended with the sweep say nothing about the run, and have no reason.
             number = 1 + sum(one.reason != "" for one in run.attempts)
-            if end.exit_code == RESUMABLE and number < _MOST_ATTEMPTS:
+            if end.exit_code in (RESUMABLE, IO_ERROR) and number < _MOST_ATTEMPTS:
                 end, told = replace(end, status=STOPPED), f"it will continue ({end.reason})"
             elif not has_trained and number < _MOST_ATTEMPTS and (active.is_resumed or number == 1):
                 # A host with a fault of its own would take one run after another, and each would fail.
@@ -372,7 +371,7 @@ class SweepQueue:
                 f"the runs do not report --metric {sweep.metric}: start a new sweep with one of "
                 f"{', '.join(end.metrics)}"
             )
-        failed = len({*sweep.list_runs(FAILED)} - self._not_counted)
+        failed = len({*sweep.list_runs(FAILED)} - self._failed_before)
         if end.status == FAILED and self._stop_after and failed >= self._stop_after:
             raise _make_failure(
                 f"{counted(failed, 'run')} failed, and --stop-after-failures is {self._stop_after}: correct the reason "

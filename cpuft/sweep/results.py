@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ _MINIMIZED = ("perplexity", "loss", "eval_loss")
 """Beginnings of the names of metrics of which less is better."""
 _MOST_TICKS = 10
 """Most values of an option that each have a tick of their own in a plot."""
+_MOST_DECADES = 2.0
+"""A wider logarithmic axis has a tick for each power of ten alone, because more labels would overlap."""
 
 
 def is_larger_better(metric: str) -> bool:
@@ -211,19 +214,24 @@ def _draw_options(sweep: Sweep, results: Sequence[Result]) -> list[tuple[str, st
         if len(places) < 2:
             continue
         groups: dict[str, list[tuple[float, float, float]]] = {}
-        for one in results:
+        for one in sorted(results, key=lambda one: one.best_run.number):  # so that the legend is in the order of values
             if name in one.values:
                 others = describe_values({key: text for key, text in one.values.items() if key != name})
                 error = 0.0 if math.isnan(one.standard_error) else one.standard_error
                 groups.setdefault(others, []).append((places[one.values[name]], one.mean, error))
+        curves = {others: sorted(points) for others, points in groups.items()}
+        if len(curves) > COLOURS:  # they are drawn as one with gaps, because thousands take minutes
+            gaps = ((*points, (points[0][0], math.nan, 0.0)) for points in curves.values())
+            curves = {"": [*itertools.chain.from_iterable(gaps)]}
         lines = list[Line]()
-        for others, points in groups.items():
-            x, y, off = (list(column) for column in zip(*sorted(points), strict=True))
-            lines.append(Line(others, x, y, off, colour=len(lines) if len(groups) <= COLOURS else 0))
+        for others, points in curves.items():
+            x, y, off = (list(column) for column in zip(*points, strict=True))
+            lines.append(Line(others, x, y, off, colour=len(lines)))
         flag = format_flag(name)[2:]
-        caption = f"Mean {sweep.metric} over {flag}, with standard errors"
+        what, has_seeds = f"{sweep.metric} over {flag}", any(len(one.metrics) > 1 for one in results)
+        caption = f"Mean {what}, with standard errors" if has_seeds else what
         caption += "; a line connects what differs in nothing else." if len(results) > len(groups) else "."
-        figure = draw_lines(f"{sweep.metric} over {flag}", (flag, sweep.metric), lines, "o", ticks=ticks)
+        figure = draw_lines(what, (flag, sweep.metric), lines, "o", ticks=ticks)
         drawn.append((caption, figure))
     return drawn
 
@@ -233,7 +241,10 @@ def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]
 
     Few values have the same distance from each other. Many numbers are on a scale, which is logarithmic if it is wide.
     """
-    numbers = {text: number for text in texts if (number := _read_number(text)) is not None}
+    numbers = dict[str, float]()
+    for text in texts:
+        with suppress(ValueError):
+            numbers[text] = float(text)
     if len(numbers) < len(texts) or len(texts) <= _MOST_TICKS:
         order = sorted(texts, key=lambda text: (numbers.get(text, math.inf), text))
         places = {text: float(place) for place, text in enumerate(order)}
@@ -244,15 +255,9 @@ def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]
     places = {text: math.log10(number) for text, number in numbers.items()}
     first, last = min(places.values()), max(places.values())
     powers = range(math.floor(first), math.ceil(last) + 1)
-    ticks = {power + math.log10(digit): f"{digit}e{power}" for power in powers for digit in (1, 2, 5)}
+    digits = (1, 2, 5) if last - first < _MOST_DECADES else (1,)
+    ticks = {power + math.log10(digit): f"{digit}e{power}" for power in powers for digit in digits}
     return places, {place: label for place, label in ticks.items() if first - 1e-9 <= place <= last + 1e-9}
-
-
-def _read_number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _to_json(number: float) -> float | None:

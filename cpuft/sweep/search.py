@@ -39,6 +39,8 @@ class Values:
     """In the order in which they were given; empty for a range of numbers with fractions."""
     low: float = 0.0
     high: float = 0.0
+    text: str = dataclasses.field(default="", compare=False)
+    """All of them as the command line has them."""
 
 
 Space = dict[str, Values]
@@ -66,7 +68,7 @@ def parse_values(name: str, text: str) -> Values:
         if "," in text or kind is bool:
             raise CpuftError(f"{flag} cannot vary in a sweep: give it one value on the command line")
         parse_value(field, kind, text)
-        return Values((text,))
+        return Values((text,), text=text)
     if kind in (int, float) and _RANGE in text:
         return _parse_range(flag, field, kind, text)
     texts, values = tuple(part.strip() for part in text.split(",")), list[Any]()
@@ -77,7 +79,7 @@ def parse_values(name: str, text: str) -> Values:
         if value in values:
             raise CpuftError(f"{flag} {text[:60]!r} has {part!r:.60} twice: leave out one of them")
         values.append(value)
-    return Values(texts)
+    return Values(texts, text=text)
 
 
 def _parse_range(flag: str, field: dataclasses.Field[Any], kind: type, text: str) -> Values:
@@ -90,8 +92,8 @@ def _parse_range(flag: str, field: dataclasses.Field[Any], kind: type, text: str
     if kind is int:
         if high - low >= 10**6:
             raise CpuftError(f"{flag} {text[:60]!r} has more than a million numbers: give a shorter range")
-        return Values(tuple(map(str, range(low, high + 1))))
-    return Values(low=low, high=high)
+        return Values(tuple(map(str, range(low, high + 1))), text=text)
+    return Values(low=low, high=high, text=text)
 
 
 def read_conditions(path: str) -> list[Space]:
@@ -129,9 +131,8 @@ def read_conditions(path: str) -> list[Space]:
     return spaces
 
 
-def plan_grid(spaces: Sequence[Space]) -> list[Assignment]:
-    """Return all combinations of the values of each space, without repetitions. The last option changes fastest."""
-    found: dict[tuple[tuple[str, str], ...], None] = {}
+def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[Assignment]:
+    """Return different combinations of the values of each space, the first `most`; the last option changes fastest."""
     for space in spaces:
         for name, values in space.items():
             if not values.texts:
@@ -139,14 +140,14 @@ def plan_grid(spaces: Sequence[Space]) -> list[Assignment]:
                     f"{format_flag(name)} {values.low:g}{_RANGE}{values.high:g} is a range of numbers with fractions, "
                     "which has no grid: give a list, or --search random with --trials"
                 )
+    found: dict[frozenset[tuple[str, str]], Assignment] = {}
+    for space in spaces:
         for texts in itertools.product(*(values.texts for values in space.values())):
-            found[tuple(zip(space, texts, strict=True))] = None
-    return [dict(one) for one in found]
-
-
-def count_grid(spaces: Sequence[Space]) -> int:
-    """Return the number of combinations of all spaces, with repetitions, without making them."""
-    return sum(math.prod(len(values.texts) for values in space.values()) for space in spaces)
+            one = dict(zip(space, texts, strict=True))
+            found.setdefault(frozenset(one.items()), one)
+            if len(found) == most:
+                return [*found.values()]
+    return [*found.values()]
 
 
 def make_key(assignment: Assignment) -> Key:
@@ -173,26 +174,19 @@ def is_whole_range(values: Values) -> bool:
     return texts == tuple(str(int(texts[0]) + number) for number in range(len(texts)))
 
 
-def format_values(name: str, values: Values) -> str:
-    """Return the values of an option as the command line takes them, the inverse of `parse_values`."""
-    if not values.texts:
-        return f"{values.low!r}{_RANGE}{values.high!r}"
-    is_range = _TYPES[name] is int and is_whole_range(values)
-    return f"{values.texts[0]}{_RANGE}{values.texts[-1]}" if is_range else ",".join(values.texts)
-
-
-def count_configurations(spaces: Sequence[Space]) -> float:
-    """Return the number of configurations of all spaces, without their seeds; infinity if there is a range."""
-    return sum(
-        math.prod(len(values.texts) or math.inf for name, values in space.items() if name != SEED) for space in spaces
-    )
+def count_configurations(spaces: Sequence[Space], most: int) -> int:
+    """Return the number of different configurations of all spaces, without their seeds, but not more than `most`."""
+    own = [{name: values for name, values in space.items() if name != SEED} for space in spaces]
+    has_range = not all(values.texts for space in own for values in space.values())
+    return most if has_range else len(plan_grid(own, most))
 
 
 def sample_configurations(spaces: Sequence[Space]) -> list[Assignment]:
     """Return combinations of ends of ranges and all values of lists, or 1,000 of them drawn at random."""
     ends = [{name: Values(_list_ends(values)) for name, values in space.items()} for space in spaces]
-    if count_grid(ends) <= _MOST_CHECKS:
-        return plan_grid(ends)
+    found = plan_grid(ends, _MOST_CHECKS + 1)
+    if len(found) <= _MOST_CHECKS:
+        return found
     generator = random.Random(0)
     drawn = (generator.choice(ends) for _ in range(_MOST_CHECKS))
     return [{name: generator.choice(values.texts) for name, values in one.items()} for one in drawn]

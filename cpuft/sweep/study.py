@@ -9,9 +9,8 @@ import os
 import re
 import statistics
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.config.sweep import SWEEP_PRUNERS, SWEEP_SEARCHES
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, install_command
+from cpuft.files import write_text
 from cpuft.launch.active_runs import lock_run
 from cpuft.serialization import load
 from cpuft.sweep.parameters import Parameters, make_distributions
@@ -150,9 +150,11 @@ class Configuration:
 class Sweep:
     """What has happened in a sweep. What is added is stored at once."""
 
-    def __init__(self, storage: Any, folder: str) -> None:
-        self._optuna, self._storage, self.folder = import_optuna(), storage, folder
-        self.study = self._optuna.load_study(study_name=_STUDY, storage=storage)
+    def __init__(self, journal: _Journal, folder: str) -> None:
+        self._optuna, self.journal, self.folder = import_optuna(), journal, folder
+        self._storage = self._optuna.storages.JournalStorage(journal)
+        self.study = self._optuna.load_study(study_name=_STUDY, storage=self._storage)
+        self._study_id = self._storage.get_study_id_from_name(_STUDY)
         self.settings = load(SweepSettings, self.study.user_attrs[_SETTINGS])
         self.metric = self.settings.metric
         self.is_maximized = self.study.direction == self._optuna.study.StudyDirection.MAXIMIZE
@@ -171,8 +173,9 @@ class Sweep:
     def _read(self, trial: Any) -> Configuration | None:
         """Return the configuration of a trial; None if Optuna had chosen one that was there already."""
         told, states = trial.user_attrs, self._optuna.trial.TrialState
-        value = trial.value if trial.state == states.COMPLETE else None
-        pruned, curve = load(str, told.get(_PRUNED, "")), dict(trial.intermediate_values)
+        value = load(float, trial.value) if trial.state == states.COMPLETE else None
+        curve = {load(int, update): load(float, reached) for update, reached in trial.intermediate_values.items()}
+        pruned = load(str, told.get(_PRUNED, ""))
         one = Configuration(trial.number, [], pruned, curve, value, trial.state.is_finished())
         for number, values in load(dict[str, Assignment], told.get(_RUNS, {})).items():
             attempts = load(list[Attempt], told.get(f"run-{number}", []))
@@ -229,14 +232,14 @@ class Sweep:
             told = {"params": params, "distributions": used}
             waiting, attributes = self._optuna.trial.TrialState.WAITING, {_RUNS: self._number(group)}
             self.study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=attributes, **told))
-            self._add_last_trial()
+            self._add(len(self.configurations))
 
     def choose_next(self) -> Configuration:
         """Let Optuna choose another configuration, and add it."""
         told, number = self.settings, len(self.configurations) + 1
         trial, runs = self._parameters.choose(self.study, told.search, told.search_seed, number, self._known)
         trial.set_user_attr(_RUNS, self._number(runs))
-        return self._add_last_trial()
+        return self._add(trial.number)
 
     def forget_proposals(self) -> None:
         """End trials that Optuna has begun, but whose runs were not stored before the sweep was killed."""
@@ -248,8 +251,13 @@ class Sweep:
     def _number(self, runs: Sequence[Assignment]) -> dict[str, Assignment]:
         return {str(number): values for number, values in enumerate(runs, start=len(self.runs) + 1)}
 
-    def _add_last_trial(self) -> Configuration:
-        one = self._read(self.study.get_trials(deepcopy=False)[-1])
+    def _find_trial(self, number: int) -> int:
+        """Return the identifier of the trial with this number in the storage."""
+        return int(self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number))
+
+    def _add(self, trial: int) -> Configuration:
+        """Add the configuration of the trial with this number, which is new."""
+        one = self._read(self._storage.get_trial(self._find_trial(trial)))
         assert one is not None
         self.configurations.append(one)
         self.runs += one.runs
@@ -284,13 +292,12 @@ class Sweep:
         RetryFailedTrialCallback does.
         """
         states, create = self._optuna.trial.TrialState, self._optuna.trial.create_trial
-        trials = self.study.get_trials(deepcopy=False)
-        trial, study = trials[one.trial], self._storage.get_study_id_from_name(_STUDY)
+        trial = self._storage.get_trial(self._find_trial(one.trial))
         if trial.state.is_finished():
             told = {name: getattr(trial, name) for name in ("params", "distributions", "user_attrs")}
             self.study.add_trial(create(state=states.RUNNING, intermediate_values=trial.intermediate_values, **told))
-            one.trial, one.value, one.is_told = len(trials), None, False
-        found: int = self._storage.get_trial_id_from_study_id_trial_number(study, one.trial)
+            one.trial, one.value, one.is_told = self._storage.get_n_trials(self._study_id) - 1, None, False
+        found = self._find_trial(one.trial)
         if trial.state == states.WAITING:
             self._storage.set_trial_state_values(found, states.RUNNING)
         return found
@@ -321,71 +328,80 @@ def import_optuna() -> Any:
     return optuna
 
 
-class _NoLock:
-    """A lock of a journal that does nothing: `open_sweep` keeps other processes out for as long as a sweep works.
+class _Journal:
+    """The lines of a sweep's file, which are a backend of Optuna's JournalStorage; without a path, there is no file.
 
-    Optuna's own locks stay behind when a process is killed, and its next start waits half a minute for them.
+    Optuna's own backend has locks that stay behind when a process is killed, and its next start waits half a minute
+    for them. `open_sweep` keeps other sweeps out.
     """
 
-    def acquire(self) -> bool:
-        return True
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self.lines, self._size = path, list[bytes](), 0
+        self._add(path.read_bytes() if path else b"")
 
-    def release(self) -> None:
-        pass
+    def _add(self, text: bytes) -> None:
+        """Take the lines of a text, without those at its end that were cut off or are damaged."""
+        lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+        while lines and not _is_json(lines[-1]):
+            lines.pop()
+        self.lines += lines
+        self._size += sum(map(len, lines))
+
+    def read_logs(self, log_number_from: int) -> list[Any]:
+        """Return the objects of the lines from this one on."""
+        return [json.loads(line) for line in self.lines[log_number_from:]]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Add lines, behind the last one that is whole."""
+        new = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
+        if self._path:
+            with self._path.open("a+b") as file:
+                file.seek(self._size)
+                self._add(file.read())  # such as the notes of a user of Optuna's dashboard
+                if file.tell() > self._size:  # a kill or a full disk has left a part of a line
+                    file.truncate(self._size)
+                file.write(new)
+                file.flush()
+                os.fsync(file.fileno())
+        self._add(new)
 
 
-def _open_storage(path: Path) -> Any:
-    import_optuna()
-    from optuna.storages.journal import JournalFileBackend, JournalStorage
-
-    class Backend(JournalFileBackend):  # type: ignore[misc]
-        """A file whose last line is whole, also after a full disk has stored only a part of it."""
-
-        def append_logs(self, logs: list[dict[str, Any]]) -> None:
-            size = path.stat().st_size
-            try:
-                super().append_logs(logs)
-            except OSError:
-                os.truncate(path, size)
-                raise
-
-    return JournalStorage(Backend(str(path), _NoLock()))
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> Sweep:
     """Return a new sweep in memory, whose folder need not exist; `runs` are those of a grid."""
-    return _make(import_optuna().storages.InMemoryStorage(), folder, settings, is_maximized, runs)
+    optuna, journal, direction = import_optuna(), _Journal(), "maximize" if is_maximized else "minimize"
+    storage = optuna.storages.JournalStorage(journal)
+    study = optuna.create_study(storage=storage, study_name=_STUDY, direction=direction)
+    study.set_user_attr(_SETTINGS, asdict(settings))
+    sweep = Sweep(journal, folder)
+    sweep.plan_grid(runs)
+    while settings.search == "random" and len(sweep.configurations) < settings.trials:
+        sweep.choose_next()
+    return sweep
 
 
 def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> None:
-    """Write a new sweep into its folder, as a whole or not at all, unless the folder has one."""
-    import_optuna()
-    path = Path(folder, FILE_NAME)
-    new = path.with_name(f"{FILE_NAME}.{uuid.uuid4().hex}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a new sweep into a new folder, as a whole or not at all."""
+    text = b"".join(make_sweep(folder, settings, is_maximized, runs).journal.lines).decode()
     try:
-        _make(_open_storage(new), folder, settings, is_maximized, runs)
-        os.link(new, path)  # which replaces no file
+        Path(folder).mkdir(parents=True)
     except FileExistsError:
         raise CpuftError(
             f"another cpuft sweep has begun in {folder} meanwhile: continue it with cpuft sweep --resume {folder}, or "
             "give another --run-dir"
         ) from None
-    finally:
-        new.unlink(missing_ok=True)
-        with suppress(OSError):  # unless something is in it
-            path.parent.rmdir()
-
-
-def _make(storage: Any, folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment]) -> Sweep:
-    direction = "maximize" if is_maximized else "minimize"
-    study = import_optuna().create_study(storage=storage, study_name=_STUDY, direction=direction)
-    study.set_user_attr(_SETTINGS, asdict(settings))
-    sweep = Sweep(storage, folder)
-    sweep.plan_grid(runs)
-    while settings.search == "random" and len(sweep.configurations) < settings.trials:
-        sweep.choose_next()
-    return sweep
+    try:
+        write_text(Path(folder, FILE_NAME), text)
+    except BaseException:
+        Path(folder).rmdir()
+        raise
 
 
 def read_sweep(folder: str) -> Sweep:
@@ -396,7 +412,7 @@ def read_sweep(folder: str) -> Sweep:
             f"there is no sweep in {folder}, because it has no file {FILE_NAME}: give the folder that cpuft sweep named"
         )
     try:
-        return Sweep(_open_storage(path), folder)
+        return Sweep(_Journal(path), folder)
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error}): check its permissions") from None
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -415,28 +431,10 @@ def open_sweep(folder: str) -> Iterator[Sweep]:
     end = time.monotonic() + _STATUS_SECONDS
     while is_active(folder) and time.monotonic() < end:  # `cpuft sweep status` has the lock for a moment
         time.sleep(0.1)
-    with _lock(folder, "r+b") as file:
-        # After the lock, because the former owner may have added lines until then.
-        file.truncate(_find_end(file.read()))
-        sweep = read_sweep(folder)
+    with _lock(folder, "r+b"):
+        sweep = read_sweep(folder)  # after the lock, because the former owner may have added lines until then
         sweep.forget_proposals()
         yield sweep
-
-
-def _find_end(text: bytes) -> int:
-    """Return where the last line ends that is whole and JSON, after which Optuna adds lines."""
-    lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
-    while lines and not _is_json(lines[-1]):
-        lines.pop()
-    return sum(map(len, lines))
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def is_active(folder: str) -> bool:
@@ -449,7 +447,7 @@ def is_active(folder: str) -> bool:
 
 
 @contextmanager
-def _lock(folder: str, mode: str) -> Iterator[Any]:
+def _lock(folder: str, mode: str) -> Iterator[None]:
     """Open the file of a sweep, and lock it inside the `with` block; with `mode` "rb" for readers, who may be many.
 
     On a file system without locks, processes of this user on this machine are still kept out.
@@ -468,7 +466,7 @@ def _lock(folder: str, mode: str) -> Iterator[Any]:
             raise busy from None
         except OSError:
             pass
-        yield file
+        yield
 
 
 def _name_of(argument: str) -> str:

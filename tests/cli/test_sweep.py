@@ -91,7 +91,7 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
         (("--train-file", "a,b", "--learning-rate", "1e-5,x"), "--learning-rate"),
         (("--seed", "3..1"), "--seed '3..1' is an empty range"),
         (("--learning-rate", "1e-5..1e-3"), "is a range of numbers with fractions, which has no grid"),
-        (("--seed", "1..20000"), "this sweep has 20,000 runs: give fewer values"),
+        (("--seed", "1..20000"), "this sweep has more than 10,000 runs: give fewer values"),
         (("--search", "random"), "--search random needs --trials"),
         (("--trials", "3"), "--trials is for --search random"),
         (("--search", "tpe", "--seed", "1,2"), "--search tpe needs --trials"),
@@ -167,13 +167,13 @@ def test_a_sweep_that_divided_this_machine_continues_on_all_hosts_of_a_cluster(t
 def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The journal names files from where the sweep was started, and options that are given now name files from here."""
+    """Options that are given now name files from here."""
     old, new = tmp_path / "old", tmp_path / "new"
     for folder, host in ((old, "a1"), (new, "b1")):
         (folder / "bin").mkdir(parents=True)
         (folder / "hosts").write_text(f"{host}\n")
         (folder / "bin" / "mpirun").touch()
-    launch = ["--hostfile=hosts", "--no-check", "--iface=hosts"]
+    launch = [f"--hostfile={old}/hosts", "--no-check", "--iface=hosts"]
     create(old / "s", launch=launch, working_folder=str(old))
     monkeypatch.chdir(new)
     resume = ("sweep", "--resume", str(old / "s"), "--dry-run")

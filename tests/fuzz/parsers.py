@@ -6,7 +6,6 @@ import dataclasses
 import gzip
 import io
 import json
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -62,8 +61,7 @@ from cpuft.sweep.parallel import parse_parallel, read_steps
 from cpuft.sweep.queue import format_status
 from cpuft.sweep.results import format_sweep
 from cpuft.sweep.search import parse_values, read_conditions
-from cpuft.sweep.study import DONE, Attempt, SweepSettings, create_sweep, open_sweep, read_sweep
-from cpuft.sweep.study import FILE_NAME as SWEEP_FILE
+from cpuft.sweep.study import DONE, Attempt, SweepSettings, make_sweep, open_sweep, read_sweep
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
@@ -376,16 +374,14 @@ def _make_journals() -> list[str]:
     for runs in ([{"seed": "1"}], []):
         spaces = [] if runs else [{"lora_rank": "4,8"}]
         settings = SweepSettings(["--task=demo"], 2 - len(runs), search="grid" if runs else "tpe", spaces=spaces)
-        with tempfile.TemporaryDirectory() as folder:
-            create_sweep(folder, settings, True, runs)
-            sweep = read_sweep(folder)
-            (run,) = sweep.runs or sweep.choose_next().runs
-            start = Attempt("a", "run-1", 1.0)
-            sweep.note(run, start)
-            sweep.note_evaluation(run.configuration, 10, 0.5)
-            sweep.note(run, replace(start, status=DONE, seconds=1.0, metrics={"accuracy": 0.5}))
-            sweep.conclude(run.configuration)
-            found.append(Path(folder, SWEEP_FILE).read_text())
+        sweep = make_sweep("s", settings, True, runs)
+        (run,) = sweep.runs or sweep.choose_next().runs
+        start = Attempt("a", "run-1", 1.0)
+        sweep.note(run, start)
+        sweep.note_evaluation(run.configuration, 10, 0.5)
+        sweep.note(run, replace(start, status=DONE, seconds=1.0, metrics={"accuracy": 0.5}))
+        sweep.conclude(run.configuration)
+        found.append(b"".join(sweep.journal.lines).decode())
     return found
 
 

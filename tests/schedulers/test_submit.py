@@ -115,11 +115,28 @@ def test_a_job_is_queued_again_when_its_sweep_was_interrupted(
 
 
 def test_a_sweep_that_is_continued_from_the_beginning_of_its_job(capsys: pytest.CaptureFixture[str]) -> None:
+    create_sweep("runs/old", SweepSettings(["--task=demo"], 1), True, [{"seed": "1"}])
     words = ("sweep", "--resume", "runs/old", "--parallel", "2")
     _, text, _ = run(capsys, "slurm", "--nodes", "3", "--dry-run", "--", *words)
     text = re.sub("(?m)^cpuft=.* retries", f"cpuft={add_program('cpuft', SAY)} retries", text)
     assert run_script("bash", text, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").returncode == 0
     assert words_said() == list(words)
+
+
+@pytest.mark.parametrize("more", [(), ("--resume", "runs/old")])
+def test_a_sweep_that_would_end_in_its_job_is_not_submitted(
+    more: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("slurm", "--nodes", "3", "--", "sweep", *more)
+    if more:
+        said = "cpuft: error: there is no sweep in runs/old, because it has no file sweep.jsonl: give the folder that "
+        code, _, errors = run(capsys, *words)
+        assert (code, errors.startswith(said)) == (2, True)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    code, _, errors = run(capsys, *words)
+    assert (code, errors.startswith("cpuft: error: sweeps are stored by Optuna, which is not installed: ")) == (2, True)
+    # A container has its own packages.
+    assert run(capsys, "kubernetes", *IMAGE, "--nodes", "3", "--dry-run", "--", "sweep", *more)[0] == 0
 
 
 def test_kubernetes_takes_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:

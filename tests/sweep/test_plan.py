@@ -23,7 +23,7 @@ def test_a_grid_has_all_runs_and_a_search_has_the_values(tmp_path: Path) -> None
     assert (settings.trials, settings.seeds, settings.price) == (3, 2, 1.5)
     settings, _, runs = plan_sweep(TPE, {"task": "rte", "seed": "1,2", "learning_rate": "1e-5..1e-3"})
     assert (settings.trials, settings.seeds, runs) == (3, 2, [])
-    assert settings.spaces == [{"seed": "1..2", "learning_rate": "1e-05..0.001"}]
+    assert settings.spaces == [{"seed": "1,2", "learning_rate": "1e-5..1e-3"}]
     (tmp_path / "conditions.yaml").write_text("- seed: 1\n")
     with pytest.raises(CpuftError, match="--seed is on the command line and in --conditions"):
         plan_sweep(grid, {"seed": "1..2"})

@@ -87,6 +87,17 @@ def test_a_curve_is_read_from_the_log_of_the_last_folder(tmp_path: Path) -> None
     assert after._average(run.configuration) == [(10, 0.7)]
 
 
+def test_what_a_run_reaches_that_begins_anew_replaces_what_it_had_reached(tmp_path: Path) -> None:
+    sweep = make_sweep(str(tmp_path), replace(SETTINGS, search="grid", trials=1), True, GRID[:1])
+    (run,), pruner = sweep.runs, MedianPruner(sweep)
+    for folder, reached in (("run-1", (0.1, 0.2, math.nan)), ("run-1-attempt-2", (0.5, 0.6, 0.7))):
+        begin(sweep, run, folder)
+        for number, value in enumerate(reached, start=1):
+            write_log(sweep, run, format_evaluation(10 * number, {"accuracy": value}))
+            assert pruner.find_reason(run) == ""
+        assert str([*sweep.configurations[0].curve.values()]) == str([*reached])
+
+
 def test_the_seeds_of_a_pruned_configuration_that_were_not_trained_are_pruned_too(tmp_path: Path) -> None:
     spaces = [{"learning_rate": "1e-6..1e-2", "seed": "1,2"}]
     sweep, pruner = make_search(tmp_path, replace(SETTINGS, spaces=spaces, seeds=2))

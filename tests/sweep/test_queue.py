@@ -24,6 +24,7 @@ from cpuft.errors import CpuftError, Interrupted
 from cpuft.execute import Answer
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import LOGIN_REFUSED, TIMED_OUT, HostError, SshTransport
+from cpuft.launch.run_state import SAVING, write_state
 from cpuft.record import Line, format_line
 from cpuft.sweep import queue
 from cpuft.sweep.places import Place, find_lost_hosts
@@ -47,7 +48,7 @@ from cpuft.sweep.study import (
     read_sweep,
 )
 from cpuft.train.checkpoint.files import write_checkpoint
-from tests.records import make_record
+from tests.records import make_record, make_state
 
 LOST_NODE1 = {"node1": "does not answer"}
 PLACES = [Place("node1", ("--only-hosts=node1",)), Place("node2", ("--only-hosts=node2",))]
@@ -69,9 +70,9 @@ if seed == 3 and "--resume" not in words:
     time.sleep(600)
 if seed == 2:
     sys.exit("step 1/3  loss nan\\ncpuft: error: the loss is nan: lower --learning-rate")
-if seed == 7 and "--resume" not in words:
-    sys.exit(75)
-if any(folder.parent.glob("bad-" + options["only-hosts"])):
+if seed in (7, 9) and "--resume" not in words:
+    sys.exit({7: 75, 9: 74}[seed])
+if any(folder.parent.parent.glob("bad-" + options["only-hosts"])):
     sys.exit("cpuft: error: the disk is full")
 if "learning-rate" in options:
     journal = folder.parent / "sweep.jsonl"
@@ -84,6 +85,7 @@ if "learning-rate" in options:
             time.sleep(0.02)
         time.sleep(0.5)  # until the sweep has decided
     print("evaluating on 4 examples\\nevaluation after update 30: accuracy 0.0000  f1 0.1", flush=True)
+time.sleep(float(options.get("epochs", 0)))
 with record.open("a") as file:
     file.write(lines[-1])
 if seed == 8:
@@ -181,8 +183,7 @@ def test_a_failed_run_is_tried_again_when_the_sweep_is_continued(launches: Launc
 
 
 def test_a_host_on_which_no_run_can_train_gets_no_more_runs(launches: Launches) -> None:
-    launches.folder.mkdir()
-    (launches.folder / "bad-node1").touch()
+    (launches.folder.parent / "bad-node1").touch()
     assert launches.run(seeds(1, 4, 5, 6)) == 0
     sweep = read_sweep(str(launches.folder))
     assert list_numbers(sweep, DONE) == [1, 2, 3, 4]
@@ -190,8 +191,11 @@ def test_a_host_on_which_no_run_can_train_gets_no_more_runs(launches: Launches) 
     assert "it starts again, because it ended without an update (the disk is full)" in "".join(launches.said)
 
 
-def test_an_interruption_notice_is_no_failure(launches: Launches) -> None:
-    assert launches.run(seeds(7), PLACES[:1]) == 0
+@pytest.mark.parametrize("seed", [7, 9])
+def test_an_interruption_notice_and_results_that_were_not_fetched_are_no_failures(
+    seed: int, launches: Launches
+) -> None:
+    assert launches.run(seeds(seed), PLACES[:1]) == 0
     (run,) = read_sweep(str(launches.folder)).runs
     assert [attempt.folder for attempt in run.attempts] == ["run-1", "run-1"]
     assert "--resume" in launches.calls[1]
@@ -279,6 +283,19 @@ def test_a_run_that_had_finished_when_its_sweep_was_stopped_is_done(launches: La
     assert len(launches.calls) == 1
 
 
+def test_a_finished_run_whose_results_were_being_fetched_is_not_done(launches: Launches) -> None:
+    """The sweep and its launch were killed, and the record had come."""
+    create(str(launches.folder), seeds(1))
+    with open_sweep(str(launches.folder)) as sweep:
+        sweep.note(sweep.runs[0], Attempt("node1", "run-1", time.time()))
+    (launches.folder / "run-1").mkdir()
+    (launches.folder / "run-1" / "record.jsonl").write_text((launches.folder.parent / "record").read_text())
+    write_state(str(launches.folder / "run-1"), make_state("node1", phase=SAVING))
+    assert launches.run() == 0
+    (call,) = launches.calls
+    assert call.endswith(f"--resume {launches.folder}/run-1")
+
+
 def test_a_run_continues_after_any_number_of_stops_of_its_sweep(launches: Launches) -> None:
     """A run that is interrupted by itself again and again is given up."""
     create(str(launches.folder), seeds(7))
@@ -349,9 +366,9 @@ def test_the_run_of_a_lost_host_continues_elsewhere_from_its_copied_checkpoint(
 ) -> None:
     """Seed 2 fails, here because its host is lost."""
     places = lose_first_host(monkeypatch)
+    create(str(launches.folder), seeds(2), options=["--task=demo", "--data-dir=glue", "--epochs=1.0"])
     write_copy(launches, "run-1")
-    options = ["--task=demo", "--data-dir=glue", "--epochs=1.0"]
-    assert launches.run(seeds(2), places, options=options) == 0
+    assert launches.run((), places) == 0
     sweep = read_sweep(str(launches.folder))
     attempts = sweep.runs[0].attempts[:2]
     assert [(attempt.place, attempt.folder) for attempt in attempts] == [("node1", "run-1"), ("node2", "run-1")]
@@ -368,10 +385,11 @@ def test_without_a_whole_copy_the_run_of_a_lost_host_starts_from_the_beginning(
     is_there: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places, problem = lose_first_host(monkeypatch), "no checkpoint had been copied yet"
+    create(str(launches.folder), seeds(2))
     if is_there:
         (write_copy(launches, "run-1") / "state.safetensors").write_bytes(b"wiights")
         problem = "the copy of its checkpoint of update 12 is damaged (state.safetensors is damaged)"
-    assert launches.run(seeds(2), places) == 1
+    assert launches.run((), places) == 1
     sweep = read_sweep(str(launches.folder))
     assert [attempt.folder for attempt in sweep.runs[0].attempts[:2]] == ["run-1", "run-1-attempt-2"]
     assert f"it starts again from the beginning on another host, because {problem}" in "".join(launches.said)
@@ -461,6 +479,13 @@ def test_without_a_pruner_all_runs_train_to_their_end(launches: Launches) -> Non
     assert sorted(run.values["lora_rank"] for run in sweep.runs) == ["16", "16", "4", "4", "8", "8"]
     assert [one.value is not None for one in sweep.configurations] == [True, True, True]
     assert not any(one.curve for one in sweep.configurations)
+
+
+def test_a_sweep_whose_values_are_used_up_ends_after_its_runs(launches: Launches) -> None:
+    with pytest.raises(CpuftError, match="hardly any configuration is left after 2") as told:
+        launches.run(**RANKS | {"spaces": [{"epochs": "1,2"}], "seeds": 1})
+    assert told.value.exit_code == 1
+    assert list_numbers(read_sweep(str(launches.folder)), DONE) == [1, 2]
 
 
 def test_a_search_that_was_stopped_continues_with_its_runs_and_then_with_new_ones(launches: Launches) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.report.plots import Line
+from cpuft.sweep import results
 from cpuft.sweep.results import (
     choose_metric,
     describe_best,
@@ -159,6 +161,7 @@ def test_the_page_of_a_sweep_says_the_result_and_the_hosts(tmp_path: Path) -> No
     write_record(make_record(), tmp_path / "run-1")
     page = write_sweep_page(make(folder=str(tmp_path)), tmp_path / "report.html").read_text()
     assert page.count("<svg") == 1
+    assert "Mean accuracy over learning-rate, with standard errors; a line connects what" in page
     best = "Best accuracy: 0.8567 ± 0.0067 with learning-rate 3e-5. The best configuration is not distinguishable"
     assert page.count(f'<p class="verdict">{best}') == 1
     assert f"<td>{make_record().header.cpu_model}</td>" in page
@@ -168,14 +171,38 @@ def test_the_plots_of_a_page_name_the_values_of_their_options(tmp_path: Path) ->
     runs = [{"learning_rate": rate, "lr_schedule": kind} for rate in ("5e-5", "1e-4") for kind in ("linear", "cosine")]
     page = write_sweep_page(make(METRICS[:4], runs), tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2
+    assert "<figcaption>accuracy over learning-rate; a line connects what differs in nothing else." in page
     first, second = page.split("<svg")[1:]
     assert [text in first for text in (">5e-5<", ">1e-4<", ">learning-rate<", ">accuracy<")] == [True] * 4
     # Each line has a name.
     assert [text in first for text in ("lr-schedule linear", "lr-schedule cosine")] == [True, True]
     assert [text in second for text in (">linear<", ">cosine<")] == [True, True]
-    # Many numbers have a scale.
-    rates = [f"{number}e-{power}" for power in (5, 4) for number in (1, 2, 3, 4, 6, 8)]
-    page = write_sweep_page(
-        make([0.5] * 12, [{"learning_rate": one} for one in rates]), tmp_path / "b.html"
-    ).read_text()
-    assert [text in page for text in (">1e-5<", ">2e-5<", ">5e-5<", ">5e-4<", ">1e-3<")] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize(
+    ("powers", "labels"),
+    [
+        ((5, 4), ["1e-5", "2e-5", "5e-5", "1e-4", "2e-4", "5e-4"]),
+        ((6, 5, 4, 3), ["1e-6", "1e-5", "1e-4", "1e-3"]),
+    ],
+)
+def test_many_numbers_have_a_scale_whose_labels_do_not_overlap(powers: tuple[int, ...], labels: list[str]) -> None:
+    rates = [f"{number}e-{power}" for power in powers for number in (1, 2, 3, 4, 6, 8)]
+    _, ticks = results._make_axis(rates)
+    assert [*ticks.values()] == labels
+
+
+def test_many_configurations_are_drawn_as_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn = list[Sequence[Line]]()
+
+    def keep(name: str, axes: tuple[str, str], lines: Sequence[Line], *more: object, **options: object) -> str:
+        drawn.append(lines)
+        return "<svg/>"
+
+    monkeypatch.setattr(results, "draw_lines", keep)
+    runs = [{"learning_rate": f"{number}e-6", "lora_rank": rank} for number in range(1, 31) for rank in ("4", "8")]
+    write_sweep_page(make([number / 100 for number in range(60)], runs), tmp_path / "a.html")
+    rates, (ranks,) = drawn
+    assert [(line.label, len(line.x)) for line in rates] == [("lora-rank 4", 30), ("lora-rank 8", 30)]
+    # Each learning rate has two points, and a gap behind them.
+    assert (len(ranks.x), sum(map(math.isnan, ranks.y))) == (90, 30)

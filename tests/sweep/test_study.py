@@ -15,7 +15,6 @@ import optuna
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.sweep import study
 from cpuft.sweep.study import (
     DONE,
     FAILED,
@@ -30,8 +29,8 @@ from tests.sweep.searches import GRID, SETTINGS, begin, end, find_rates, make_se
 
 
 def test_a_sweep_is_read_back_as_it_was(tmp_path: Path) -> None:
-    create_sweep(str(tmp_path), replace(SETTINGS, trials=2, search="grid"), False, GRID)
-    with open_sweep(str(tmp_path)) as sweep:
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), False, GRID)
+    with open_sweep(str(tmp_path / "s")) as sweep:
         first, second, third, _ = sweep.runs
         begin(sweep, first)
         end(sweep, first, DONE, 0.75)
@@ -40,7 +39,7 @@ def test_a_sweep_is_read_back_as_it_was(tmp_path: Path) -> None:
         sweep.note_evaluation(sweep.configurations[0], 10, 0.5)
         sweep.prune(sweep.configurations[1], "worse")
         told = [(run.number, run.values, run.length, run.attempts, run.status) for run in sweep.runs]
-    again = read_sweep(str(tmp_path))
+    again = read_sweep(str(tmp_path / "s"))
     assert [(run.number, run.values, run.length, run.attempts, run.status) for run in again.runs] == told
     assert [status for *_, status in told] == [DONE, RUNNING, PRUNED, PRUNED]
     assert [run["seed"] for _, run, *_ in told] == ["1", "2", "1", "2"]
@@ -51,25 +50,37 @@ def test_a_sweep_is_read_back_as_it_was(tmp_path: Path) -> None:
 
 def test_optunas_own_programs_read_the_file(tmp_path: Path) -> None:
     """optuna-dashboard opens it like this, and shows the options of a grid as parameters."""
-    create_sweep(str(tmp_path), replace(SETTINGS, trials=2, search="grid"), True, GRID)
-    with open_sweep(str(tmp_path)) as sweep:
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    with open_sweep(str(tmp_path / "s")) as sweep:
         for run in sweep.configurations[0].runs:
             begin(sweep, run)
             end(sweep, run, DONE, 0.5)
         sweep.conclude(sweep.configurations[0])
-    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / FILE_NAME))
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "s" / FILE_NAME))
     study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend))
     assert [trial.params for trial in study.trials] == [{"learning_rate": 1e-4}, {"learning_rate": 3e-4}]
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "WAITING"]
     assert study.best_value == 0.5
 
 
+def test_what_optunas_dashboard_adds_to_the_file_stays_there(tmp_path: Path) -> None:
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "s" / FILE_NAME))
+    with open_sweep(str(tmp_path / "s")) as sweep:
+        study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend))
+        study.set_user_attr("note", "mine")
+        begin(sweep, sweep.runs[0])
+        assert study.trials[0].state.name == "RUNNING"
+    again = read_sweep(str(tmp_path / "s"))
+    assert (again.study.user_attrs["note"], again.runs[0].status) == ("mine", RUNNING)
+
+
 def test_the_file_of_a_large_grid_is_small(tmp_path: Path) -> None:
     rates, kinds = [f"{rate}e-6" for rate in range(1, 101)], ("linear", "cosine")
     runs = [{"learning_rate": rate, "lr_schedule": kind} for rate in rates for kind in kinds]
-    create_sweep(str(tmp_path), replace(SETTINGS, trials=200, search="grid"), True, runs)
-    assert (tmp_path / FILE_NAME).stat().st_size < 200 * 1024
-    assert [run.values for run in read_sweep(str(tmp_path)).runs] == runs
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=200, search="grid"), True, runs)
+    assert (tmp_path / "s" / FILE_NAME).stat().st_size < 200 * 1024
+    assert [run.values for run in read_sweep(str(tmp_path / "s")).runs] == runs
 
 
 def test_what_a_kill_has_cut_off_is_left_out(tmp_path: Path) -> None:
@@ -92,46 +103,39 @@ def test_what_a_kill_has_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_full_disk_has_cut_off_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create_sweep(str(tmp_path), replace(SETTINGS, trials=2, search="grid"), True, GRID)
-    before, sync = (tmp_path / FILE_NAME).read_bytes(), os.fsync
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    sync = os.fsync
 
     def fail(number: int) -> None:
+        os.truncate(number, os.fstat(number).st_size - 9)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with open_sweep(str(tmp_path)) as sweep:
+    with open_sweep(str(tmp_path / "s")) as sweep:
         monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(OSError, match="No space left"):
             begin(sweep, sweep.runs[0])
-        assert (tmp_path / FILE_NAME).read_bytes() == before
         monkeypatch.setattr(os, "fsync", sync)
         begin(sweep, sweep.runs[1])
-    assert [run.status for run in read_sweep(str(tmp_path)).runs] == ["", RUNNING, "", ""]
+    assert [run.status for run in read_sweep(str(tmp_path / "s")).runs] == ["", RUNNING, "", ""]
 
 
 def test_a_damaged_last_line_is_cut_off_and_another_one_is_named(tmp_path: Path) -> None:
-    create_sweep(str(tmp_path), replace(SETTINGS, trials=2, search="grid"), True, GRID)
-    whole = (tmp_path / FILE_NAME).read_bytes()
-    (tmp_path / FILE_NAME).write_bytes(whole + b'{"op_code": 8, "wor\0\0\n')
-    with open_sweep(str(tmp_path)) as sweep:
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    whole = (tmp_path / "s" / FILE_NAME).read_bytes()
+    (tmp_path / "s" / FILE_NAME).write_bytes(whole + b'{"op_code": 8, "wor' + bytes(4096) + b"\n")
+    with open_sweep(str(tmp_path / "s")) as sweep:
         begin(sweep, sweep.runs[0])
-    assert read_sweep(str(tmp_path)).runs[0].status == RUNNING
+    assert not (tmp_path / "s" / FILE_NAME).read_bytes().count(0)
+    assert read_sweep(str(tmp_path / "s")).runs[0].status == RUNNING
     lines = whole.splitlines(keepends=True)
-    (tmp_path / FILE_NAME).write_bytes(b"".join([*lines[:2], b"{\n", *lines[3:]]))
+    (tmp_path / "s" / FILE_NAME).write_bytes(b"".join([*lines[:2], b"{\n", *lines[3:]]))
     with pytest.raises(CpuftError, match=r"sweep\.jsonl, line 3 is not a sweep of this version"):
-        read_sweep(str(tmp_path))
+        read_sweep(str(tmp_path / "s"))
 
 
-def test_a_sweep_that_another_command_has_begun_meanwhile_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, make = str(tmp_path / "s"), study._make
-
-    def make_late(*words: Any) -> Any:
-        monkeypatch.setattr(study, "_make", make)
-        create_sweep(folder, replace(SETTINGS, search_seed=2), True)
-        return make(*words)
-
-    monkeypatch.setattr(study, "_make", make_late)
+def test_a_sweep_that_another_command_has_begun_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    folder = str(tmp_path / "s")
+    create_sweep(folder, replace(SETTINGS, search_seed=2), True)
     with pytest.raises(CpuftError, match=f"another cpuft sweep has begun in {folder} meanwhile: continue it with"):
         create_sweep(folder, SETTINGS, True)
     assert [path.name for path in (tmp_path / "s").iterdir()] == [FILE_NAME]
@@ -140,20 +144,20 @@ def test_a_sweep_that_another_command_has_begun_meanwhile_is_not_replaced(
 
 def test_a_choice_that_was_not_stored_is_not_waited_for(tmp_path: Path) -> None:
     """The sweep was killed after Optuna had begun a trial, and before its runs were stored."""
-    create_sweep(str(tmp_path), SETTINGS, True)
-    with open_sweep(str(tmp_path)) as sweep:
+    create_sweep(str(tmp_path / "s"), SETTINGS, True)
+    with open_sweep(str(tmp_path / "s")) as sweep:
         first = sweep.choose_next().values
         sweep.study.ask()
-    with open_sweep(str(tmp_path)) as sweep:
+    with open_sweep(str(tmp_path / "s")) as sweep:
         assert [one.values for one in sweep.configurations] == [first]
         assert [trial.state.name for trial in sweep.study.trials] == ["RUNNING", "FAIL"]
         sweep.choose_next()
-    assert [run.number for run in read_sweep(str(tmp_path)).runs] == [1, 2]
+    assert [run.number for run in read_sweep(str(tmp_path / "s")).runs] == [1, 2]
 
 
 def test_a_run_that_is_tried_again_counts_once(tmp_path: Path) -> None:
-    create_sweep(str(tmp_path), replace(SETTINGS, trials=2, search="grid"), True, GRID)
-    with open_sweep(str(tmp_path)) as sweep:
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    with open_sweep(str(tmp_path / "s")) as sweep:
         one = sweep.configurations[0]
         for run, metric in zip(one.runs, (0.5, math.nan), strict=True):
             begin(sweep, run)
@@ -161,13 +165,13 @@ def test_a_run_that_is_tried_again_counts_once(tmp_path: Path) -> None:
         sweep.conclude(one)
         # A run that failed is missing in the mean.
         assert (one.value, one.is_told) == (0.5, True)
-    with open_sweep(str(tmp_path)) as sweep:
+    with open_sweep(str(tmp_path / "s")) as sweep:
         one = sweep.configurations[0]
         begin(sweep, one.runs[1], "run-2-attempt-2")
         assert (one.value, one.is_told) == (None, False)
         end(sweep, one.runs[1], DONE, 0.7)
         sweep.conclude(one)
-    after = read_sweep(str(tmp_path))
+    after = read_sweep(str(tmp_path / "s"))
     assert [run.number for run in after.runs] == [1, 2, 3, 4]
     assert [attempt.status for attempt in after.runs[1].attempts] == [FAILED, DONE]
     assert after.configurations[0].value == pytest.approx(0.6)
@@ -188,10 +192,10 @@ def test_a_run_that_is_tried_again_counts_once(tmp_path: Path) -> None:
     ],
 )
 def test_what_no_sweep_writes_is_not_passed_to_a_launch(tmp_path: Path, changes: dict[str, Any]) -> None:
-    create_sweep(str(tmp_path), replace(SETTINGS, trials=2, search="grid"), True, GRID)
-    with open_sweep(str(tmp_path)) as sweep:
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    with open_sweep(str(tmp_path / "s")) as sweep:
         begin(sweep, sweep.runs[0])
-    path = tmp_path / FILE_NAME
+    path = tmp_path / "s" / FILE_NAME
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     if "runs" in changes:
         lines[2]["user_attrs"]["runs"]["1"] = changes["runs"]
@@ -201,7 +205,7 @@ def test_what_no_sweep_writes_is_not_passed_to_a_launch(tmp_path: Path, changes:
         lines[1]["user_attr"]["settings"] |= changes
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(CpuftError, match=r"which no sweep writes|is not a sweep of this version"):
-        read_sweep(str(tmp_path))
+        read_sweep(str(tmp_path / "s"))
 
 
 @pytest.mark.parametrize(
@@ -232,15 +236,26 @@ def test_other_files_are_refused(tmp_path: Path, text: str | None, problem: str)
         ('"hosts_per_run":1', '"hosts_per_run":0'),
         ('"host_share":1.0', '"host_share":0.0'),
         ('"directions":[2]', '"directions":[2,2]'),
+        ('"step":10', '"step":"10"'),
+        ('"intermediate_value":0.25', '"intermediate_value":"0.25"'),
+        ('"values":[0.5]', '"values":["0.5"]'),
+        ('"values":[0.5]', '"values":[0.5,0.5]'),
     ],
 )
 def test_numbers_that_no_sweep_has_are_refused(tmp_path: Path, old: str, new: str) -> None:
-    create_sweep(str(tmp_path), SETTINGS, True)
-    text = (tmp_path / FILE_NAME).read_text()
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    with open_sweep(str(tmp_path / "s")) as sweep:
+        (one, _) = sweep.configurations
+        sweep.note_evaluation(one, 10, 0.25)
+        for run in one.runs:
+            begin(sweep, run)
+            end(sweep, run, DONE, 0.5)
+        sweep.conclude(one)
+    text = (tmp_path / "s" / FILE_NAME).read_text()
     assert old in text
-    (tmp_path / FILE_NAME).write_text(text.replace(old, new))
+    (tmp_path / "s" / FILE_NAME).write_text(text.replace(old, new))
     with pytest.raises(CpuftError, match="is not a sweep of this version"):
-        read_sweep(str(tmp_path))
+        read_sweep(str(tmp_path / "s"))
 
 
 def test_without_optuna_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +281,36 @@ def test_a_sweep_that_could_not_be_written_leaves_no_folder(space: dict[str, str
     with pytest.raises(CpuftError, match=r"hardly any configuration is left after [12]"):
         create_sweep(str(tmp_path / "s"), settings, True)
     assert not (tmp_path / "s").exists()
+
+
+def test_a_sweep_that_does_not_fit_on_the_disk_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="No space left"):
+        create_sweep(str(tmp_path / "s"), SETTINGS, True)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_sweep_begins_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    create_sweep(str(tmp_path / "s"), SETTINGS, True)
+    assert read_sweep(str(tmp_path / "s")).runs == []
+
+
+def test_a_large_sweep_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network disk may take 10 ms for each line that has to be on it."""
+    waits = list[int]()
+    monkeypatch.setattr(os, "fsync", waits.append)
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, search="random", trials=50), True)
+    assert len(read_sweep(str(tmp_path / "s")).runs) == 50
+    assert len(waits) <= 1
 
 
 def test_each_configuration_is_trained_with_all_seeds_and_counts_by_their_mean(tmp_path: Path) -> None:
