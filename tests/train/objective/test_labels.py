@@ -9,6 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy import stats
+from sklearn import metrics
 
 from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
@@ -210,20 +214,30 @@ def test_tag_metrics_by_hand(answers: list[str], tags: list[str], wanted: tuple[
     assert found == pytest.approx(dict(zip(NAMES, wanted)))
 
 
-ANSWERS = np.asarray([1, 0, 1, 1])
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2))
+def test_metrics_of_classes_are_those_of_scikit_learn(pairs: list[tuple[bool, bool]]) -> None:
+    answers, labels = np.asarray(pairs, np.float32).T
+    found = compute_label_metrics(("accuracy", "f1", "matthews_correlation"), answers, labels)
+    f1 = metrics.f1_score(labels, answers, zero_division=0.0)
+    wanted = (metrics.accuracy_score(labels, answers), f1, metrics.matthews_corrcoef(labels, answers))
+    assert tuple(found.values()) == pytest.approx(wanted, abs=1e-12)
 
 
-def test_classes() -> None:
-    found = compute_label_metrics(
-        ("accuracy", "f1", "matthews_correlation"), ANSWERS, np.asarray([1, 0, 1, 0], np.float32)
-    )
-    assert found == pytest.approx({"accuracy": 0.75, "f1": 0.8, "matthews_correlation": 0.5774}, abs=1e-4)
+@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1))
+def test_metrics_of_several_labels_are_those_of_scikit_learn(rows: list[list[bool]]) -> None:
+    answers, labels = np.hsplit(np.asarray(rows, np.float32), 2)
+    found = compute_label_metrics(("accuracy", "f1_micro", "f1_macro"), answers, labels)
+    f1 = [metrics.f1_score(labels, answers, average=way, zero_division=0.0) for way in ("micro", "macro")]
+    assert tuple(found.values()) == pytest.approx((metrics.accuracy_score(labels, answers), *f1), abs=1e-12)
 
 
-def test_scores() -> None:
-    scores = np.asarray([1, 2, 4], np.float32)
-    found = compute_label_metrics(("pearson", "spearman"), scores, np.asarray([1, 2, 3], np.float32))
-    assert found == pytest.approx({"pearson": 0.9820, "spearman": 1.0}, abs=1e-4)
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=2))
+def test_metrics_of_scores_are_those_of_scipy(pairs: list[tuple[int, int]]) -> None:
+    scores, labels = np.asarray(pairs, np.float32).T
+    assume(np.ptp(scores) and np.ptp(labels))
+    found = compute_label_metrics(("pearson", "spearman"), scores, labels)
+    wanted = (stats.pearsonr(scores, labels).statistic, stats.spearmanr(scores, labels).statistic)
+    assert tuple(found.values()) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_a_constant_answer_correlates_with_nothing() -> None:
