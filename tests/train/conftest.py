@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from cpuft.kernels import plain_torch
 
@@ -14,7 +15,7 @@ from cpuft.kernels import plain_torch
 @pytest.fixture
 def alone() -> Iterator[None]:
     """The process group of this rank alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -30,7 +30,7 @@ from cpuft.train.reporter import Progress, RunReporter
 from cpuft.train.setup import TrainingSetup
 from tests.train.tokens import make_tokens
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("alone", "one_thread")
 CONFIG = TrainConfig(fast_path=False, learning_rate=0.1, max_steps=6, batch_size=4, eval_batch_size=3, weight_decay=0.1)
 
 ALONE = World(0, 1, 0, 1)
