@@ -22,7 +22,7 @@ from tests.test_readme import TEXTS
 
 QUICKER = {
     "--task pairs": " --max-steps 4 --backend gloo",
-    "--task demo": " --batch-size 8 --backend gloo",
+    "--task demo": " --batch-size 16 --backend gloo",
     "cpuft compare": " --backend gloo",
 }
 """What is added to a command that has these words, so that it ends sooner; the lines stay the same. On cores that other
