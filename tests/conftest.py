@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib.util
 import inspect
 import os
 import shlex
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck
@@ -65,12 +68,27 @@ FOREIGN_NAMES = (
 )
 """What a launcher or a user has set where the tests are started is nothing to them."""
 
+ASLEEP = {"OMP_WAIT_POLICY": "passive"}
+"""OpenMP's threads sleep while they wait. They spin otherwise, and beside a program that has the core of one of them, a
+tiny model takes a hundred times as long."""
+
 trials.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 trials.load_profile("any machine")
 
 
 def pytest_configure() -> None:
     for name in [name for name in os.environ if name.startswith(FOREIGN) or name in FOREIGN_NAMES]:
+        del os.environ[name]
+    _load_openmp()
+
+
+def _load_openmp() -> None:
+    """Let threads of this process sleep while they wait, and leave it to each test for others."""
+    spec = importlib.util.find_spec("torch")
+    os.environ |= ASLEEP
+    for path in Path(spec.origin).parent.glob("lib/libgomp*.so*") if spec and spec.origin else ():
+        ctypes.CDLL(str(path))
+    for name in ASLEEP:
         del os.environ[name]
 
 
@@ -168,6 +186,14 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     assert changed <= {"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
 
 
+def wait_until(holds: Callable[[], Any], what: str = "", seconds: float = 120.0, pause: float = 0.05) -> None:
+    """Wait until something holds. The limit is for what never comes: a busy machine needs long for what it does."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(pause)
+
+
 def run_cpuft(
     *words: str, seconds: float = 300, settings: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -178,7 +204,7 @@ def run_cpuft(
         capture_output=True,
         text=True,
         timeout=seconds,
-        env=dict(os.environ) | dict(settings or {}),
+        env=os.environ | ASLEEP | dict(settings or {}),
         check=False,
     )
 
@@ -194,7 +220,7 @@ def run_shell(script: str, **variables: str) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         timeout=300,
-        env=dict(os.environ) | variables,
+        env=os.environ | ASLEEP | variables,
         check=False,
     )
 

@@ -185,6 +185,7 @@ TESTED_ELSEWHERE = {
     "cli/stacks.py": "launch/test_stack_dumps.py",
     "cli/stop.py": "launch/test_detached.py",
     "cli/submit.py": "schedulers/test_submit.py",
+    "comm/arguments.py": "comm/test_process_group.py",
     "comm/backends/base.py": "comm/test_process_group.py",
     "comm/backends/gloo.py": "comm/test_process_group.py",
     "comm/compression/powersgd.py": "comm/compression/test_error_feedback.py",

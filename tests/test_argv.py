@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cpuft.argv import make_shell_line, module_command, pack_argv, unpack_argv
 from tests.test_steps import AWKWARD
+from tests.train.tiny import save_tiny
 
 ODD = [*AWKWARD, ":", "-genv", "-m", "%r", "json:1", "--", "-", "--x y", "\udcff", "--lr=1e-4", "a:b", "100%"]
 
@@ -79,7 +80,7 @@ def test_a_module_of_others_that_imports_ours_keeps_its_folder(tmp_path: Path) -
 
 def test_a_whole_run_and_the_doctor_import_nothing_of_the_working_folder(planted: Path) -> None:
     cpuft = Path(sys.executable).with_name("cpuft")
-    demo = ("--max-train-samples", "16", "--max-steps", "1", "--max-length", "16", "--no-save-model")
+    demo = ("--max-steps", "1", "--max-length", "32", "--model", save_tiny(planted / "tiny"))
     run = subprocess.run([cpuft, "launch", "--run-dir", "run", *demo], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     look = subprocess.run([cpuft, "doctor"], capture_output=True, text=True, timeout=60)

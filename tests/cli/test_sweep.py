@@ -30,6 +30,7 @@ from cpuft.sweep.study import (
 )
 from tests.conftest import Golden, run_cpuft
 from tests.provision.simulated import simulate
+from tests.train.tiny import save_tiny
 
 TINY = {
     "model_type": "bert",
@@ -274,7 +275,9 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
     """Two runs at a time, each on one CPU; the loss of one of them becomes NaN."""
     folder = tmp_path / "sweep"
     done = run_cpuft(
-        *("sweep", *SHORT, "--learning-rate", "1e-4,1e30", "--run-dir", str(folder), "--parallel", "2"), seconds=300
+        *("sweep", *SHORT, "--learning-rate", "1e-4,1e30", "--run-dir", str(folder), "--parallel", "2"),
+        *("--model", save_tiny(tmp_path / "tiny"), "--max-length", "32"),
+        seconds=300,
     )
     assert done.returncode == 1, done.stderr
     assert re.search(r"run 1 of 2 ended after \d+ s: accuracy 0\.\d+ \(the best until now\)", done.stderr), done.stderr

@@ -1,14 +1,10 @@
-"""Run by mpirun: wrong and unusual arguments of collectives, on every rank or on one.
-
-Usage: arguments.py BACKEND FOLDER. Writes FOLDER/RANK.json: name of the case -> what it returned, or its error.
-"""
+"""Wrong and unusual arguments of collectives, on every rank or on one; a part of grid.py."""
 
 from __future__ import annotations
 
 import glob
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,9 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.nn.parallel import DistributedDataParallel
-
-from cpuft import comm
-from tests.comm.ranks import become_rank
 
 Case = Callable[[], Any]
 
@@ -154,20 +147,11 @@ def run(case: Case) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def main() -> None:
-    backend, folder = sys.argv[1], Path(sys.argv[2])
-    become_rank()
-    torch.set_num_threads(1)
-    comm.start(backend, 20)
+def run_all(backend: str, folder: Path) -> None:
+    """Write FOLDER/arguments-RANK.json: what the case of each name returned, or its error."""
     group, rank = dist.group.WORLD, dist.get_rank()
     kinds = {"wrong": wrong(group, rank), "unusual": unusual(group, rank, folder)}
     if backend != "gloo":  # whose group is broken by such calls
         kinds["unequal"] = unequal(group, rank)
     found = {f"{kind}: {name}": run(case) for kind, cases in kinds.items() for name, case in cases}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    (folder / f"arguments-{rank}.json").write_text(json.dumps(found))

@@ -1,6 +1,6 @@
-"""Run by mpirun: several groups, each used by a thread of its own, with many collectives under way.
+"""Several groups, each used by a thread of its own, with many collectives under way; a part of grid.py.
 
-Usage: crowd.py BACKEND [ROUNDS]. Every rank prints "passed".
+By itself, run by mpirun: crowd.py BACKEND ROUNDS. Every rank prints "passed".
 """
 
 from __future__ import annotations
@@ -38,13 +38,18 @@ def use_group(group: dist.ProcessGroup, number: int, faults: list[str]) -> None:
             faults.append(f"group {number}, gathered {at}: {gathered[at][:, 0]}")
 
 
-def run_round(groups: list[dist.ProcessGroup]) -> list[str]:
+def find_faults(rounds: int) -> list[str]:
+    """Return what was wrong in one of the rounds, in each of which every group has a thread."""
+    groups = [dist.new_group() for _ in range(GROUPS)]
     faults: list[str] = []
-    threads = [threading.Thread(target=use_group, args=(group, at, faults)) for at, group in enumerate(groups)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for _ in range(rounds):
+        threads = [threading.Thread(target=use_group, args=(group, at, faults)) for at, group in enumerate(groups)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for group in groups:
+        dist.destroy_process_group(group)
     return faults
 
 
@@ -52,9 +57,7 @@ if __name__ == "__main__":
     become_rank()
     torch.set_num_threads(1)
     comm.start(sys.argv[1], timeout_seconds=30)
-    groups = [dist.new_group() for _ in range(GROUPS)]
-    for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 1):
-        faults = run_round(groups)
-        assert not faults, faults
+    faults = find_faults(int(sys.argv[2]))
+    assert not faults, faults
     dist.destroy_process_group()
     print("passed", flush=True)

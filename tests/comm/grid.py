@@ -1,6 +1,7 @@
 """Run by mpirun: every operation on every type, compared on each rank with a computation in one process.
 
 Usage: grid.py BACKEND FOLDER [VARIABLE=VALUE ...]. Writes FOLDER/RANK.json: {"operation type layout": "ok" or error}.
+Two ranks without variables then go on with crowd.py, and with arguments.py, which writes FOLDER/arguments-RANK.json.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from cpuft import comm
+from tests.comm import arguments, crowd
 from tests.comm.inputs import Inputs, fold
 from tests.comm.ranks import become_rank
 
@@ -277,6 +279,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     comm.start(sys.argv[1], timeout_seconds=20)
     found = run(sys.argv[1])
+    if dist.get_world_size() == 2 and len(sys.argv) == 3:
+        found["crowd"] = "; ".join(crowd.find_faults(5)) or "ok"
+        arguments.run_all(sys.argv[1], Path(sys.argv[2]))
     Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

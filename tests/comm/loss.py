@@ -6,14 +6,11 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
-from cpuft import comm
-from tests.comm.ranks import become_rank
+from tests.comm.ranks import become_rank, start_late
 
 DEADLINE_SECONDS = 3.0
 
@@ -32,10 +29,7 @@ def lose(how: str) -> None:
 if __name__ == "__main__":
     become_rank()
     torch.set_num_threads(1)
-    # A store with a timeout of its own, because the ranks may take longer than the deadline to import everything.
-    rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
-    store = TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
-    comm.start(sys.argv[1], timeout_seconds=DEADLINE_SECONDS, store=store, rank=rank, world_size=size)
+    start_late(sys.argv[1], DEADLINE_SECONDS)
     data = torch.ones(1000)
     for step in range(100):
         if step == 5 and dist.get_rank() == int(sys.argv[3]):

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import cpuft
@@ -69,3 +70,14 @@ def simulate_hosts(ranks_per_host: int) -> None:
     first = rank // ranks_per_host * ranks_per_host
     os.environ["MPI_LOCALRANKID"] = os.environ["LOCAL_RANK"] = str(rank - first)
     os.environ["MPI_LOCALNRANKS"] = os.environ["LOCAL_WORLD_SIZE"] = str(min(ranks_per_host, size - first))
+
+
+def start_late(backend: str, seconds: float) -> None:
+    """Form the group of all ranks, in which a message may take so long; importing everything may take a minute."""
+    from torch._C._distributed_c10d import TCPStore
+
+    from cpuft import comm
+
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
+    comm.start(backend, timeout_seconds=seconds, store=store, rank=rank, world_size=size)

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.conftest import wait_until
 from tests.provision.simulated import Simulated
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -54,7 +55,6 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:
 PartitionName=urgent Nodes=ALL MaxTime=60 State=UP PriorityTier=2
 """
 _CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\n"
-_UP_SECONDS = 30.0
 CORES = 2
 """Of each host, as Slurm has it."""
 
@@ -105,7 +105,7 @@ def open_slurm(cluster: Simulated) -> Iterator[Slurm]:
         # They are ended in the order of this list's end: those of Slurm by its own word, and then who vouches for them.
         stack.callback(_forget_groups)
         stack.enter_context(_program(_munged(folder)))
-        _wait_until(lambda: (folder / "munge.sock").exists(), "munge")
+        wait_until(lambda: (folder / "munge.sock").exists(), "munge did not come up")
         slurm = Slurm(cluster, folder, 0.0)
         stack.enter_context(_program(("slurmctld", "-D", "-f", slurm.environ["SLURM_CONF"]), slurm))
         for number, name in enumerate(names, start=1):
@@ -115,12 +115,12 @@ def open_slurm(cluster: Simulated) -> Iterator[Slurm]:
             stack.enter_context(_program(words, slurm))
         stack.callback(slurm.ask, "scontrol", "shutdown")
         count = str(len(names))
-        _wait_until(
+        wait_until(
             lambda: (
                 slurm.ask("sinfo", "--noheader", "--partition=all", "--states=idle", "--format=%D").stdout.strip()
                 == count
             ),
-            "Slurm",
+            "Slurm did not come up",
         )
         yield Slurm(cluster, folder, time.monotonic() - started)
         slurm.ask("scancel", "--user=root", "--full")
@@ -169,14 +169,6 @@ def _program(words: Sequence[str], slurm: Slurm | None = None) -> Iterator[None]
                 os.killpg(process.pid, signal.SIGKILL)
         process.terminate()
         process.wait(10)
-
-
-def _wait_until(holds: object, what: str) -> None:
-    assert callable(holds)
-    end = time.monotonic() + _UP_SECONDS
-    while not holds():
-        assert time.monotonic() < end, f"{what} did not come up"
-        time.sleep(0.05)
 
 
 def _forget_groups() -> None:

@@ -42,19 +42,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
     folder = tmp_path_factory.mktemp("cluster")
     before = take_snapshot(folder)
     start = time.monotonic()
-    with simulate(folder, "--nodes", "3", "--cores-per-node", "0.5", "--net", "1gbit") as made:
+    with simulate(folder, "--nodes", "3", "--cores-per-node", "1.5", "--net", "1gbit") as made:
         assert time.monotonic() - start < SECONDS_TO_MAKE
         yield made
     assert take_snapshot(folder) == before
 
 
 def repair(cluster: Simulated) -> None:
-    words = ("--name", cluster.name, "--nodes", "3", "--cores-per-node", "0.5", "--net", "1gbit")
+    words = ("--name", cluster.name, "--nodes", "3", "--cores-per-node", "1.5", "--net", "1gbit")
     assert cluster.cpuft("provision", "local", *words).returncode == 0
 
 
 def test_the_second_run_plans_nothing(cluster: Simulated) -> None:
-    words = ("--name", cluster.name, "--nodes", "3", "--cores-per-node", "0.5", "--net", "1gbit", "--dry-run")
+    words = ("--name", cluster.name, "--nodes", "3", "--cores-per-node", "1.5", "--net", "1gbit", "--dry-run")
     assert cluster.cpuft("provision", "local", *words).stdout == "#!/usr/bin/env bash\nset -euo pipefail\n"
 
 
@@ -63,7 +63,7 @@ def test_hosts_are_isolated_from_each_other(cluster: Simulated) -> None:
     assert cluster.on(2, "cat /proc/1/comm") == "sshd"
     assert "rate 1Gbit" in cluster.on(2, "tc qdisc show dev eth0")
     assert cluster.on(2, "ls /dev/shm") == ""
-    assert "5000" in cluster.on(2, "cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null; true")
+    assert "15000" in cluster.on(2, "cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null; true")
 
 
 def test_the_head_host_can_log_in_to_all_hosts(cluster: Simulated) -> None:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from cpuft.record import Line, format_line
 from cpuft.steps import RunPlan
 from cpuft.train.checkpoint.files import keep_best, write_checkpoint
 from cpuft.transfer import connect, receive
+from tests.conftest import wait_until
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
 from tests.launch.test_resume import HEADER, TRAIN
@@ -60,13 +60,6 @@ def copier(tmp_path: Path) -> CheckpointCopier:
     cluster = OnThisMachine((Assignment(Host("a"), 1),), (), AWAY.mpi, works_remotely=True)
     object.__setattr__(cluster, "work", str(tmp_path / "work"))
     return CheckpointCopier(cluster, str(tmp_path / "runs" / "run"), 0.05, lambda line: None)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_only_the_newest_checkpoint_and_the_best_one_are_copied(tmp_path: Path, copier: CheckpointCopier) -> None:

@@ -23,6 +23,7 @@ from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import Job, plan_launch
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, run_launch
 from cpuft.steps import RunPlan
+from tests.conftest import wait_until
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
 
@@ -90,13 +91,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def rent(*names: str) -> Access:
     hosts = {name: Host(name) for name in names}
     return Access(SshTransport("config", hosts=hosts), replace(NO_CLUSTER, renewal=" ".join(WORDS)))
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_all_hosts_are_asked_again_and_again_and_the_limit_is_printed_once(asked: list[str]) -> None:

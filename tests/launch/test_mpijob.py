@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.record import read_record
+from tests.conftest import wait_until
 from tests.launch.operator import Operator, operate
 from tests.provision.simulated import needs_root, simulate
 
@@ -61,13 +61,6 @@ def make_job(folder: Path, *words: str) -> Iterator[Operator]:
             yield operator
 
 
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < end, f"nothing has made {path}"
-        time.sleep(0.05)
-
-
 def test_a_script_runs_on_two_workers(tmp_path: Path) -> None:
     (tmp_path / "meets.py").write_text(MEETS, encoding="utf-8")
     with make_job(tmp_path, "--np", "2", "--", str(tmp_path / "meets.py")) as operator:
@@ -97,7 +90,7 @@ def test_two_workers_train(tmp_path: Path) -> None:
 def test_a_lost_worker_is_not_used_for_the_restart(tmp_path: Path) -> None:
     words = ("--np", "2", "--", str(tmp_path / "waits.py"), str(tmp_path / "here"))
     with make_job(tmp_path, *words) as operator, operator.launcher() as process:
-        wait_for(tmp_path / "here")
+        wait_until((tmp_path / "here").exists)
         killed = operator.cluster.cpuft("provision", "local", "kill", "2", "--name", operator.cluster.name)
         assert killed.returncode == 0, killed.stderr
         said, _ = process.communicate(timeout=150)
@@ -113,7 +106,7 @@ def test_a_lost_worker_is_not_used_for_the_restart(tmp_path: Path) -> None:
 def test_an_evicted_launcher_is_continued_by_the_next_one(tmp_path: Path) -> None:
     with make_job(tmp_path, "--np", "2", "--", str(tmp_path / "waits.py"), str(tmp_path / "here")) as operator:
         with operator.launcher() as process:
-            wait_for(tmp_path / "here")
+            wait_until((tmp_path / "here").exists)
             operator.tell_to_go(process)
             said, _ = process.communicate(timeout=150)
         assert process.returncode == 75, said

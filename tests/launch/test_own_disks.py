@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from cpuft.record import read_record
+from tests.conftest import wait_until
 from tests.launch import hanging
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
 from tests.train.tiny import save_tiny
@@ -199,9 +200,7 @@ def checkpoints_of(cluster: Simulated, index: int) -> list[str]:
 
 
 def wait_for_checkpoint(cluster: Simulated, index: int) -> None:
-    end = time.monotonic() + 120
-    while not checkpoints_of(cluster, index) and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(lambda: checkpoints_of(cluster, index))
 
 
 def switch_off(cluster: Simulated, index: int) -> None:
@@ -323,10 +322,7 @@ def test_a_head_host_that_is_cut_from_the_launcher_only_does_not_go_on(cluster: 
     assert [one.step for one in record.steps] == list(range(1, 61))
     (resumed,) = record.resumptions
     assert [rank.host for rank in resumed.ranks] == [f"{cluster.name}-{index}" for index in (2, 3)]
-    end = time.monotonic() + 30
-    while find_processes("parted") and time.monotonic() < end:
-        time.sleep(0.5)
-    assert find_processes("parted") == []
+    wait_until(lambda: not find_processes("parted"), pause=0.5)
     repair(cluster)
 
 

@@ -109,7 +109,10 @@ def test_a_list_that_leads_out_of_the_folder_changes_nothing(tmp_path: Path, run
 def test_a_failed_sender_is_not_reported_as_an_error_of_this_disk(
     tmp_path: Path, run: Path, lock: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = make_run(tmp_path, "a")
+    work, program = make_run(tmp_path, "a"), tmp_path / "transfer.py"
+    text = Path(transfer.__file__).read_text()
+    program.write_text(text.replace("\n_LOCK_SECONDS = 15.0\n", "\n_LOCK_SECONDS = 1.0\n"))
+    monkeypatch.setattr(transfer, "__file__", str(program))
     monkeypatch.setattr(transfer, "_END_SECONDS", 30)
     with open(f"{work}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

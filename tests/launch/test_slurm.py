@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from cpuft.record import read_record
 from cpuft.sweep.study import DONE, read_sweep
+from tests.conftest import wait_until
 from tests.launch.slurm import Slurm, has_slurm, open_slurm
 from tests.provision.simulated import needs_root, simulate
 
@@ -122,8 +122,8 @@ def test_a_submitted_sweep_continues_when_its_job_is_started_again(slurm: Slurm)
     wait_until(lambda: all(log.exists() and "step " in log.read_text() for log in logs))
     assert slurm.ask("scancel", "--batch", "--signal=USR1", job).returncode == 0
     state = ("scontrol", "show", "job", job)
-    wait_until(lambda: "Restarts=1" in slurm.ask(*state).stdout)
-    wait_until(lambda: "JobState=COMPLETED" in slurm.ask(*state).stdout)
+    wait_until(lambda: "Restarts=1" in slurm.ask(*state).stdout, seconds=300, pause=0.3)
+    wait_until(lambda: "JobState=COMPLETED" in slurm.ask(*state).stdout, seconds=300, pause=0.3)
     sweep = read_sweep(str(folder))
     assert len(sweep.list_runs(DONE)) == 2
     folders = [[attempt.folder for attempt in run.attempts] for run in sweep.runs]
@@ -132,13 +132,6 @@ def test_a_submitted_sweep_continues_when_its_job_is_started_again(slurm: Slurm)
         record = read_record(str(folder / f"run-{run}"))
         assert len(record.resumptions) == 1
         assert len(record.steps) == 60
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.3)
 
 
 def test_a_submitted_job_is_ended_and_no_other(slurm: Slurm) -> None:

@@ -70,6 +70,17 @@ def simulate(folder: Path, *options: str) -> Iterator[Simulated]:
         assert gone.returncode == 0, gone.stderr
 
 
+@contextmanager
+def simulate_servers(folder: Path) -> Iterator[Simulated]:
+    """Two hosts, each with a home folder and a place for an environment that nobody else sees; and wheels for them."""
+    write_wheels(folder / "wheels")
+    with simulate(folder, "--nodes", "2") as made:
+        for index in (1, 2):
+            made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs -o mode=700 tmpfs "$HOME"')
+            made.accept_own_keys(index)
+        yield made
+
+
 def take_snapshot(folder: Path) -> dict[str, list[str]]:
     """All that a local cluster could leave on this machine: links, routes, mounts, groups, processes, files.
 

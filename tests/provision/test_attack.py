@@ -47,7 +47,7 @@ def make_noise(numbers: random.Random) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
-    with simulate(tmp_path_factory.mktemp("attack"), "--nodes", "2", "--cores-per-node", "0.5") as made:
+    with simulate(tmp_path_factory.mktemp("attack"), "--nodes", "2") as made:
         yield made
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.provision.simulated import Simulated, list_states, needs_root, simulate, write_wheels
+from tests.conftest import wait_until
+from tests.provision.simulated import Simulated, list_states, needs_root, simulate_servers
 
 pytestmark = needs_root
 SECONDS_OF_SECOND_RUN = 10.0
@@ -20,13 +21,7 @@ NAME = "lab"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
-    folder = tmp_path_factory.mktemp("servers")
-    write_wheels(folder / "wheels")
-    with simulate(folder, "--nodes", "2") as made:
-        for index in (1, 2):
-            # A home and a place for the environment that neither this machine nor the other host sees.
-            made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs -o mode=700 tmpfs "$HOME"')
-            made.accept_own_keys(index)
+    with simulate_servers(tmp_path_factory.mktemp("servers")) as made:
         yield made
 
 
@@ -187,13 +182,15 @@ def test_an_unreachable_host_is_named(cluster: Simulated) -> None:
 
 
 def test_a_wrong_key_is_named(cluster: Simulated) -> None:
-    # The host itself puts its keys back: nobody else can log in meanwhile.
+    # The host itself puts its keys back, once there is a file: nobody else can log in meanwhile.
     away, back = "mv /run/cpuft/authorized_keys /run/cpuft/away", "mv /run/cpuft/away /run/cpuft/authorized_keys"
-    cluster.on(2, f"{away}; (sleep 6; {back}) >/dev/null 2>&1 </dev/null &")
-    assert "put your public key there with ssh-copy-id" in named(cluster)
-    end = time.monotonic() + 20
-    while cluster.cpuft("provision", "diff", NAME).returncode:
-        assert time.monotonic() < end
+    enough = cluster.folder / "enough"
+    cluster.on(2, f"{away}; (until [ -e {enough} ]; do sleep 0.1; done; {back}) >/dev/null 2>&1 </dev/null &")
+    try:
+        assert "put your public key there with ssh-copy-id" in named(cluster)
+    finally:
+        enough.touch()
+    wait_until(lambda: cluster.cpuft("provision", "diff", NAME).returncode == 0)
 
 
 def test_a_wrong_python_is_named(cluster: Simulated) -> None:

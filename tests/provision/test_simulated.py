@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from cpuft.provision.simulated import (
     plan_fault,
     plan_texts,
 )
+from tests.conftest import wait_until
 from tests.provision.simulated import needs_root
 
 CONFIG = LocalConfig(nodes=2, cores_per_node=0.5, net="1gbit")
@@ -394,17 +394,10 @@ def test_a_real_v2_group_is_frozen_thawed_and_emptied(tmp_path: Path, group: Pat
     with subprocess.Popen(["sleep", "20"]) as process:
         (group / "cgroup.procs").write_text(str(process.pid))
         run_node("pause", group, tmp_path)
-        wait_for(group, "frozen 1")
+        wait_until(lambda: "frozen 1" in (group / "cgroup.events").read_text().splitlines(), pause=0.01)
         run_node("resume", group, tmp_path)
-        wait_for(group, "frozen 0")
+        wait_until(lambda: "frozen 0" in (group / "cgroup.events").read_text().splitlines(), pause=0.01)
         run_node("pause", group, tmp_path)
         run_node("down", group, tmp_path)
         assert process.wait(5) == -9
     assert not group.exists()
-
-
-def wait_for(group: Path, line: str) -> None:
-    end = time.monotonic() + 5
-    while line not in (group / "cgroup.events").read_text().splitlines():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -17,6 +17,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import find_free_port
 from cpuft.schedulers.aws_batch_node import _SESSION, Keys, serve
+from tests.conftest import wait_until
 from tests.schedulers.test_aws_batch_node import NODE
 
 pytestmark = pytest.mark.real
@@ -71,10 +72,7 @@ def test_a_command_ends_with_its_session(place: tuple[str, int], tmp_path: Path)
         channel = session.open_session(timeout=10)
         channel.exec_command(f"trap 'touch {tmp_path}/ended; exit' TERM; echo begun; while :; do sleep 0.1; done")
         assert channel.recv(6) == b"begun\n"
-    end = time.monotonic() + 20
-    while not (tmp_path / "ended").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until((tmp_path / "ended").exists)
 
 
 @pytest.mark.parametrize("other", OTHERS)

@@ -1,8 +1,8 @@
-"""Run by mpirun: a run whose ranks are not alike. Usage: mixed_ranks.py CONFIG.json RUN [WORD ...].
+"""Run by mpirun: runs whose ranks are not alike, one after another. Usage: mixed_ranks.py JOBS.json [WORD ...].
 
-A word NAME=VALUE is a variable of rank 1 alone. With `damage`, rank 1 changes its parameters at the end. With
-`slow`, metrics take longer than a message may. Each rank writes RUN.RANK.json: how often it drew masks of training
-examples, and how often it computed metrics.
+The file lists the configuration, run folder and port of each run. A word NAME=VALUE is a variable of rank 1 alone. With
+`damage`, rank 1 changes its parameters at the end. With `slow`, metrics take longer than a message may. Each rank
+writes RUN.RANK.json: how often it drew masks of training examples, and how often it computed metrics.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 rank = int(os.environ["PMI_RANK"])
-words = sys.argv[3:]
+words = sys.argv[2:]
 if rank:
     os.environ.update({word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word})
 
@@ -60,10 +60,13 @@ patch.setattr(evaluate, "join", join)
 if "damage" in words:
     patch.setattr(Checkpoints, "write_final", damage)
 code = 0
-try:
-    run(TrainConfig(**json.loads(Path(sys.argv[1]).read_text())), WorkerConfig(sys.argv[2]), time.perf_counter())
-except CpuftError as error:
-    print(f"rank {rank}: {error}", flush=True)
-    code = error.exit_code
-Path(f"{sys.argv[2]}.{rank}.json").write_text(json.dumps(calls))
+for config, folder, port in json.loads(Path(sys.argv[1]).read_text()):
+    os.environ["MASTER_PORT"] = str(port)
+    calls.clear()
+    try:
+        run(TrainConfig(**config), WorkerConfig(folder), time.perf_counter())
+    except CpuftError as error:
+        print(f"rank {rank}: {error}", flush=True)
+        code = error.exit_code
+    Path(f"{folder}.{rank}.json").write_text(json.dumps(calls))
 exit_process(code)

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.comm.compression.embedding_rows import check_lookups, find_embedding
 from cpuft.config.train import TrainConfig
@@ -45,27 +43,23 @@ NAMES = ("bert", "gpt2", "llama", "qwen3", "bart", "xlnet", "deberta", "deberta-
 BF16 = ("xlnet", "albert", "deberta-v2")
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("alone", "own_cache")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_trains_under_the_exchange_of_gradients(tmp_path: Path, name: str) -> None:
     config = replace(make_config(tmp_path, "class"), model=save_architecture(tmp_path / name, name), fast_path=False)
     prepared = read_prepared(str(prepare(config)))
     objective = make_objective(config, prepared)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        model = objective.load_model(config)
-        try_model(model, objective, config, prepared, "fp32")
-        exchange = choose_exchange(config, 2)(model, torch.optim.SGD(model.parameters(), lr=0.1), config, "fp32")
-        for rows in (np.arange(4), np.arange(4, 8)):
-            batch = objective.make_batch(prepared.train, rows)
-            exchange.begin_pass(is_last=True)
-            torch.autograd.backward(objective.losses(exchange.forward_model, batch).sum())
-            tokens = [objective.list_token_ids(prepared.train, rows)]
-            exchange.average_gradients(partial(list, tokens))
-            assert all(parameter.grad is not None for parameter in model.parameters()) == (name != "xlnet")
-            exchange.clear_gradients()
-    finally:
-        dist.destroy_process_group()
+    model = objective.load_model(config)
+    try_model(model, objective, config, prepared, "fp32")
+    exchange = choose_exchange(config, 2)(model, torch.optim.SGD(model.parameters(), lr=0.1), config, "fp32")
+    for rows in (np.arange(4), np.arange(4, 8)):
+        batch = objective.make_batch(prepared.train, rows)
+        exchange.begin_pass(is_last=True)
+        torch.autograd.backward(objective.losses(exchange.forward_model, batch).sum())
+        tokens = [objective.list_token_ids(prepared.train, rows)]
+        exchange.average_gradients(partial(list, tokens))
+        assert all(parameter.grad is not None for parameter in model.parameters()) == (name != "xlnet")
+        exchange.clear_gradients()
 
 
 @pytest.mark.proof

@@ -7,15 +7,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from cpuft.config.conflicts import refuse_conflicts
@@ -50,23 +47,6 @@ OPTIONS: dict[str, Any] = {
     "lora_rank": 4,
     "pack": True,
 }
-
-
-@pytest.fixture
-def plain(own_cache: None) -> Iterator[None]:
-    """The cache is the test's own, nothing is compiled, and one thread computes, as matrices are tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with plain_torch():
-        yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def alone(plain: None) -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_config(folder: Path, family: str, stored: str = "float32", **options: Any) -> TrainConfig:
@@ -116,7 +96,7 @@ def find_gradient(setup: TrainingSetup) -> torch.Tensor:
     return torch.cat(grads)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 @pytest.mark.parametrize("precision, stored", [("bf16", "bfloat16"), ("int8", "float32")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_is_that_of_weights_which_were_rounded_before(
@@ -133,7 +113,7 @@ def test_a_run_is_that_of_weights_which_were_rounded_before(
     assert metrics == pytest.approx(wanted[2], rel=1e-5)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"fast_path": False}], ids=str)
 def test_other_layers_compute_the_same(options: dict[str, Any], precision: str, tmp_path: Path) -> None:
@@ -170,7 +150,7 @@ def test_encoders_have_frozen_weights_too(precision: str, fast: bool) -> None:
     assert sum(isinstance(one, FrozenEmbedding) for one in model.modules()) == 1
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     config = make_config(tmp_path, "gemma3_text", base_precision="int8", max_steps=6)
     check_resumed_run(config, tmp_path / "kept")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from transformers import AutoTokenizer
 
 from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.kernels import plain_torch
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.show import format_summary, summarize
@@ -45,14 +41,6 @@ from tests.train.tiny import save_tiny
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USUAL: dict[str, Any] = {"max_length": 32, "batch_size": 4, "max_steps": 4, "learning_rate": 1e-2}
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with plain_torch():  # nothing is to be compiled
-        yield
-    dist.destroy_process_group()
 
 
 def make_text_config(folder: Path, family: str = "llama", **options: Any) -> TrainConfig:
@@ -144,7 +132,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
         prepare(config)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 def test_a_decoder_learns_a_text(tmp_path: Path) -> None:
     found = learn(make_text_config(tmp_path, max_steps=60))
     assert found["losses"][0] > np.log(300) - 1
@@ -152,7 +140,7 @@ def test_a_decoder_learns_a_text(tmp_path: Path) -> None:
     assert found["metrics"]["perplexity"] < 4
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 def test_an_encoder_that_is_a_decoder_too_is_trained_or_refused_with_a_message(tmp_path: Path) -> None:
     config = make_text_config(tmp_path)
     config = replace(config, model=save_tiny(tmp_path / "bert"), max_steps=1)
@@ -219,14 +207,14 @@ def test_a_tokenizer_without_a_template_needs_one(tmp_path: Path) -> None:
     assert len(read_prepared(str(prepare(replace(config, chat_template="chat.jinja")))).train) == 54
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 def test_a_decoder_learns_to_answer(tmp_path: Path) -> None:
     found = learn(make_chat_config(tmp_path, max_steps=40, pack=True, batch_size=4))
     assert found["metrics"]["token_accuracy"] > 0.9
     assert found["losses"][-1] < 0.2
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 def test_adapters_learn_to_answer(tmp_path: Path) -> None:
     config = make_chat_config(tmp_path, max_steps=60, pack=True, lora_rank=8, learning_rate=3e-2)
     found = learn(config)
@@ -250,7 +238,7 @@ def make_class_config(folder: Path, family: str = "llama", **options: Any) -> Tr
     return replace(TrainConfig(model=model, **USUAL), **{"task": "files"} | files | options)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_classes_are_told_by_the_last_real_token_without_a_padding_token(family: str, tmp_path: Path) -> None:
     setup = make_setup(make_class_config(tmp_path, family))
@@ -268,13 +256,13 @@ def test_classes_are_told_by_the_last_real_token_without_a_padding_token(family:
             assert outputs == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 def test_a_decoder_learns_classes(tmp_path: Path) -> None:
     found = learn(make_class_config(tmp_path, max_steps=30, batch_size=8, learning_rate=5e-3))
     assert found["metrics"]["accuracy"] > 0.9
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_classes_are_evaluated_by_the_fast_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = make_setup(make_class_config(tmp_path, family, eval_batch_size=7))
@@ -299,23 +287,14 @@ def test_classes_are_evaluated_by_the_fast_layers(family: str, tmp_path: Path, m
     assert found == objective.compute_metrics(wanted, tokens)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sums of several threads are added in the order in which they come."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("alone", "one_thread")
+@pytest.mark.usefixtures("alone", "plain")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_activations_give_the_same_losses_to_the_bit(family: str, tmp_path: Path) -> None:
     config = make_chat_config(tmp_path, family, pack=True, lora_rank=4 if family == "qwen3" else 0)
     assert learn(replace(config, gradient_checkpointing=True)) == learn(config)
 
 
-@pytest.mark.usefixtures("alone", "one_thread")
+@pytest.mark.usefixtures("alone", "plain")
 @pytest.mark.parametrize("task", ["causal", "chat", "adapters"])
 def test_a_resumed_run_goes_on_to_the_bit(task: str, tmp_path: Path) -> None:
     config = make_text_config(tmp_path) if task == "causal" else make_chat_config(tmp_path, "gemma3_text", pack=True)
@@ -331,7 +310,7 @@ def train_on_two_ranks(folder: Path, configs: dict[str, TrainConfig]) -> dict[st
     return dict(json.loads((folder / "found.json").read_text()))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 def test_two_ranks_learn_what_one_learns_with_twice_the_batch(tmp_path: Path) -> None:
     (tmp_path / "classes").mkdir()
     configs = {family: make_text_config(tmp_path, family) for family in FAMILIES}

@@ -5,27 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from pyarrow import parquet
 
 import cpuft.train.write_embeddings
 from cpuft.config.fields import format_arguments
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
-from cpuft.kernels import plain_torch
 from cpuft.train.embed_on_hosts import CHECK, check_request, refuse_other_models
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.write_embeddings import write_embeddings
 from tests.comm.ranks import MPIRUN, settings
 from tests.train.tiny import save_tiny
 
+pytestmark = pytest.mark.usefixtures("plain_processes")
 TEXTS = [f"a cat number {number} \u00e9 " * (number % 5) for number in range(5000)]
 RANK = """
 # Only rank 0 is told which file it is.
@@ -43,13 +41,6 @@ if os.environ["PMI_RANK"] != "0":
     sys.argv.append("--file=none")
 embed_on_hosts.main()
 """
-
-
-@pytest.fixture(autouse=True)
-def _alone(own_cache: None) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, plain_torch():  # nothing is to be compiled
-        patch.setenv("CPUFT_KERNELS", "0")  # of processes that are started
-        yield
 
 
 @pytest.fixture
@@ -74,15 +65,10 @@ def run_ranks(request: PredictConfig, ranks: int, **variables: str) -> subproces
 
 
 def write_in_one_process(request: PredictConfig, output: str) -> None:
-    """With the windows and the number of threads that the ranks have, so that all sums are in the same order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpuft.train.write_embeddings, "_WINDOW_TEXTS", 1024)
-            write_embeddings(replace(request, output=output))
-    finally:
-        torch.set_num_threads(threads)
+    """With the windows that the ranks have, so that all sums are in the same order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpuft.train.write_embeddings, "_WINDOW_TEXTS", 1024)
+        write_embeddings(replace(request, output=output))
 
 
 def test_two_ranks_write_the_file_of_one_process(request_: PredictConfig) -> None:

@@ -17,10 +17,11 @@ from cpuft.record import EvaluationLine, Record, read_record
 from cpuft.train.data.sources import read_data
 from cpuft.train.evaluate import find_best, should_stop_early
 from tests.conftest import run_cpuft
+from tests.train.tiny import save_tiny
 
 JOB = (
     *("--task", "files", "--train-file", "train.jsonl", "--validation-file", "validation.jsonl"),
-    *("--batch-size", "8", "--max-length", "32", "--learning-rate", "1e-4", "--max-steps", "20"),
+    *("--batch-size", "8", "--max-length", "32", "--learning-rate", "1e-4", "--max-steps", "20", "--backend", "gloo"),
 )
 EVERY_EPOCH = ("--eval-every", "epoch")
 
@@ -100,8 +101,9 @@ OTHER_WAYS = [("--lora-rank", "4"), ("--sync-every", "3"), ()]
 )
 def test_the_saved_model_is_that_of_the_best_evaluation(how: tuple[str, ...], tmp_path: Path) -> None:
     # A high learning rate, so that the best evaluation is not the last one.
-    options = ("--np", "2", "--learning-rate", "2e-3", "--eval-every", "5", "--save-best", "--best-metric", "f1")
-    record = train("run", *options, *how)
+    model = save_tiny(tmp_path / "tiny")
+    options = ("--np", "2", "--learning-rate", "2e-2", "--eval-every", "5", "--save-best", "--best-metric", "f1")
+    record = train("run", *options, *how, "--model", model)
     values = [line.metrics["f1"] for line in record.evaluations]
     best = record.evaluations[values.index(max(values))]
     assert record.footer is not None

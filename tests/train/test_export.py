@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.config.export import ExportConfig
 from cpuft.errors import CpuftError
-from cpuft.kernels import plain_torch
 from cpuft.train.embedder import Embedder
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.export import (
@@ -38,16 +34,7 @@ from cpuft.train.predict import make_run_model, read_finished_run, tokenize_spli
 from tests.train.pairs import make_config as make_pairs_config
 from tests.train.tiny import learn, make_config
 
-
-@pytest.fixture(autouse=True)
-def _alone(own_cache: None) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with plain_torch():  # nothing is to be compiled
-        yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone", "plain")
 
 
 def run_onnx(folder: Path, texts: list[Any], **options: Any) -> Any:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
 from cpuft.hardware import Cpu
-from cpuft.kernels import plain_torch
 from cpuft.record import RecordedRank, Writer
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.data.chat import find_end_of_turn
@@ -32,14 +28,6 @@ from tests.train.test_decoders import make_chat_config, make_text_config
 pytestmark = pytest.mark.usefixtures("own_cache")
 REQUEST = PredictConfig(max_new_tokens=6)
 PROMPTS = [list(range(4, 4 + length)) for length in (9, 1, 5)]
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with plain_torch():  # nothing is to be compiled
-        yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,7 +84,7 @@ def save_run(folder: Path, config: TrainConfig) -> str:
     return str(folder)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 @pytest.mark.parametrize("lora", [0, 4])
 def test_answers_to_a_column_of_prompts_are_written_beside_them(lora: int, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "chat.jinja").write_text(CHATML)
@@ -126,7 +114,7 @@ def test_answers_to_a_column_of_prompts_are_written_beside_them(lora: int, tmp_p
     generate(replace(request, overwrite=True))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 def test_texts_are_continued_as_documents_begin(tmp_path: Path) -> None:
     config = make_text_config(tmp_path)
     run = save_run(tmp_path / "run", config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,15 +16,6 @@ from cpuft.train.optimizer import checkpoint_gradients, make_optimizer
 from cpuft.train.precision import autocast
 from tests.train.fast.encoders import KINDS, LENGTHS, make_batch, make_model
 from tests.train.kept import count_kept, make_encoder, make_full_batch
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sums of several threads are added in the order in which they come."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def find_gradients(kind: str, config: TrainConfig) -> dict[str, torch.Tensor]:

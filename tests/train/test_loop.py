@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
@@ -32,6 +30,7 @@ from cpuft.train.reporter import Progress, RunReporter
 from cpuft.train.setup import TrainingSetup
 from tests.train.tokens import make_tokens
 
+pytestmark = pytest.mark.usefixtures("alone", "one_thread")
 CONFIG = TrainConfig(fast_path=False, learning_rate=0.1, max_steps=6, batch_size=4, eval_batch_size=3, weight_decay=0.1)
 
 ALONE = World(0, 1, 0, 1)
@@ -80,13 +79,6 @@ class Light(Weighing):
 
     def count_terms(self, tokens: Tokens, rows: Indices, epoch: int = -1) -> float:
         return 0.02 * len(rows)
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_loop(

@@ -5,21 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
-from cpuft.kernels import plain_torch
 from cpuft.record import format_metrics
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import UNTAGGED
@@ -41,6 +36,7 @@ from cpuft.train.predict import (
 from tests.train.tiny import MAKERS, learn, make_config
 from tests.train.tokens import make_tokens
 
+pytestmark = pytest.mark.usefixtures("alone", "plain")
 LOGITS = np.log(np.asarray([[0.25, 0.75], [0.9, 0.1]], np.float32))
 AWKWARD = ('a,"b', "no\nmore")
 
@@ -157,17 +153,6 @@ def test_texts_stand_beside_what_was_predicted() -> None:
         (0, "'=a", "b", "spam"),
         (1, "c", "d", "ham"),
     ]
-
-
-@pytest.fixture(autouse=True)
-def _alone(own_cache: None) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other, on a busy machine, at every tiny product
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with plain_torch():  # nothing is to be compiled
-        yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 def read_csv(path: str) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from cpuft.train.objective.table import make_objective
 from cpuft.train.remarks import find_remark, warn_of_learning_rate
 from tests.conftest import run_cpuft
 from tests.records import make_steps
+from tests.train.tiny import save_tiny
 from tests.train.tokens import make_tokens
 
 CONFIG = TrainConfig(learning_rate=2e-5)
@@ -103,9 +105,8 @@ def test_a_learning_rate_far_above_the_usual_ones_is_said_at_once() -> None:
     assert [warn_of_learning_rate(TrainConfig(learning_rate=rate)) for rate in (-1.0, 0.0, 2e-5, 0.1)] == [""] * 4
 
 
-def test_a_run_ends_with_the_warning() -> None:
-    done = run_cpuft(
-        "launch", "--task", "demo", "--max-length", "16", "--epochs", "0", "--no-save-model", "--run-dir", "run"
-    )
+def test_a_run_ends_with_the_warning(tmp_path: Path) -> None:
+    model = ("--model", save_tiny(tmp_path / "tiny"), "--max-length", "32")
+    done = run_cpuft("launch", "--task", "demo", *model, "--epochs", "0", "--no-save-model")
     assert done.returncode == 0
     assert done.stderr.splitlines()[-1].startswith("warning: nothing was trained, because of --epochs 0: ")

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.kernels import plain_torch
 from cpuft.rank.world import World
 from cpuft.record import Record, read_record
 from cpuft.train.data.archive import read_prepared
@@ -55,14 +51,6 @@ def _texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(" ".join([word] * 40) for word in chosen))
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     save_tiny(tmp_path / "tiny")
-
-
-@pytest.fixture
-def alone(own_cache: None) -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with plain_torch():  # nothing is to be compiled
-        yield
-    dist.destroy_process_group()
 
 
 def entropy(run: str) -> float:
@@ -166,9 +154,10 @@ def losses_of_both(config: TrainConfig) -> tuple[list[float], list[float]]:
     return [line.loss for line in train(loop)], theirs
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_the_trainer_has_the_same_losses(plain: bool, alone: None) -> None:
-    ours, theirs = losses_of_both(replace(CONFIG, max_steps=5, fast_path=not plain, learning_rate=3e-3))
+@pytest.mark.usefixtures("alone", "plain")
+@pytest.mark.parametrize("fast_path", [False, True])
+def test_the_trainer_has_the_same_losses(fast_path: bool) -> None:
+    ours, theirs = losses_of_both(replace(CONFIG, max_steps=5, fast_path=fast_path, learning_rate=3e-3))
     assert len(ours) == len(theirs) == 5
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert ours[-1] < ours[0] - 0.2
@@ -176,7 +165,8 @@ def test_the_trainer_has_the_same_losses(plain: bool, alone: None) -> None:
 
 @needs_texts
 @pytest.mark.proof
-def test_the_trainer_has_the_same_curve_on_a_book(alone: None) -> None:
+@pytest.mark.usefixtures("alone", "plain")
+def test_the_trainer_has_the_same_curve_on_a_book() -> None:
     usual: dict[str, Any] = {"model": "minilm", "max_length": 128, "batch_size": 8}
     config = replace(CONFIG, train_file=str(TEXTS), max_steps=50, learning_rate=1e-4, **usual)
     ours, theirs = losses_of_both(config)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cpuft.record import format_line, read_record
+from cpuft.train import tracking
 from cpuft.train.tracking import TrackerProcess
 from tests.conftest import run_cpuft
 from tests.records import make_record
@@ -34,14 +35,16 @@ def test_a_tracker_that_hangs_costs_less_than_a_second_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds, warnings = follow(tmp_path, "exec sleep 60", monkeypatch)
-    assert 0.7 < seconds < 1.0
+    assert tracking._END_SECONDS < 1.0
+    assert tracking._END_SECONDS <= seconds < 30
     assert len(warnings) == 1
     assert "do not have the whole record" in warnings[0]
 
 
 def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_END_SECONDS", 60.0)
     seconds, warnings = follow(tmp_path, "echo no server >&2; exit 1", monkeypatch)
-    assert seconds < 0.6
+    assert seconds < 30
     assert ["have failed" in line for line in warnings] == [True]
     assert (tmp_path / "logs/trackers.err").read_text() == "no server\n"
 
@@ -59,8 +62,9 @@ def test_a_rank_in_a_folder_of_its_host_does_not_name_that_folder(
 
 
 def test_a_tracker_that_has_everything_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_END_SECONDS", 60.0)
     seconds, warnings = follow(tmp_path, "exit 0", monkeypatch)
-    assert (warnings, seconds < 0.6) == ([], True)
+    assert (warnings, seconds < 30) == ([], True)
 
 
 def test_without_trackers_nothing_is_started(tmp_path: Path) -> None:

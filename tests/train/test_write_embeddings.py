@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import cpuft.train.write_embeddings
 from cpuft.api import Run
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
-from cpuft.kernels import plain_torch
 from cpuft.train.embedder import Embedder
 from cpuft.train.embedding_form import EmbeddingForm, read_form, write_form
 from cpuft.train.write_embeddings import (
@@ -31,14 +29,8 @@ from tests.records import make_record
 from tests.report.test_comparison import write_record
 from tests.train.tiny import save_tiny
 
+pytestmark = pytest.mark.usefixtures("plain_processes")
 TEXTS = [f"a cat number {number} " * (number % 5) for number in range(20)]
-
-
-@pytest.fixture(autouse=True)
-def _alone(own_cache: None) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, plain_torch():  # nothing is to be compiled
-        patch.setenv("CPUFT_KERNELS", "0")  # of processes that are started
-        yield
 
 
 @pytest.fixture

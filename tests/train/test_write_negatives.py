@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from cpuft.config.mine import MineConfig
 from cpuft.errors import CpuftError
-from cpuft.kernels import plain_torch
 from cpuft.train.data.embedding_pairs import choose_pair_columns
 from cpuft.train.data.tables import read_table
 from cpuft.train.embedder import Embedder
@@ -22,11 +20,7 @@ from cpuft.train.write_negatives import make_rules, write_negatives
 from tests.train.pairs import write_pairs
 from tests.train.tiny import save_tiny
 
-
-@pytest.fixture(autouse=True)
-def _alone(own_cache: None) -> Iterator[None]:
-    with plain_torch():  # nothing is to be compiled
-        yield
+pytestmark = pytest.mark.usefixtures("plain")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import IO, Any
 import pytest
 
 from cpuft.record import read_record
+from tests.conftest import wait_until
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, WORDS, Bottle
 from tests.provision.simulated import needs_root
 
@@ -235,8 +236,5 @@ def test_no_process_of_the_simulated_region_outlives_its_owner(tmp_path: Path) -
     assert code == 0
     # The server, and for each of two instances at least its first process and the process that waits for it.
     assert len(all_of_it) > 5
-    end = time.monotonic() + 20
-    while [one for one in all_of_it if is_there(one)]:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_there, all_of_it)))
     assert [*(tmp_path / "own" / "disk").iterdir()] == []

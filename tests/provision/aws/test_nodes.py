@@ -31,7 +31,7 @@ from tests.provision.aws.region import (
     say,
 )
 from tests.provision.aws.test_plan import GROUP, make_instance
-from tests.provision.simulated import Simulated, needs_root, simulate, write_wheels
+from tests.provision.simulated import Simulated, needs_root, simulate_servers
 
 pytestmark = needs_root
 ARMED = "echo 'until 1'; echo 'usec 1000000'; echo 'mode poweroff'; echo 'enabled yes'"
@@ -41,12 +41,7 @@ ARMED = "echo 'until 1'; echo 'usec 1000000'; echo 'mode poweroff'; echo 'enable
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
     """Two hosts that stand for instances. Each has a host key of its own."""
-    folder = tmp_path_factory.mktemp("rented")
-    write_wheels(folder / "wheels")
-    with simulate(folder, "--nodes", "2") as made:
-        for index in (1, 2):
-            made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs -o mode=700 tmpfs "$HOME"')
-            made.accept_own_keys(index)
+    with simulate_servers(tmp_path_factory.mktemp("rented")) as made:
         yield made
 
 

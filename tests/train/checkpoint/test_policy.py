@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
@@ -140,19 +138,12 @@ def test_a_full_disk_is_said_once_and_the_last_good_one_stays(
 ALONE = World(0, 1, 0, 1)
 
 
-@pytest.fixture
-def _alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def updates_of(ranks: list[dict[str, Any]]) -> list[list[int]]:
     """Rows of each update, all ranks together, each once."""
     return [sorted({row for share in shares for row in share}) for shares in zip(*(r["rows"] for r in ranks))]
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_on_one_rank_the_rest_is_the_same_to_the_bit(tmp_path: Path, dropout: float) -> None:
     found = compare(ALONE, tmp_path / "kept", dropout)
@@ -162,17 +153,14 @@ def test_on_one_rank_the_rest_is_the_same_to_the_bit(tmp_path: Path, dropout: fl
     assert found["resumed"]["rows"] == found["whole"]["rows"][5:]
 
 
+@pytest.mark.usefixtures("alone")
 def test_other_numbers_of_ranks_go_on_with_the_same_rows_and_losses(tmp_path: Path) -> None:
     found = {}
     for size in (3, 2):
         done = mpirun(size, "tests.train.checkpoint.training", str(tmp_path), str(tmp_path / "kept"), seconds=120)
         assert done.returncode == 0, done.stdout[-3000:]
         found[size] = [json.loads((tmp_path / f"{rank}-of-{size}.json").read_text()) for rank in range(size)]
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        found[1] = [{"0.0": compare(ALONE, tmp_path / "kept" / "0.0", 0.0)}]
-    finally:
-        dist.destroy_process_group()
+    found[1] = [{"0.0": compare(ALONE, tmp_path / "kept" / "0.0", 0.0)}]
     whole = [rank["0.0"]["whole"] for rank in found[3]]
     for size in (1, 2, 3):
         resumed = [rank["0.0"]["resumed"] for rank in found[size]]
@@ -183,7 +171,7 @@ def test_other_numbers_of_ranks_go_on_with_the_same_rows_and_losses(tmp_path: Pa
     assert {rank["0.5"]["update"] for rank in found[2]} == {5}
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("alone")
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,7 +189,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert [update for update, _ in list_checkpoints(tmp_path)] == [5]
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("alone")
 def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
     loop = make_loop(ALONE, 0.0)
     files = {"state.safetensors": memoryview(b"state"), "record.jsonl": memoryview(b"")}
@@ -213,7 +201,7 @@ def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
     assert len(list_checkpoints(tmp_path)) == 1
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("alone")
 def test_without_a_checkpoint_it_begins_anew(tmp_path: Path) -> None:
     past, resumed = go_on(ALONE, tmp_path / "none", 0.0)
     assert (past.update, past.text, len(resumed["losses"])) == (0, "", 8)
@@ -235,7 +223,7 @@ def test_what_differs_is_named(options: dict[str, Any], data: str, same: bool, p
     assert found[: len(problem) or None] == problem
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("alone")
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     record = format_line(HEADER).encode()
     write_checkpoint(tmp_path, 3, 0, {"state.safetensors": memoryview(b"foreign"), "record.jsonl": memoryview(record)})

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.base import Exchange
@@ -42,36 +40,30 @@ def test_a_rank_alone_clips_and_clears(max_grad_norm: float, norm: float) -> Non
     assert model.weight.grad is None
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_few_small_gradients_are_those_of_a_compiled_model() -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        model, config = torch.nn.Linear(2, 1, bias=False), TrainConfig(compile=True)
-        model.compile(backend="eager")
-        exchange = choose_exchange(config, 2)(model, torch.optim.SGD(model.parameters()), config, "fp32")
-        torch.autograd.backward(exchange.forward_model(torch.tensor([[3.0, 4.0]])).sum())
-    finally:
-        dist.destroy_process_group()
+    model, config = torch.nn.Linear(2, 1, bias=False), TrainConfig(compile=True)
+    model.compile(backend="eager")
+    exchange = choose_exchange(config, 2)(model, torch.optim.SGD(model.parameters()), config, "fp32")
+    torch.autograd.backward(exchange.forward_model(torch.tensor([[3.0, 4.0]])).sum())
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[3.0, 4.0]]
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_gradient_of_the_word_embedding_is_not_written_whole_between_updates() -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        model = make_model("bert")
-        _, optimizer = accelerate(model, make_optimizer(model), precision="fp32")
-        exchange = choose_exchange(TrainConfig(), 2)(model, optimizer, TrainConfig(), "fp32")
-        batch, masters = make_batch(), getattr(model, MASTERS_ATTRIBUTE)
-        for _ in range(2):
-            exchange.begin_pass(is_last=True)
-            exchange.forward_model(**batch).loss.backward()
-            exchange.average_gradients(lambda: [batch["input_ids"].flatten()])
-            gradient = masters.embedding.weight.grad
-            written = gradient._version
-            exchange.clear_gradients()
-            assert gradient._version == written
-    finally:
-        dist.destroy_process_group()
+    model = make_model("bert")
+    _, optimizer = accelerate(model, make_optimizer(model), precision="fp32")
+    exchange = choose_exchange(TrainConfig(), 2)(model, optimizer, TrainConfig(), "fp32")
+    batch, masters = make_batch(), getattr(model, MASTERS_ATTRIBUTE)
+    for _ in range(2):
+        exchange.begin_pass(is_last=True)
+        exchange.forward_model(**batch).loss.backward()
+        exchange.average_gradients(lambda: [batch["input_ids"].flatten()])
+        gradient = masters.embedding.weight.grad
+        written = gradient._version
+        exchange.clear_gradients()
+        assert gradient._version == written
 
 
 def test_two_ranks(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.rank.world import World
 from cpuft.train.exchange.base import Exchange
@@ -91,13 +89,10 @@ def test_other_ranks_and_a_whole_optimizer_go_on_alike(two: Found, three: Found)
 
 
 @pytest.mark.proof
+@pytest.mark.usefixtures("alone")
 def test_a_rank_alone_is_the_plain_path_and_goes_on_from_parts(folder: Path, three: Found) -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        loop = make_loop(ALONE, "fp32", "optimizer", STEPS)
-        alone, resumed = go(loop), go_on(ALONE, "fp32", "optimizer", STEPS, folder / "kept" / "fp32")
-    finally:
-        dist.destroy_process_group()
+    loop = make_loop(ALONE, "fp32", "optimizer", STEPS)
+    alone, resumed = go(loop), go_on(ALONE, "fp32", "optimizer", STEPS, folder / "kept" / "fp32")
     assert type(loop.exchange) is Exchange
     losses = three[0]["fp32"]["shared"]["losses"]
     assert alone["losses"] == pytest.approx(losses, abs=1e-5)

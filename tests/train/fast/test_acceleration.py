@@ -40,6 +40,8 @@ from tests.train.fast.encoders import (
     relative_error,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # kernels on several have tests of their own
+
 # Of the gradient of one parameter: sums of fp32 taken in another order; bf16 through two layers and back.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 LOOSE_BATCH, FULL_BATCH = (17, 9, 5, 3), (17, 17, 17, 17)

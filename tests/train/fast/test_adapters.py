@@ -15,6 +15,8 @@ from cpuft.train.fast.stack import find_stacks
 from cpuft.train.lora import add_adapters
 from tests.train.fast.encoders import KINDS, make_batch, make_model, relative_error
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # kernels on several have tests of their own
+
 # Of the gradient of one parameter: sums of fp32 taken in another order; bf16 through two layers and back.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 

@@ -152,15 +152,6 @@ def test_windows_over_several_parts(dtype: torch.dtype, queries: int, back: int,
         check(Heads(2, 16, 0.25, 1, back, ahead), grid, queries, MASK, dtype, key_bias(grid))
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """On one thread, its own time depends little on what else runs, and nothing waits for other threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_a_window_saves_time(one_thread: None) -> None:
     need_kernels()
     packed, seconds = torch.randn(2048, 3 * 64, requires_grad=True), []

@@ -13,6 +13,8 @@ from cpuft.train.fast.autocast import without_autocast
 from tests.train.fast import encoders, families
 from tests.train.fast.encoders import make_optimizer, relative_error
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # kernels on several have tests of their own
+
 LENGTHS = (17, 9, 5, 3)
 TOLERANCE = 0.05
 

@@ -17,6 +17,8 @@ from cpuft.train.lora import add_adapters
 from tests.train.fast.encoders import make_optimizer, relative_error
 from tests.train.fast.families import CONFIGS, FAMILIES, LONGEST, WINDOW, compute_loss, make_batch, make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # kernels on several have tests of their own
+
 # Gemma norms what it adds to the hidden states, too, which makes errors of rounding larger: those of transformers' own
 # layers are 6e-6 of the gradient then.
 LIMITS = {family: 5e-5 if "gemma" in family else 1e-5 for family in FAMILIES}

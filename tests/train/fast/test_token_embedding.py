@@ -17,6 +17,8 @@ from cpuft.train.fast.token_embedding import EmbeddingGradient, FusedEmbeddings
 from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import KINDS, make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # kernels on several have tests of their own
+
 Step = Callable[[Any, Any, int], None]
 
 

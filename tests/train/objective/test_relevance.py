@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch._C._distributed_c10d import HashStore
 
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.kernels import plain_torch
 from cpuft.rank.world import World
 from cpuft.record import format_metrics
 from cpuft.train.checkpoint.final_model import save_model
@@ -126,23 +122,12 @@ def test_validation_labels_are_scores_with_the_numbers_of_queries() -> None:
     assert objective.compute_metrics(scores, tokens)["mrr@10"] == (1 / 2 + 1) / 2
 
 
-@pytest.fixture
-def alone(own_cache: None) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with plain_torch():
-        yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
-
-
 def read_scores(path: str) -> list[float]:
     with open(path, encoding="utf-8", newline="") as file:
         return [float(row["score"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 @pytest.mark.parametrize("activation", ["sigmoid", pytest.param("identity", marks=pytest.mark.proof)])
 def test_a_reranker_learns_and_sentence_transformers_computes_the_same_scores(
     activation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -206,7 +191,7 @@ def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(tmp_path: Pat
 
 
 @pytest.mark.proof
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "plain")
 def test_the_loss_curve_is_that_of_sentence_transformers_trainer(tmp_path: Path) -> None:
     from datasets import Dataset
     from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
