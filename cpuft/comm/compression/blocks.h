@@ -55,6 +55,11 @@ inline vec get_codes(const int8_t *codes) {
 inline void put_codes(int8_t *codes, ivec x) {
 #if defined(__AVX512BW__)
     _mm_storeu_si128((__m128i *)codes, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__AVX2__)  // GCC converts vectors number by number
+    const __m256i low = _mm256_set1_epi32(0x0c080400), fours = _mm256_shuffle_epi8((__m256i)x, low);
+    const int32_t first = _mm256_extract_epi32(fours, 0), second = _mm256_extract_epi32(fours, 4);
+    std::memcpy(codes, &first, 4);
+    std::memcpy(codes + 4, &second, 4);
 #else
     codes_of_vec low = __builtin_convertvector(x, codes_of_vec);
     std::memcpy(codes, &low, sizeof low);

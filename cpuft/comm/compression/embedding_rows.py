@@ -131,7 +131,7 @@ def average_rows(
     errors of the rows that this rank sends or averages are added, and replaced by the new ones.
     """
     ranks, rank, width = group.size(), group.rank(), own.shape[1]
-    summed = own.float().add_(unsent[routes.own])
+    summed = unsent.index_select(0, routes.own).add_(own)
     parts, own_rows = torch.split(summed, routes.own_counts), torch.split(routes.own, routes.own_counts)
 
     # Send the rows that other ranks average. A rank has a message for itself, too, which nobody reads: traffic is
@@ -142,7 +142,7 @@ def average_rows(
             messages.append(torch.zeros(encoded_bytes(part.numel(), 1, bits), dtype=torch.int8))
             continue
         messages.append(encode_message(part.reshape(-1), error := torch.empty(part.numel()), bits))
-        unsent[some] = error.view(part.shape)
+        unsent.index_copy_(0, some, error.view(part.shape))
     sizes = [len(one) * width for one in routes.received]
     sizes[rank] = parts[rank].numel()
     nbytes = [encoded_bytes(size, 1, bits) for size in sizes]
@@ -152,8 +152,8 @@ def average_rows(
     # Average this rank's share of the rows; its own part of them was not rounded.
     averaged = torch.split(routes.rows, routes.row_counts)[rank]
     total = torch.zeros(max(routes.row_counts), width)
-    total[: len(averaged)] = unsent[averaged]
-    total[torch.searchsorted(averaged, own_rows[rank])] = parts[rank]
+    torch.index_select(unsent, 0, averaged, out=total[: len(averaged)])
+    total.index_copy_(0, torch.searchsorted(averaged, own_rows[rank]), parts[rank])
     for places, message in zip(routes.received, torch.split(arrived, nbytes), strict=True):
         if len(places):
             numbers = torch.empty(len(places), width)
@@ -162,15 +162,14 @@ def average_rows(
     mean, error = total.div_(ranks).view(-1), torch.empty(total.numel())
     message = encode_message(mean, error, bits)
     # The next mean is divided by the number of ranks, so this rank keeps that many times the error of this one.
-    unsent[averaged] = error.view(total.shape)[: len(averaged)].mul_(ranks)
+    unsent.index_copy_(0, averaged, error.view(total.shape)[: len(averaged)].mul_(ranks))
 
     # Send the means to all ranks.
     means = message.new_empty(ranks * len(message))
     all_gather(means, message, group=group)
-    result, share = own.new_empty(len(routes.rows), width), own.new_empty(total.shape)
+    result = own.new_empty(len(routes.rows), width)
     for part, message in zip(torch.split(result, routes.row_counts), means.view(ranks, -1), strict=True):
-        decode_message(message, share.view(-1), bits)
-        part.copy_(share[: len(part)])
+        decode_message(message, part.view(-1), bits)
     return result
 
 
@@ -194,18 +193,18 @@ class LateRows:
         """Start to average the gradient's rows, and write the mean of the update before into the gradient instead.
 
         It returns the rows that may differ from zero, and raises what the thread raised. The gradient must be zero
-        outside of `routes.rows`, and the thread changes `unsent` until `wait` has returned.
+        outside of `routes.own`, and the thread changes `unsent` until `wait` has returned.
         """
-        own, mean = gradient[routes.own], Future[torch.Tensor]()
+        own, mean = gradient.index_select(0, routes.own), Future[torch.Tensor]()
         self._updates += 1
         self._thread.put(lambda: self._run(own, routes, unsent, bits, mean))
         rows = [routes.rows]
         if self._updates <= EXACT_UPDATES:
-            gradient[routes.rows] = mean.result()
+            gradient.index_copy_(0, routes.rows, mean.result())
         else:
-            gradient[routes.rows] = 0.0
+            gradient.index_fill_(0, routes.own, 0.0)
             if self._mean is not None:
-                gradient[self._rows] = self._mean.result()
+                gradient.index_copy_(0, self._rows, self._mean.result())
                 rows.append(self._rows)
             self._rows, self._mean = routes.rows, mean
         return _find_rows(rows, len(gradient))
@@ -272,17 +271,20 @@ class RowExchange:
         if self._hosts is not None:
             size = self._hosts.sums.size()
             of_hosts = [torch.cat(flat[first : first + size]) for first in range(0, len(flat), size)]
-            packed = self._hosts.average(gradient[rows].float(), partial(self._average_on_leaders, rows, of_hosts))
-            gradient[rows] = packed.to(gradient.dtype)
+            packed = gradient.index_select(0, rows).float()
+            packed = self._hosts.average(packed, partial(self._average_on_leaders, rows, of_hosts))
+            gradient.index_copy_(0, rows, packed.to(gradient.dtype))
         elif self._unsent is not None:
             routes = plan_row_routes(flat, len(gradient), self._group.rank())
             if self._late is not None:
                 return self._late.average(gradient, routes, self._unsent, self._bits)
-            gradient[routes.rows] = average_rows(gradient[routes.own], routes, self._unsent, self._group, self._bits)
+            own = gradient.index_select(0, routes.own)
+            mean = average_rows(own, routes, self._unsent, self._group, self._bits)
+            gradient.index_copy_(0, routes.rows, mean)
         else:
-            packed = to_wire_type(gradient[rows], self._compression).div_(self._group.size())
+            packed = to_wire_type(gradient.index_select(0, rows), self._compression).div_(self._group.size())
             dist.all_reduce(packed, group=self._group)
-            gradient[rows] = packed.to(gradient.dtype)
+            gradient.index_copy_(0, rows, packed.to(gradient.dtype))
         return rows
 
     def _average_on_leaders(
@@ -291,10 +293,10 @@ class RowExchange:
         """Return the mean over the leaders of `packed`, their hosts' means of `rows`: fp32, (rows, width)."""
         assert self._unsent is not None
         routes = plan_row_routes(tokens, len(self._unsent), leaders.rank())
-        own = packed[torch.searchsorted(rows, routes.own)]
+        own = packed.index_select(0, torch.searchsorted(rows, routes.own))
         mean = torch.empty_like(packed)
-        mean[torch.searchsorted(rows, routes.rows)] = average_rows(own, routes, self._unsent, leaders, self._bits)
-        return mean
+        places = torch.searchsorted(rows, routes.rows)
+        return mean.index_copy_(0, places, average_rows(own, routes, self._unsent, leaders, self._bits))
 
     def wait(self) -> None:
         """Wait until no message of this rank is under way; the next update still applies that mean."""

@@ -21,6 +21,13 @@ constexpr int64_t SIDE = 32, BLOCK_WIDTH = 128;
 // The factors' few rows are padded to a multiple of this: a step of the tiles, and whole vectors.
 constexpr int64_t FACTOR_STEP = 16;
 
+// Gradients of T are multiplied with factors as numbers of this type: tiles need bf16; without them, floats are faster.
+#ifdef __AMX_BF16__
+template <class T> using Multiplied = T;
+#else
+template <class T> using Multiplied = float;
+#endif
+
 typedef std::vector<uint32_t> Words;
 
 // The numbers x (rows, cols) as T, with zeros up to `height` rows of `width` numbers.
@@ -42,7 +49,7 @@ inline Words transpose(const Words &x, int64_t height, int64_t width) {
     return turned;
 }
 
-// Floats as words of a factor. With bf16, a word of the right factor holds bf16(x) and bf16(x - bf16(x)), and a word of
+// Floats as words of a factor. With tiles, a word of the right factor holds bf16(x) and bf16(x - bf16(x)), and a word of
 // the left factor holds a bf16 twice, so that the sum of their two products has twice as many digits of x as bf16 has.
 template <class T> inline uvec as_left(vec x);
 template <class T> inline uvec as_right(vec x);
@@ -129,23 +136,24 @@ template <class T> inline void prefetch_row(const T *row, int64_t count) {
 template <class T>
 void add_gradient(const T *gradient, T *unsent, const float *left, const float *right, const float *q, float *p,
                   int64_t rows, int64_t cols, int64_t rank, int threads) {
-    constexpr int64_t N = IN_WORD<T>;
+    typedef Multiplied<T> M;
+    constexpr int64_t N = IN_WORD<M>;
     int64_t padded_rows = filled_up(rows, SIDE), padded_cols = filled_up(cols, SIDE);
     int64_t padded_rank = filled_up(rank, FACTOR_STEP);
-    int64_t width = filled_up(padded_rank, COLS<T>);
-    Words factor = transpose(pad_rows<T>(q, rank, cols, padded_rank, padded_cols), padded_rank, width);
+    int64_t width = filled_up(padded_rank, COLS<M>);
+    Words factor = transpose(pad_rows<M>(q, rank, cols, padded_rank, padded_cols), padded_rank, width);
     Words sent_left, sent_right;
     if (left) {
         sent_left = transpose(pad_rows<float>(left, rank, rows, padded_rank, padded_rows), padded_rank, padded_rank);
         sent_right = pad_rows<float>(right, rank, cols, padded_rank, padded_cols);
-        convert_words<as_left<T>>(sent_left);
-        convert_words<as_right<T>>(sent_right);
+        convert_words<as_left<M>>(sent_left);
+        convert_words<as_right<M>>(sent_right);
     }
 #pragma omp parallel num_threads(threads)
     {
-        Tiles<T> tiles;
+        Tiles<M> tiles;
         alignas(64) float sums[SIDE * BLOCK_WIDTH]{};
-        alignas(64) T block[SIDE * BLOCK_WIDTH];  // the last rows may be missing, and their products are not used
+        alignas(64) M block[SIDE * BLOCK_WIDTH];  // the last rows may be missing, and their products are not used
         std::vector<float> projected(size_t(SIDE * width));
 #pragma omp for schedule(static)
         for (int64_t begin = 0; begin < rows; begin += SIDE) {
@@ -153,8 +161,8 @@ void add_gradient(const T *gradient, T *unsent, const float *left, const float *
             for (int64_t first = 0; first < cols; first += BLOCK_WIDTH) {
                 int64_t n = std::min(BLOCK_WIDTH, cols - first), filled = filled_up(n, SIDE);
                 if (left)
-                    multiply<T>(sent_left.data() + begin * padded_rank, padded_rank, sent_right.data() + first,
-                                padded_cols, sums, BLOCK_WIDTH, SIDE, filled, padded_rank * N);
+                    multiply<M>(sent_left.data() + begin * padded_rank, padded_rank, sent_right.data() + first,
+                                padded_cols, sums, BLOCK_WIDTH, SIDE, filled, N == 1 ? rank : padded_rank * N);
                 for (int64_t i = 0; i < count; i++) {
                     const T *g = gradient + (begin + i) * cols + first;
                     T *u = unsent + (begin + i) * cols + first;
@@ -166,7 +174,7 @@ void add_gradient(const T *gradient, T *unsent, const float *left, const float *
                         put(block + at, x, W);
                     }
                 }
-                multiply<T>(reinterpret_cast<const word *>(block), BLOCK_WIDTH / N, factor.data() + first / N * width,
+                multiply<M>(reinterpret_cast<const word *>(block), BLOCK_WIDTH / N, factor.data() + first / N * width,
                             width, projected.data(), width, SIDE, width, filled, first > 0);
             }
             for (int64_t k = 0; k < rank; k++)
@@ -175,25 +183,25 @@ void add_gradient(const T *gradient, T *unsent, const float *left, const float *
     }
 }
 
-// q (rank, cols) = p unsent, for p (rank, rows), which is rounded to T.
+// q (rank, cols) = p unsent, for p (rank, rows), which is rounded to T. Memory is read from one end to the other.
 template <class T>
 void multiply_factor(const float *p, const T *unsent, float *q, int64_t rows, int64_t cols, int64_t rank,
                      int threads) {
-    constexpr int64_t N = IN_WORD<T>;
-    int64_t height = filled_up(rank, ROWS<T>), padded_rows = filled_up(rows, SIDE);
-    Words factor = pad_rows<T>(p, rank, rows, height, padded_rows);
+    typedef Multiplied<T> M;
+    constexpr int64_t N = IN_WORD<M>;
+    int64_t height = filled_up(rank, ROWS<M>), padded_rows = filled_up(rows, SIDE), width = filled_up(cols, SIDE);
+    Words factor = pad_rows<M>(p, rank, rows, height, padded_rows);
+    std::vector<float> sums(size_t(height * width));
 #pragma omp parallel num_threads(threads)
     {
-        Tiles<T> tiles;
-        std::vector<float> sums(size_t(height * BLOCK_WIDTH));
-        alignas(64) word paired[SIDE / N * BLOCK_WIDTH];
-#pragma omp for schedule(static)
-        for (int64_t first = 0; first < cols; first += BLOCK_WIDTH) {
-            int64_t n = std::min(BLOCK_WIDTH, cols - first);
-            std::memset(paired, 0, sizeof paired);
-            for (int64_t begin = 0; begin < rows; begin += SIDE) {
+        Tiles<M> tiles;
+        alignas(64) word block[SIDE / N * BLOCK_WIDTH]{};
+        for (int64_t begin = 0; begin < rows; begin += SIDE) {
+#pragma omp for schedule(static) nowait  // a thread has the same columns each time
+            for (int64_t first = 0; first < cols; first += BLOCK_WIDTH) {
+                int64_t n = std::min(BLOCK_WIDTH, cols - first);
                 for (int64_t i = 0; i < SIDE; i += N) {
-                    word *to = paired + i / N * BLOCK_WIDTH;
+                    word *to = block + i / N * BLOCK_WIDTH;
                     const T *from = unsent + (begin + i) * cols + first;
                     if (begin + i + N > rows) {
                         std::memset(to, 0, size_t(n) * sizeof(word));
@@ -202,15 +210,20 @@ void multiply_factor(const float *p, const T *unsent, float *q, int64_t rows, in
                     }
                     for (int64_t r = 0; r < N; r++)
                         if (begin + i + r + SIDE < rows) prefetch_row(from + (r + SIDE) * cols, n);
-                    pair_row(from, cols, to, n);
+                    if constexpr (N == 2) {
+                        pair_row(from, cols, to, n);
+                    } else {
+                        for (int64_t j = 0; j < n; j += W)
+                            put(reinterpret_cast<float *>(to) + j, get(from + j, lanes_of(j, n)), lanes_of(j, n));
+                    }
                 }
-                multiply<T>(factor.data() + begin / N, padded_rows / N, paired, BLOCK_WIDTH, sums.data(), BLOCK_WIDTH,
+                multiply<M>(factor.data() + begin / N, padded_rows / N, block, BLOCK_WIDTH, sums.data() + first, width,
                             height, filled_up(n, SIDE), SIDE, begin > 0);
             }
-            for (int64_t k = 0; k < rank; k++)
-                std::memcpy(q + k * cols + first, sums.data() + k * BLOCK_WIDTH, size_t(n) * sizeof(float));
         }
     }
+    for (int64_t k = 0; k < rank; k++)
+        std::memcpy(q + k * cols, sums.data() + k * width, size_t(cols) * sizeof(float));
 }
 
 // gradient (rows, cols) = p^T q, for p (rank, rows) and q (rank, cols). All CPUs add the products in the same order and

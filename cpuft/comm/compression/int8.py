@@ -133,8 +133,9 @@ def encode_message(numbers: torch.Tensor, error: torch.Tensor, bits: int = 8) ->
 
 
 def decode_message(message: torch.Tensor, numbers: torch.Tensor, bits: int = 8) -> None:
-    """Write the numbers of a message of `encode_message` to `numbers`: fp32 or bf16, one-dimensional, contiguous."""
-    _decode_numbers(message[None], _share_length(len(numbers), 1), numbers, bits)
+    """Write the first numbers of a message of `encode_message` to `numbers`: fp32 or bf16, (n,), contiguous."""
+    length = len(message) // _message_bytes(BLOCK, bits) * BLOCK
+    _decode_numbers(message[None], length, numbers, bits)
 
 
 class BlockMean:

@@ -65,7 +65,12 @@ inline void multiply_block(const word *a, int64_t a_stride, const word *b, int64
     for (int64_t k = 0; k < words; k++) {
         uvec right[N];
 #pragma GCC unroll 2
-        for (int64_t n = 0; n < N; n++) right[n] = read<uvec>(b + k * b_stride + n * W);
+        for (int64_t n = 0; n < N; n++) {
+            right[n] = read<uvec>(b + k * b_stride + n * W);
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+            asm("" : "+x"(right[n]));  // GCC would read it again for each product, which takes longer than the products
+#endif
+        }
 #pragma GCC unroll 8
         for (int64_t r = 0; r < HIGH; r++)
 #pragma GCC unroll 2
