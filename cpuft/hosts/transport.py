@@ -204,7 +204,8 @@ class SshTransport(Transport):
         return address.startswith("127.") or address in facts.read_interfaces().values()
 
     def address(self, host: Host) -> str:
-        """Return a host's IPv4 address; behind a bastion the host's name, where only the other hosts resolve it.
+        """Return a host's IPv4 address, or its name if that may mean another machine here: behind a bastion where only
+        the other hosts resolve it, and with a port in the hostfile, which a router may forward.
 
         A host that the hostfile names by its address has that one, even if ssh's configuration gives another. Raises
         CpuftError: it has no IPv4 address.
@@ -213,6 +214,8 @@ class SshTransport(Transport):
             return host.name
         if ":" in host.name:
             raise CpuftError(f"host {host.name} {NEEDS_IPV4}")
+        if host.port:
+            return host.name
         login = self._read_login(host)
         try:
             return socket.gethostbyname(login.address)

@@ -216,6 +216,8 @@ def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path:
     config.write_text("Host 10.0.0.5\n  HostName 203.0.113.9\nHost gate\n  HostName 203.0.113.9\n")
     transport = SshTransport(str(config))
     assert [transport.address(Host(name)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "203.0.113.9"]
+    # Ports of one router lead to several hosts.
+    assert [transport.address(Host(name, port=2201)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "gate"]
 
 
 def test_a_host_with_only_an_ipv6_address_is_told_from_one_without_any(
