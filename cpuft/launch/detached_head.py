@@ -28,8 +28,8 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError
 from cpuft.files import is_locked, make_private_folder, write_text
-from cpuft.hosts.cluster import JOB, WORK_ROOT
-from cpuft.launch.run_state import read_state
+from cpuft.hosts.cluster import DETACHED, JOB, WORK_ROOT
+from cpuft.launch.run_state import LATER_START, read_state
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
@@ -54,9 +54,7 @@ class Order:
     """A command that is moved to this host. It holds no secret."""
 
     id: str
-    """Id of the run, 12 hexadecimal digits, made from the path of the run folder, or at random on the head host."""
-    folder: str
-    """Name of the folder of the detached run: 12 random hexadecimal digits."""
+    """Id of the run and name of the folder of the detached run, 12 random hexadecimal digits."""
     verb: str
     run_dir: str
     arguments: tuple[str, ...]
@@ -108,7 +106,7 @@ class Description:
 
 def find_folder(uid: int, name: str = "") -> str:
     """Return the path of the folder of all detached runs of a user, or of one, on the head host. Nothing is made."""
-    return "/".join(filter(None, (f"{WORK_ROOT}/cpuft-{uid}", "detached", name)))
+    return "/".join(filter(None, (f"{WORK_ROOT}/cpuft-{uid}", DETACHED, name)))
 
 
 def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
@@ -139,9 +137,9 @@ def _start(given: IO[str]) -> None:
     values = parse_json(given.read())
     order, secrets = load(Order, values["order"]), load(dict[str, str], values["secrets"])
     session = _find_session()
-    root = make_private_folder(Path(find_folder(os.geteuid())).parent, "remove it") / "detached"
+    root = make_private_folder(Path(find_folder(os.geteuid())).parent, "remove it") / DETACHED
     _remove_old(root)
-    folder = root / order.folder
+    folder = root / order.id
     umask = os.umask(0o077)
     (folder / "run").mkdir(parents=True)
     for name, text in order.files.items():
@@ -154,7 +152,7 @@ def _start(given: IO[str]) -> None:
     if session:
         environ.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
     log = folder / "keeper.log"
-    command = (*session, *module_command(sys.executable, MODULE), "keep", order.folder)
+    command = (*session, *module_command(sys.executable, MODULE), "keep", order.id)
     keeper = execute.start_with_log(command, environ, str(log), order.work_folder or str(folder), stays=True)
     end = time.monotonic() + _START_SECONDS
     while not (folder / _EVENTS).exists():
@@ -220,7 +218,10 @@ def _keep(folder: Path) -> None:
             time.sleep(_POLL_SECONDS)
         for copier in copiers:
             copier.join(_START_SECONDS)
-        log.write(END, code=execute.exit_code_of(process))
+        code = execute.exit_code_of(process)
+        with suppress(OSError):  # it stays if it holds results, unless those of another launcher will replace them
+            (shutil.rmtree if code == LATER_START else os.rmdir)(folder / "run")
+        log.write(END, code=code)
 
 
 def _read_order(folder: Path) -> Order:

@@ -55,7 +55,9 @@ class NotStoredError(CpuftError):
     exit_code = IO_ERROR
 
 
-def plan_results(cluster: Cluster, work: str, run_dir: str, former_hosts: Sequence[str] = ()) -> Stages:
+def plan_results(
+    cluster: Cluster, work: str, run_dir: str, former_hosts: Sequence[str] = (), is_resumed: bool = False
+) -> Stages:
     """Plan to fetch the run folder from the head host, and then to remove the run from all hosts.
 
     The result is () if the ranks work in this machine's own folders. `work` is the run folder on the head host.
@@ -66,7 +68,8 @@ def plan_results(cluster: Cluster, work: str, run_dir: str, former_hosts: Sequen
     send = cluster.transfer_on(cluster.head, "send-run", work, CHECKPOINTS)
     program = module_command(sys.executable, "cpuft.launch.results")
     fetch = Step(f"fetch the run from {cluster.head}", (*program, run_dir, *send))
-    remove = remove_command(cluster.folder, os.path.dirname(work))
+    folders = cluster.list_folders(run_dir) if is_resumed else (os.path.dirname(work),)
+    remove = remove_command(cluster.folder, *folders)
     names = [*(assignment.host.name for assignment in cluster.assignments), *former_hosts]
     return ((fetch,), tuple(Step(f"remove the run from {name}", remove, host=name) for name in names))
 

@@ -126,7 +126,7 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     environ = {"OMP_NUM_THREADS": "3", "HF_TOKEN": "secret", "OTHER": "x"}
     order, (bundle,) = plan_move("launch", given, (), cluster, "/home/ada/runs/x", environ)
     sent = f"{bundle.remote_folder}/rows.csv"
-    folder = f"/var/tmp/cpuft-1000/detached/{order.folder}"
+    folder = f"/var/tmp/cpuft-1000/detached/{order.id}"
     assert order.arguments == (
         *("launch", f"--train-file={sent}", "--task=files", "--no-save-model", "--np=2", "--no-check"),
         f"--run-dir={folder}/run/x",
@@ -145,9 +145,8 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("CPUFT_JOB", str(place))
     there = find_access(LaunchConfig())
     assert [there.transport.is_here(host) for host in read_hosts(LaunchConfig())] == [True, False]
-    # Their folder is the one that the run folder here names, whatever process computes it.
-    moved = replace(cluster, token="")
-    assert moved.work_dir(order.run_dir) == f"/var/tmp/cpuft-1000/{order.claimed}"
+    # The command there gives the run the id that was chosen here.
+    assert replace(cluster, token="another").work_dir(order.run_dir) == f"/var/tmp/cpuft-1000/{order.claimed}"
     assert order.claimed == f"{order.id}/x"
 
 
@@ -170,7 +169,7 @@ def test_a_command_on_its_own_head_host_keeps_its_paths(tmp_path: Path, monkeypa
     assert (order.work_folder, order.claimed, order.files, bundles) == (str(tmp_path), "", {}, ())
 
 
-ORDER = Order("0123456789ab", "f", "launch", "/var/tmp/there/x", (), claimed="0123456789ab/x")
+ORDER = Order("0123456789ab", "launch", "/var/tmp/there/x", (), claimed="0123456789ab/x")
 FOUND = Description(ORDER, "running", "", 1.0, has_results=True)
 RUN = Detached(make_head(), ORDER, "")
 
@@ -450,6 +449,21 @@ def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simu
 
 
 SHORT = ("--task", "demo", "--max-train-samples", "32", "--max-steps", "2", "--precision", "fp32")
+
+
+@needs_root
+def test_a_run_that_is_resumed_here_leaves_nothing_on_its_old_head_host(cluster: Simulated) -> None:
+    run = start(cluster, "old", *TEXTS, *QUIET, "--max-steps", "100")
+    wait_for_update(cluster)
+    local = ("provision", "local", "--name", cluster.name)
+    assert cluster.cpuft(*local, "kill", "1").returncode == 0
+    made = ("--nodes", "3", "--image", str(cluster.folder / "image"))
+    assert cluster.cpuft(*local, *made).returncode == 0
+    assert cluster.on(1, f"ls /var/tmp/cpuft-0/detached/{run}/run") == "old"
+    resumed = cluster.cpuft("launch", "--resume", "old", "--no-check")
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(read_record(str(cluster.folder / "old")).steps) == 100
+    assert cluster.on(1, f"cd /var/tmp/cpuft-0 && ls -d {run} *.sent detached/{run}/run 2>/dev/null || true") == ""
 
 
 @pytest.mark.proof
