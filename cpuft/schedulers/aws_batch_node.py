@@ -272,7 +272,7 @@ class Registry:
         self.address = ""
         """Address of the main node, by which the others reach it."""
 
-    def update(self) -> None:
+    def _update(self) -> None:
         """Take in the registrations that have come since the last call."""
         for path in {*self._folder.glob("*.node")} - self._seen:
             self._seen.add(path)
@@ -298,7 +298,7 @@ class Registry:
         """Wait until all nodes have registered. Raises TransientError: a node has gone, or `Node.seconds` are over."""
         end = time.monotonic() + self._node.seconds
         while True:
-            self.update()
+            self._update()
             missing = sorted(set(range(self._node.count)) - {self._node.main, *self.nodes})
             if not missing:
                 return
