@@ -225,8 +225,7 @@ def plan_move(
         order = replace(order, work_folder=os.getcwd())
     else:
         place = find_folder(cluster.uid, identity)
-        there = f"{place}/run/{os.path.basename(run_dir)}"
-        order = replace(order, run_dir=there, claimed=cluster.name_folder(there))
+        order = replace(order, run_dir=f"{place}/run/{os.path.basename(run_dir)}")
         name, files = _describe_cluster(cluster, place)
         folder = os.getcwd() if cluster.access.entry.shares_files else ""
         order = replace(order, cluster=name, files=files, work_folder=folder)

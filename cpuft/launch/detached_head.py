@@ -69,10 +69,13 @@ class Order:
     """What the user named on the other machine, by its path here."""
     work_folder: str = ""
     """Where the command starts; empty for the folder of the detached run."""
-    claimed: str = ""
-    """ID/NAME of the run as its hosts know it; empty if the run folder here is the user's own."""
     host: str = ""
     """Host name, which this host fills in: other hosts may share its disk."""
+
+    @property
+    def claimed(self) -> str:
+        """ID/NAME of the run as its hosts know it; empty if the run folder here is the user's own."""
+        return f"{self.id}/{os.path.basename(self.run_dir)}" if self.cluster else ""
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def test_a_command_on_its_own_head_host_keeps_its_paths(tmp_path: Path, monkeypa
     assert (order.work_folder, order.claimed, order.files, bundles) == (str(tmp_path), "", {}, ())
 
 
-ORDER = Order("0123456789ab", "launch", "/var/tmp/there/x", (), claimed="0123456789ab/x")
+ORDER = Order("0123456789ab", "launch", "/var/tmp/there/x", (), cluster="lab")
 FOUND = Description(ORDER, "running", "", 1.0, has_results=True)
 RUN = Detached(make_head(), ORDER, "")
 
@@ -194,7 +194,7 @@ def test_results_go_where_this_machine_says(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    both = [FOUND, replace(FOUND, order=replace(ORDER, id="01aa00000000", claimed="01aa00000000/y"))]
+    both = [FOUND, replace(FOUND, order=replace(ORDER, id="01aa00000000", run_dir="/var/tmp/there/y"))]
     monkeypatch.setattr(detached, "list_runs", lambda config: ([(RUN.head, one) for one in both], []))
     environ, config = {"CPUFT_STATE": str(tmp_path / "state")}, LaunchConfig(hostfile="hosts")
     assert find_run("012", config, environ)[0].order.id == ORDER.id

@@ -19,7 +19,7 @@ from cpuft.launch import detached_head
 from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, PAST, STARTED, Event, Order, plan_session
 from cpuft.launch.run_state import LATER_START
 
-ORDER = Order("0123456789ab", "launch", "", (), claimed="0123456789ab/x")
+ORDER = Order("0123456789ab", "launch", "", (), cluster="lab")
 KEEP = """
 import sys
 from pathlib import Path
