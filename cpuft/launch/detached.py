@@ -29,6 +29,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, escape_controls, last_line
 from cpuft.hosts.cluster import (
+    DETACHED,
     FROM_STDIN,
     JOB,
     Access,
@@ -54,7 +55,6 @@ from cpuft.launch.detached_head import (
     Description,
     Event,
     Order,
-    find_folder,
 )
 from cpuft.launch.inputs import (
     TRAINING_INPUTS,
@@ -224,7 +224,7 @@ def plan_move(
         # The user is on the head host, and the command finds its hosts as it would without --detach.
         order = replace(order, work_folder=os.getcwd())
     else:
-        place = find_folder(cluster.uid, identity)
+        place = f"{cluster.folder}/{DETACHED}/{identity}"
         order = replace(order, run_dir=f"{place}/run/{os.path.basename(run_dir)}")
         name, files = _describe_cluster(cluster, place)
         folder = os.getcwd() if cluster.access.entry.shares_files else ""

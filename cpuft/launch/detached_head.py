@@ -1,7 +1,7 @@
 """The head host's part of detached runs: start a command that was moved here, keep it, and tell others about it.
 
 `python -m cpuft.launch.detached_head ACTION` is run over ssh by `cpuft.launch.detached` on the user's machine. The
-folder of a detached run is below this user's private folder (`find_folder`): `order.json`, `events.jsonl` with what the
+folder of a detached run, detached/ID, is below this user's private folder: `order.json`, `events.jsonl` with what the
 command prints, `alive` with a lock that its keeper holds, `stop` for a request, and `run/NAME`, the run folder.
 """
 
@@ -107,11 +107,6 @@ class Description:
     """Where the results were fetched to, as MACHINE:FOLDER; empty if they were not."""
 
 
-def find_folder(uid: int, name: str = "") -> str:
-    """Return the path of the folder of all detached runs of a user, or of one, on the head host. Nothing is made."""
-    return "/".join(filter(None, (f"{WORK_ROOT}/cpuft-{uid}", DETACHED, name)))
-
-
 def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
     """Return what to put before a command that is to run on after the logout of a user. `kills` says whether logind
     ends a user's processes at logout (KillUserProcesses), and `lingers` whether it keeps this user's service manager.
@@ -135,12 +130,12 @@ def _find_session() -> tuple[str, ...]:
     return plan_session(kills, Path("/var/lib/systemd/linger", user).exists(), user)
 
 
-def _start(given: IO[str]) -> None:
+def _start(given: IO[str], root: Path) -> None:
     """Start the keeper of a command, and return when it runs. Standard input is an Order and the secrets, as JSON."""
     values = parse_json(given.read())
     order, secrets = load(Order, values["order"]), load(dict[str, str], values["secrets"])
     session = _find_session()
-    root = make_private_folder(Path(find_folder(os.geteuid())).parent, "remove it") / DETACHED
+    make_private_folder(root.parent, "remove it")
     _remove_old(root)
     folder = root / order.id
     umask = os.umask(0o077)
@@ -305,12 +300,12 @@ def _note_fetched(folder: Path, where: str) -> None:
 def main() -> None:
     """Carry out an action: `start`, `list`, or another one with the folder of a detached run and perhaps a word."""
     action, *words = sys.argv[1:]
-    root = Path(find_folder(os.geteuid()))
+    root = Path(WORK_ROOT, f"cpuft-{os.geteuid()}", DETACHED)
     acts: dict[str, Callable[..., object]] = {"keep": _keep, "claim": _claim, "fetched": _note_fetched}
     acts |= {"stop": lambda folder: (folder / _STOP).touch(), "forget": shutil.rmtree}
     try:
         if action == "start":
-            _start(sys.stdin)
+            _start(sys.stdin, root)
         elif action == "list":
             for line in _list(root):
                 print(line)
