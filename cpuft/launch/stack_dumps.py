@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, last_line
-from cpuft.files import write_text
 from cpuft.hosts.cluster import FROM_STDIN, Access
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, try_hosts
@@ -276,10 +275,6 @@ def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
     """Write each rank's dump to logs/rank-N.stack in the run folder on the head host; CpuftError if it cannot."""
     files = {f"{run.work}/logs/rank-{dump.rank}.stack": format_rank_dump(dump) for dump in dumps}
     head_host = run.hosts[0]
-    if run.access.transport.is_here(head_host):
-        for path, text in files.items():
-            write_text(Path(path), text)
-        return
     command = run.access.any_python("-c", _WRITE_FILES)
     answer = run.access.transport.run(head_host, command, json.dumps(files), _ANSWER_SECONDS)
     if answer.exit_code:

@@ -451,7 +451,7 @@ def _make_monitor(
     names = tuple(sorted(set(hosts)))
 
     def report_wait() -> None:
-        with suppress(CpuftError, OSError):  # the stacks cannot be stored
+        with suppress(CpuftError):  # the stacks cannot be stored
             diagnosis, _ = diagnose_run(run_dir, hosts, transport, lambda line: None, LONG_SECONDS)
             if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
                 _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
