@@ -370,20 +370,19 @@ class Detached:
     def _read_events(self, position: int, only_past: bool) -> Iterator[tuple[int, Event]]:
         """Yield each event from a position on, with the position behind it, until the connection or the run ends."""
         words = ("follow", self.order.id, str(position), *(["past"] if only_past else []))
-        process = execute.start_process(self.head.from_here(self.head.action(*words)), os.environ, execute.PIPE)
-        assert process.stdout
-        try:
-            for line in process.stdout:  # one that the connection has cut is read again from its begin
-                if found := _EVENT.fullmatch(line):
-                    yield int(found[1]), load(Event, parse_json(found[2].decode()))
-        except ValueError as error:
-            raise CpuftError(
-                f"the events of run {self.order.id} cannot be read ({error}): use the cpuft that its host has"
-            ) from None
-        finally:
-            execute.stop_processes([process])
-            for stream in filter(None, (process.stdin, process.stdout, process.stderr)):
-                stream.close()
+        command = self.head.from_here(self.head.action(*words))
+        with execute.start_process(command, os.environ, execute.PIPE) as process:
+            assert process.stdout
+            try:
+                for line in process.stdout:  # one that the connection has cut is read again from its begin
+                    if found := _EVENT.fullmatch(line):
+                        yield int(found[1]), load(Event, parse_json(found[2].decode()))
+            except ValueError as error:
+                raise CpuftError(
+                    f"the events of run {self.order.id} cannot be read ({error}): use the cpuft that its host has"
+                ) from None
+            finally:
+                execute.stop_processes([process])
 
     def _claim(self) -> None:
         """Make the run folder here if the run was started on another machine, so that it can be resumed here."""

@@ -159,11 +159,8 @@ class _Link:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        execute.stop_processes([self._process])
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream:
-                with suppress(OSError):
-                    stream.close()
+        with suppress(OSError), self._process:  # which closes its streams
+            execute.stop_processes([self._process])
 
     def tell(self, message: ReceiverOrder | Place) -> None:
         """Write a line to the receiver, if it has not ended."""
