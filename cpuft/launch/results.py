@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from cpuft import execute, transfer
@@ -181,12 +182,9 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
     if cluster.head in cluster.access.transport.unresponsive:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
     ((step,), *_) = plan.results
-
-    def say_waiting(_: list[int], passed: float) -> None:
-        say(f"cpuft: {step.why}: not finished after {passed:.0f} s")
-
     local = Plan(command_prefixes=plan.command_prefixes).as_local(step)
-    (answer,) = execute.run_stage([local], environ, 0.0, say_waiting)
+    report = partial(execute.report_pending, [step], lambda line: say(f"cpuft: {line}"))
+    (answer,) = execute.run_stage([local], environ, 0.0, report)
     lines = [line.removeprefix("cpuft: error: ") for line in answer.text.splitlines() if line.strip()]
     if answer.exit_code == IO_ERROR:
         reason = lines[-1] if lines else "no reason was given"
