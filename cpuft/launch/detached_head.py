@@ -217,8 +217,10 @@ def _keep(folder: Path) -> None:
         for copier in copiers:
             copier.join(_START_SECONDS)
         code = execute.exit_code_of(process)
-        with suppress(OSError):  # it stays if it holds results, unless those of another launcher will replace them
-            (shutil.rmtree if code == LATER_START else os.rmdir)(folder / "run")
+        if code == LATER_START:  # the results will be those of the other launcher
+            shutil.rmtree(folder / "run", ignore_errors=True)
+        with suppress(OSError):  # it holds results, or is gone
+            (folder / "run").rmdir()
         log.write(END, code=code)
 
 
