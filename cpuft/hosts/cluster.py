@@ -349,7 +349,7 @@ def gather_cluster(
     hosts, access = hosts or read_hosts(config), access or find_access(config)
     access.transport.hosts.update({host.name: host for host in hosts})
     # Hosts that a small run leaves out are checked, too: the next run will need them.
-    _refuse_twins(hosts, [access.transport.address(host) for host in hosts])
+    _refuse_twins(hosts, access.transport.addresses(hosts))
     has_own_count = any(host.slots for host in hosts) or config.ppn
     wanted = hosts[: config.np or None] if not has_own_count else hosts
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
@@ -395,7 +395,7 @@ def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ..
     """Return the facts of every host, in the order of `hosts`; all are queried at the same time, for at most 60 s.
     Raises CpuftError: a host does not report its facts.
     """
-    addresses = [access.transport.address(host) for host in hosts]
+    addresses = access.transport.addresses(hosts)
     # Each host reports its route to the head host, and the head host its route to the first other host.
     targets = {host.name: addresses[0] for host in hosts[1:]} | {hosts[0].name: addresses[:2][-1]}
     source = Path(facts.__file__).read_text(encoding="utf-8")

@@ -117,6 +117,15 @@ class Transport(ABC):
         Raises CpuftError: the host has no address.
         """
 
+    def addresses(self, hosts: Sequence[Host]) -> list[str]:
+        """Return the address of each host, or its name if it is one of several behind different ports of one address,
+        as a router forwards them: the hosts know each other by their names. Raises as `address`.
+        """
+        found = [self.address(host) for host in hosts]
+        ports = {one: [host.port for host, other in zip(hosts, found) if other == one] for one in found}
+        behind = {one for one, shared in ports.items() if len({*shared}) == len(shared) > 1}
+        return [host.name if one in behind else one for host, one in zip(hosts, found)]
+
     @abstractmethod
     def command_prefix(self, host: Host) -> tuple[str, ...]:
         """Return the argv that a shell line is appended to, to run it on a host; () where the host is this machine.
@@ -204,8 +213,7 @@ class SshTransport(Transport):
         return address.startswith("127.") or address in facts.read_interfaces().values()
 
     def address(self, host: Host) -> str:
-        """Return a host's IPv4 address, or its name if that may mean another machine here: behind a bastion where only
-        the other hosts resolve it, and with a port in the hostfile, which a router may forward.
+        """Return a host's IPv4 address; behind a bastion the host's name, where only the other hosts resolve it.
 
         A host that the hostfile names by its address has that one, even if ssh's configuration gives another. Raises
         CpuftError: it has no IPv4 address.
@@ -214,8 +222,6 @@ class SshTransport(Transport):
             return host.name
         if ":" in host.name:
             raise CpuftError(f"host {host.name} {NEEDS_IPV4}")
-        if host.port:
-            return host.name
         login = self._read_login(host)
         try:
             return socket.gethostbyname(login.address)
