@@ -235,8 +235,9 @@ def run_with_restarts(
     is_new = not plan.resumed
     # A host that did not answer when the run was resumed may have files of it.
     earlier = read_state(launch.run_dir) if plan.resumed else None
-    known = [host for host in read_hosts(launch.job.config) if earlier and host.name in earlier.hosts]
-    history = RestartHistory(cluster, used_hosts={host.name: host for host in known})
+    known = read_hosts(launch.job.config) if earlier else ()
+    used = {host.name: host for host in known if earlier and host.name in earlier.hosts}
+    history = RestartHistory(cluster, used_hosts=used)
     policy, begun = RestartPolicy(find_limit(launch.job, cluster)), time.monotonic()
     while True:
         try:
