@@ -46,8 +46,10 @@ def test_a_launch_reaches_hosts_through_ports_of_one_address(tmp_path_factory: p
         cluster.on(3, f"setsid {sys.executable} /relay.py {' '.join(addresses)} </dev/null >/dev/null 2>&1 & sleep 1")
         state = cluster.folder / "state" / cluster.name
         own = json.loads((state / "cluster.json").read_text())["ssh_config_there"]
-        cluster.on(1, f"mkdir -pm 700 ~/.ssh && echo 'Include {own}' >~/.ssh/config")
-        (cluster.folder / "config").write_text(
+        # The head host has a file of the same path, with the ways among the hosts.
+        config = cluster.folder / "config"
+        cluster.on(1, f"mkdir -p {cluster.folder} && echo 'Include {own}' >{config}")
+        config.write_text(
             "".join(
                 f"Host {name}\n  HostName {gate.name}\n  HostKeyAlias {address}\n  User root\n"
                 f"  IdentityFile {state}/id_ed25519\n  UserKnownHostsFile {state}/known_hosts\n"
@@ -56,7 +58,7 @@ def test_a_launch_reaches_hosts_through_ports_of_one_address(tmp_path_factory: p
         )
         (cluster.folder / "hosts").write_text("".join(f"{name} port={2201 + i}\n" for i, name in enumerate(names)))
         (cluster.folder / "script.py").write_text(SCRIPT)
-        words = ("--hostfile", "hosts", "--ssh-config", "config", "--np", "2", "--independent", "--run-dir", "run")
+        words = ("--hostfile", "hosts", "--ssh-config", str(config), "--np", "2", "--independent", "--run-dir", "run")
         with cut_off(addresses):
             done = cluster.cpuft("launch", *words, "--", "script.py", "a 0")
         assert done.returncode == 0, done.stderr
