@@ -201,8 +201,8 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
             say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
         done += len(stage)
         try:
-            report_pending = partial(_report_pending, stage, say)
-            answers = run_stage([plan.as_local(step) for step in stage], environ, seconds, report_pending)
+            report = partial(report_pending, stage, say)
+            answers = run_stage([plan.as_local(step) for step in stage], environ, seconds, report)
             failures = [_describe(step, answer.text) for step, answer in zip(stage, answers) if answer.exit_code]
             codes = {answer.exit_code for answer in answers if answer.exit_code}
         except (FileNotFoundError, TimeoutError) as error:
@@ -227,7 +227,8 @@ def make_reminder(say: Callable[[float], None], every: float | None = None) -> C
     return watch
 
 
-def _report_pending(stage: Sequence[Step], say: Callable[[str], None], pending: list[int], passed: float) -> None:
+def report_pending(stage: Sequence[Step], say: Callable[[str], None], pending: list[int], passed: float) -> None:
+    """Say which steps of a stage have not ended after this number of seconds; `pending` are their indices."""
     for why in dict.fromkeys(stage[number].why for number in pending):
         hosts = [stage[number].host for number in pending if stage[number].why == why and stage[number].host]
         where = f" on {', '.join(dict.fromkeys(hosts))}" if hosts else ""

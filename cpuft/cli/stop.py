@@ -26,5 +26,5 @@ def stop(run: str, **values: Any) -> None:
     found, description = find_run(run, pick(LaunchConfig, values), os.environ)
     if description.state != RUNNING:
         raise CpuftError(f"run {found.order.id} does not run any more: see cpuft runs")
-    found.head.ask("stop", found.order.folder)
+    found.head.ask("stop", found.order.id)
     click.echo(f"asked run {found.order.id} to save a checkpoint and end: cpuft attach {found.order.id} shows its end")

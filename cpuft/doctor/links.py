@@ -50,7 +50,7 @@ def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
     This takes a little more than 1 s for each of about as many rounds as there are hosts, at most 20 s per round. A
     link that could not be measured has its `error`; CpuftError if a host could not run the measurement.
     """
-    addresses = [access.transport.address(host) for host in hosts]
+    addresses = access.transport.addresses(hosts)
     rounds = plan_pairs(len(hosts))
     common = {"source": Path(probe.__file__).read_text(encoding="utf-8"), "port": choose_port(), "seconds": SECONDS}
     orders = {}

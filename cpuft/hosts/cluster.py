@@ -32,6 +32,8 @@ JOB = "CPUFT_JOB"
 """Environment variable with the folder of the cluster entry that a node of an AWS Batch job wrote for its job."""
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep the files of runs, in a folder cpuft-UID for each user."""
+DETACHED = "detached"
+"""Folder in that one of the detached runs, ID, whose results are first in ID/run/NAME (`detached_head`)."""
 STATE_FILE = "state.json"
 """File with the run state (`cpuft.launch.run_state`), in the folder of a run here and on its hosts."""
 FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
@@ -148,7 +150,17 @@ class Cluster:
     def name_folder(self, run_dir: str) -> str:
         """Return "ID/NAME", the path of a run's folder below `folder` on its hosts; ID has 12 hexadecimal digits."""
         name = os.path.basename(run_dir).encode(errors="replace").decode()
-        return read_host_folder(run_dir) or f"{hash_text(self.token + run_dir, 12)}/{name}"
+        # The launcher elsewhere, which moved the command here, has chosen the id.
+        moved = re.match(rf"{self.folder}/{DETACHED}/([0-9a-f]{{12}})/run/[^/]+$", run_dir)
+        return read_host_folder(run_dir) or f"{moved[1] if moved else hash_text(self.token + run_dir, 12)}/{name}"
+
+    def list_folders(self, run_dir: str) -> tuple[str, ...]:
+        """Return the folders that hosts may have of a run that was started before. That with what a detached command
+        has fetched is left out if it is what `run_dir` is in.
+        """
+        folder = os.path.dirname(self.work_dir(run_dir))
+        moved = f"{self.folder}/{DETACHED}/{os.path.basename(folder)}/run"
+        return (folder,) if run_dir.startswith(f"{moved}/") else (folder, moved)
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         """Return the argv that runs `argv` on a host from here: by ssh or srun with `works_remotely`, else as it is."""
@@ -337,7 +349,7 @@ def gather_cluster(
     hosts, access = hosts or read_hosts(config), access or find_access(config)
     access.transport.hosts.update({host.name: host for host in hosts})
     # Hosts that a small run leaves out are checked, too: the next run will need them.
-    _refuse_twins(hosts, [access.transport.address(host) for host in hosts])
+    _refuse_twins(hosts, access.transport.addresses(hosts))
     has_own_count = any(host.slots for host in hosts) or config.ppn
     wanted = hosts[: config.np or None] if not has_own_count else hosts
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
@@ -348,9 +360,8 @@ def gather_cluster(
     on_login_node = bool(access.transport.bootstrap) and not head_is_here
     # Hosts with disks of their own get their inputs in the same way, wherever this machine is among them, and also if
     # the launch was moved here, to the head host.
-    is_moved = bool(access.transport.here)
     works_remotely = (
-        is_moved
+        bool(access.transport.here)
         or is_on_host_disk
         or (bool(access.entry.ssh_config_there) and len(used) > 1)
         or not (head_is_here or on_login_node)
@@ -367,8 +378,6 @@ def gather_cluster(
         command_prefixes={a.host.name: access.transport.command_prefix(a.host) for a in assignments}
         if works_remotely
         else {},
-        # The launcher elsewhere, which moved the command here, knows the folder of the run from its name alone.
-        token="" if is_moved else secrets.token_hex(16),
     )
 
 
@@ -386,7 +395,7 @@ def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ..
     """Return the facts of every host, in the order of `hosts`; all are queried at the same time, for at most 60 s.
     Raises CpuftError: a host does not report its facts.
     """
-    addresses = [access.transport.address(host) for host in hosts]
+    addresses = access.transport.addresses(hosts)
     # Each host reports its route to the head host, and the head host its route to the first other host.
     targets = {host.name: addresses[0] for host in hosts[1:]} | {hosts[0].name: addresses[:2][-1]}
     source = Path(facts.__file__).read_text(encoding="utf-8")

@@ -117,6 +117,15 @@ class Transport(ABC):
         Raises CpuftError: the host has no address.
         """
 
+    def addresses(self, hosts: Sequence[Host]) -> list[str]:
+        """Return the address of each host, or its name if it is one of several behind different ports of one address,
+        as a router forwards them: the hosts know each other by their names. Raises as `address`.
+        """
+        found = [self.address(host) for host in hosts]
+        ports = {one: [host.port for host, other in zip(hosts, found) if other == one] for one in found}
+        behind = {one for one, shared in ports.items() if len({*shared}) == len(shared) > 1}
+        return [host.name if one in behind else one for host, one in zip(hosts, found)]
+
     @abstractmethod
     def command_prefix(self, host: Host) -> tuple[str, ...]:
         """Return the argv that a shell line is appended to, to run it on a host; () where the host is this machine.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from cpuft import execute
@@ -133,11 +134,8 @@ class CheckpointCopier:
         that fails raises nothing.
         """
         step = self.plan_copy()
-
-        def say_waiting(_: list[int], passed: float) -> None:
-            self._say(f"cpuft: {step.why}: not finished after {passed:.0f} s")
-
-        (answer,) = execute.run_stage([step], os.environ, 0.0, say_waiting)
+        report = partial(execute.report_pending, [step], lambda line: self._say(f"cpuft: {line}"))
+        (answer,) = execute.run_stage([step], os.environ, 0.0, report)
         self._note_end(answer.exit_code, answer.output, is_over=False)
 
     def _note_end(self, code: int, output: str, is_over: bool) -> None:

@@ -29,6 +29,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, escape_controls, last_line
 from cpuft.hosts.cluster import (
+    DETACHED,
     FROM_STDIN,
     JOB,
     Access,
@@ -54,7 +55,6 @@ from cpuft.launch.detached_head import (
     Description,
     Event,
     Order,
-    find_folder,
 )
 from cpuft.launch.inputs import (
     TRAINING_INPUTS,
@@ -204,7 +204,7 @@ def plan_move(
     `values` are the options that the user gave, by name; `run_dir` is the run folder on this machine. Raises
     CpuftError: the script does not exist, or a file cannot be sent.
     """
-    place = secrets.token_hex(6)
+    identity = secrets.token_hex(6)
     settings = {one.name: one.value for one in forwarded_settings(user_variables(environ), ())}
     head = replace(cluster, assignments=cluster.assignments[:1], facts=cluster.facts[:1])
     bundles: tuple[Bundle, ...] = ()
@@ -219,15 +219,14 @@ def plan_move(
         bundles += (make_bundle((Path(path).absolute(),), cluster.inputs),)
         values = {**values, "conditions": f"{bundles[-1].remote_folder}/{Path(path).name}"}
     names = {f"{one.remote_folder}/{path.name}": str(path) for one in bundles for path in one.sources}
-    order = Order(place, place, verb, run_dir, (), settings=settings, names=names)
+    order = Order(identity, verb, run_dir, (), settings=settings, names=names)
     if not cluster.works_remotely:
         # The user is on the head host, and the command finds its hosts as it would without --detach.
         order = replace(order, work_folder=os.getcwd())
     else:
-        there = f"{find_folder(cluster.uid, place)}/run/{os.path.basename(run_dir)}"
-        claimed = replace(cluster, token="").work_dir(there).removeprefix(f"{cluster.folder}/")
-        order = replace(order, id=claimed.partition("/")[0], run_dir=there, claimed=claimed)
-        name, files = _describe_cluster(cluster, find_folder(cluster.uid, place))
+        place = f"{cluster.folder}/{DETACHED}/{identity}"
+        order = replace(order, run_dir=f"{place}/run/{os.path.basename(run_dir)}")
+        name, files = _describe_cluster(cluster, place)
         folder = os.getcwd() if cluster.access.entry.shares_files else ""
         order = replace(order, cluster=name, files=files, work_folder=folder)
     left_out = (*_STAYS_HERE, *(_PLACE if cluster.works_remotely else ()))
@@ -292,7 +291,7 @@ def start(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str
         execute.run_stages(plan, environ, 0.0, say, advice)
         begun = True
         if code := run.show(until_begun=True):
-            run.head.ask("forget", run.order.folder)
+            run.head.ask("forget", run.order.id)
             begun = False
     finally:
         if not begun:
@@ -370,21 +369,20 @@ class Detached:
 
     def _read_events(self, position: int, only_past: bool) -> Iterator[tuple[int, Event]]:
         """Yield each event from a position on, with the position behind it, until the connection or the run ends."""
-        words = ("follow", self.order.folder, str(position), *(["past"] if only_past else []))
-        process = execute.start_process(self.head.from_here(self.head.action(*words)), os.environ, execute.PIPE)
-        assert process.stdout
-        try:
-            for line in process.stdout:  # one that the connection has cut is read again from its begin
-                if found := _EVENT.fullmatch(line):
-                    yield int(found[1]), load(Event, parse_json(found[2].decode()))
-        except ValueError as error:
-            raise CpuftError(
-                f"the events of run {self.order.id} cannot be read ({error}): use the cpuft that its host has"
-            ) from None
-        finally:
-            execute.stop_processes([process])
-            for stream in filter(None, (process.stdin, process.stdout, process.stderr)):
-                stream.close()
+        words = ("follow", self.order.id, str(position), *(["past"] if only_past else []))
+        command = self.head.from_here(self.head.action(*words))
+        with execute.start_process(command, os.environ, execute.PIPE) as process:
+            assert process.stdout
+            try:
+                for line in process.stdout:  # one that the connection has cut is read again from its begin
+                    if found := _EVENT.fullmatch(line):
+                        yield int(found[1]), load(Event, parse_json(found[2].decode()))
+            except ValueError as error:
+                raise CpuftError(
+                    f"the events of run {self.order.id} cannot be read ({error}): use the cpuft that its host has"
+                ) from None
+            finally:
+                execute.stop_processes([process])
 
     def _claim(self) -> None:
         """Make the run folder here if the run was started on another machine, so that it can be resumed here."""
@@ -402,19 +400,19 @@ class Detached:
         is_stored, viewer = False, secrets.token_hex(6)
         for pause in (*_FETCH_PAUSES, 0):
             try:
-                now = next((one for one in self.head.list_runs() if one.order.folder == self.order.folder), None)
+                now = next((one for one in self.head.list_runs() if one.order.id == self.order.id), None)
                 if now is None:
                     raise CpuftError(f"host {self.head.host.name} does not list run {self.order.id} any more")
                 if now.fetched or not now.has_results:
                     return now.fetched
                 if not is_stored:
-                    self.head.ask("claim", self.order.folder, viewer)
+                    self.head.ask("claim", self.order.id, viewer)
                     with lock_run(self.run_dir):
                         self._claim()
                         say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
                         results.fetch(Path(self.run_dir), self.head.from_here(send), refuses_earlier=True)
                     is_stored = True
-                self.head.ask("fetched", self.order.folder, f"{socket.gethostname()}:{self.run_dir}")
+                self.head.ask("fetched", self.order.id, f"{socket.gethostname()}:{self.run_dir}")
                 return self.run_dir
             except results.NotStoredError:
                 raise

@@ -1,7 +1,7 @@
 """The head host's part of detached runs: start a command that was moved here, keep it, and tell others about it.
 
 `python -m cpuft.launch.detached_head ACTION` is run over ssh by `cpuft.launch.detached` on the user's machine. The
-folder of a detached run is below this user's private folder (`find_folder`): `order.json`, `events.jsonl` with what the
+folder of a detached run, detached/ID, is below this user's private folder: `order.json`, `events.jsonl` with what the
 command prints, `alive` with a lock that its keeper holds, `stop` for a request, and `run/NAME`, the run folder.
 """
 
@@ -28,8 +28,8 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError
 from cpuft.files import is_locked, make_private_folder, write_text
-from cpuft.hosts.cluster import JOB, WORK_ROOT
-from cpuft.launch.run_state import read_state
+from cpuft.hosts.cluster import DETACHED, JOB, WORK_ROOT
+from cpuft.launch.run_state import LATER_START, read_state
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
@@ -54,9 +54,7 @@ class Order:
     """A command that is moved to this host. It holds no secret."""
 
     id: str
-    """Id of the run, 12 hexadecimal digits, made from the path of the run folder, or at random on the head host."""
-    folder: str
-    """Name of the folder of the detached run: 12 random hexadecimal digits."""
+    """Id of the run and name of the folder of the detached run, 12 random hexadecimal digits."""
     verb: str
     run_dir: str
     arguments: tuple[str, ...]
@@ -71,10 +69,13 @@ class Order:
     """What the user named on the other machine, by its path here."""
     work_folder: str = ""
     """Where the command starts; empty for the folder of the detached run."""
-    claimed: str = ""
-    """ID/NAME of the run as its hosts know it; empty if the run folder here is the user's own."""
     host: str = ""
     """Host name, which this host fills in: other hosts may share its disk."""
+
+    @property
+    def claimed(self) -> str:
+        """ID/NAME of the run as its hosts know it; empty if the run folder here is the user's own."""
+        return f"{self.id}/{os.path.basename(self.run_dir)}" if self.cluster else ""
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,6 @@ class Description:
     """Where the results were fetched to, as MACHINE:FOLDER; empty if they were not."""
 
 
-def find_folder(uid: int, name: str = "") -> str:
-    """Return the path of the folder of all detached runs of a user, or of one, on the head host. Nothing is made."""
-    return "/".join(filter(None, (f"{WORK_ROOT}/cpuft-{uid}", "detached", name)))
-
-
 def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
     """Return what to put before a command that is to run on after the logout of a user. `kills` says whether logind
     ends a user's processes at logout (KillUserProcesses), and `lingers` whether it keeps this user's service manager.
@@ -134,14 +130,14 @@ def _find_session() -> tuple[str, ...]:
     return plan_session(kills, Path("/var/lib/systemd/linger", user).exists(), user)
 
 
-def _start(given: IO[str]) -> None:
+def _start(given: IO[str], root: Path) -> None:
     """Start the keeper of a command, and return when it runs. Standard input is an Order and the secrets, as JSON."""
     values = parse_json(given.read())
     order, secrets = load(Order, values["order"]), load(dict[str, str], values["secrets"])
     session = _find_session()
-    root = make_private_folder(Path(find_folder(os.geteuid())).parent, "remove it") / "detached"
+    make_private_folder(root.parent, "remove it")
     _remove_old(root)
-    folder = root / order.folder
+    folder = root / order.id
     umask = os.umask(0o077)
     (folder / "run").mkdir(parents=True)
     for name, text in order.files.items():
@@ -154,7 +150,7 @@ def _start(given: IO[str]) -> None:
     if session:
         environ.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
     log = folder / "keeper.log"
-    command = (*session, *module_command(sys.executable, MODULE), "keep", order.folder)
+    command = (*session, *module_command(sys.executable, MODULE), "keep", order.id)
     keeper = execute.start_with_log(command, environ, str(log), order.work_folder or str(folder), stays=True)
     end = time.monotonic() + _START_SECONDS
     while not (folder / _EVENTS).exists():
@@ -220,7 +216,12 @@ def _keep(folder: Path) -> None:
             time.sleep(_POLL_SECONDS)
         for copier in copiers:
             copier.join(_START_SECONDS)
-        log.write(END, code=execute.exit_code_of(process))
+        code = execute.exit_code_of(process)
+        if code == LATER_START:  # the results will be those of the other launcher
+            shutil.rmtree(folder / "run", ignore_errors=True)
+        with suppress(OSError):  # it holds results, or is gone
+            (folder / "run").rmdir()
+        log.write(END, code=code)
 
 
 def _read_order(folder: Path) -> Order:
@@ -301,12 +302,12 @@ def _note_fetched(folder: Path, where: str) -> None:
 def main() -> None:
     """Carry out an action: `start`, `list`, or another one with the folder of a detached run and perhaps a word."""
     action, *words = sys.argv[1:]
-    root = Path(find_folder(os.geteuid()))
+    root = Path(WORK_ROOT, f"cpuft-{os.geteuid()}", DETACHED)
     acts: dict[str, Callable[..., object]] = {"keep": _keep, "claim": _claim, "fetched": _note_fetched}
     acts |= {"stop": lambda folder: (folder / _STOP).touch(), "forget": shutil.rmtree}
     try:
         if action == "start":
-            _start(sys.stdin)
+            _start(sys.stdin, root)
         elif action == "list":
             for line in _list(root):
                 print(line)

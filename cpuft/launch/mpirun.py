@@ -37,7 +37,7 @@ def plan_mpirun(
     would take a part of `logs` for options.
     """
     if mpi.name == "srun":
-        return _plan_srun(mpi, groups, shared, command, logs)
+        return _plan_srun(mpi.path, groups, shared, command, logs)
     is_openmpi = mpi.name == "openmpi"
     argv = [mpi.path, *(_openmpi_options(logs, iface) if is_openmpi else _hydra_options(mpi, logs, iface))]
     argv += [] if is_openmpi else [word for one in shared for word in ("-genv", one.name, one.value)]
@@ -81,16 +81,12 @@ as @HOST NAME=VALUE ... -- COMMAND, of which it exports those of its own host.""
 
 
 def _plan_srun(
-    mpi: MpiImplementation,
-    groups: tuple[RankGroup, ...],
-    shared: tuple[Setting, ...],
-    command: tuple[str, ...],
-    logs: str,
+    srun: str, groups: tuple[RankGroup, ...], shared: tuple[Setting, ...], command: tuple[str, ...], logs: str
 ) -> tuple[str, ...]:
     """Start one job step on all cores of the job; `cpuft.rank` pins the ranks. --cpus-per-task would give it fewer."""
     tasks = [group.host for group in groups for _ in range(group.ranks)]
     folder = logs.replace("%", "%%")  # srun replaces %t
-    argv = [mpi.path, "--quiet", "--mpi=pmi2", "--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--input=none"]
+    argv = [srun, "--quiet", "--mpi=pmi2", "--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--input=none"]
     argv += ["--overlap", "--overcommit", "--cpu-bind=none", f"--output={folder}/rank-%t.out"]
     argv += [f"--error={folder}/rank-%t.err", f"--nodes={len(groups)}", f"--ntasks={len(tasks)}"]
     argv += ["--distribution=arbitrary", f"--nodelist={','.join(tasks)}"]

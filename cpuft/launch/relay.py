@@ -29,6 +29,7 @@ from cpuft import execute, transfer
 from cpuft.errors import CpuftError
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
+from cpuft.terminal import detect_dead_peer
 
 FAN_OUT = 2
 """Number of hosts to which a host sends. Its link carries that many copies. In a chain it would carry one, but a host
@@ -41,8 +42,6 @@ _CONNECT_SECONDS = 15.0
 """How long a host waits for the hosts that it serves, and for the host that serves it."""
 _HANDSHAKE_SECONDS = 5.0
 """How long one host may take to show its certificate, so that a stranger does not keep others from being served."""
-_LOST_SECONDS = 9
-"""A silent connection is lost if the other host's kernel has not answered for so long."""
 _STALLED_SECONDS = 45
 """A host is lost if it has taken no data for so long, for example because its disk does not answer. Who sends to the
 host that serves it waits longer (`transfer.STALLED_SECONDS`)."""
@@ -160,11 +159,8 @@ class _Link:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        execute.stop_processes([self._process])
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream:
-                with suppress(OSError):
-                    stream.close()
+        with suppress(OSError), self._process:  # which closes its streams
+            execute.stop_processes([self._process])
 
     def tell(self, message: ReceiverOrder | Place) -> None:
         """Write a line to the receiver, if it has not ended."""
@@ -301,7 +297,8 @@ def _connect(place: Place, certificate: str) -> Iterator[io.BufferedReader]:
     context = _make_context(ssl.PROTOCOL_TLS_CLIENT, certificate)
     plain = socket.create_connection((place.parent, place.port), timeout=_CONNECT_SECONDS)
     with context.wrap_socket(plain) as connection, connection.makefile("rb") as stream:
-        _notice_loss(connection)
+        connection.settimeout(None)
+        detect_dead_peer(connection)
         yield stream
 
 
@@ -316,19 +313,11 @@ def _accept(server: socket.socket, count: int, certificate: str) -> list[ssl.SSL
             plain, _ = server.accept()
             plain.settimeout(min(left, _HANDSHAKE_SECONDS))
             child = context.wrap_socket(plain, server_side=True)
-            _notice_loss(child)
+            child.settimeout(None)
+            detect_dead_peer(child)
             child.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _STALLED_SECONDS * 1000)
             children.append(child)
     return children
-
-
-def _notice_loss(connection: socket.socket) -> None:
-    """Let a connection fail if the other host is lost, but wait for one that is slow."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_SECONDS // 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _LOST_SECONDS // 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
 class _PassedOn(io.RawIOBase):

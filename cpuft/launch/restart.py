@@ -40,7 +40,7 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
-from cpuft.launch.run_state import LaterStartError, find_end
+from cpuft.launch.run_state import LaterStartError, find_end, read_state
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
 from cpuft.steps import RunPlan
@@ -233,7 +233,12 @@ def run_with_restarts(
     Otherwise the CpuftError of the last attempt is raised.
     """
     is_new = not plan.resumed
-    policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
+    # A host that did not answer when the run was resumed may have files of it.
+    earlier = read_state(launch.run_dir) if plan.resumed else None
+    known = read_hosts(launch.job.config) if earlier else ()
+    used = {host.name: host for host in known if earlier and host.name in earlier.hosts}
+    history = RestartHistory(cluster, used_hosts=used)
+    policy, begun = RestartPolicy(find_limit(launch.job, cluster)), time.monotonic()
     while True:
         try:
             time_limit = _time_left(launch.job, begun) if policy.restarts else launch.job.config.time_limit
@@ -475,12 +480,11 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
     lost = [host for name, host in history.used_hosts.items() if name not in used] if last.works_remotely else []
     transport.find_unresponsive([host.name for host in lost], _LOST_HOST_SECONDS)
     reachable = [host for host in lost if host.name not in transport.unresponsive]
-    work = last.work_dir(run_dir)
-    secrets = os.path.dirname(last.sent_file(work, 0))
+    secrets = os.path.dirname(last.sent_file(last.work_dir(run_dir), 0))
     kill_ranks(last, run_dir, owner, reachable)
     if reachable:  # an mpirun that was frozen there may have started proxies on the others since
         kill_ranks(last, run_dir, owner - 1, [one.host for one in last.assignments])
-    command = remove_command(last.folder, secrets, os.path.dirname(work))
+    command = remove_command(last.folder, secrets, *last.list_folders(run_dir))
     answers = try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
     cleaned = [host for host, one in zip(reachable, answers) if not isinstance(one, CpuftError) and not one.exit_code]
     if names := ", ".join(host.name for host in lost if host not in cleaned):

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from cpuft import execute, transfer
@@ -55,7 +56,9 @@ class NotStoredError(CpuftError):
     exit_code = IO_ERROR
 
 
-def plan_results(cluster: Cluster, work: str, run_dir: str, former_hosts: Sequence[str] = ()) -> Stages:
+def plan_results(
+    cluster: Cluster, work: str, run_dir: str, former_hosts: Sequence[str] = (), is_resumed: bool = False
+) -> Stages:
     """Plan to fetch the run folder from the head host, and then to remove the run from all hosts.
 
     The result is () if the ranks work in this machine's own folders. `work` is the run folder on the head host.
@@ -66,7 +69,8 @@ def plan_results(cluster: Cluster, work: str, run_dir: str, former_hosts: Sequen
     send = cluster.transfer_on(cluster.head, "send-run", work, CHECKPOINTS)
     program = module_command(sys.executable, "cpuft.launch.results")
     fetch = Step(f"fetch the run from {cluster.head}", (*program, run_dir, *send))
-    remove = remove_command(cluster.folder, os.path.dirname(work))
+    folders = cluster.list_folders(run_dir) if is_resumed else (os.path.dirname(work),)
+    remove = remove_command(cluster.folder, *folders)
     names = [*(assignment.host.name for assignment in cluster.assignments), *former_hosts]
     return ((fetch,), tuple(Step(f"remove the run from {name}", remove, host=name) for name in names))
 
@@ -178,12 +182,9 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
     if cluster.head in cluster.access.transport.unresponsive:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
     ((step,), *_) = plan.results
-
-    def say_waiting(_: list[int], passed: float) -> None:
-        say(f"cpuft: {step.why}: not finished after {passed:.0f} s")
-
     local = Plan(command_prefixes=plan.command_prefixes).as_local(step)
-    (answer,) = execute.run_stage([local], environ, 0.0, say_waiting)
+    report = partial(execute.report_pending, [step], lambda line: say(f"cpuft: {line}"))
+    (answer,) = execute.run_stage([local], environ, 0.0, report)
     lines = [line.removeprefix("cpuft: error: ") for line in answer.text.splitlines() if line.strip()]
     if answer.exit_code == IO_ERROR:
         reason = lines[-1] if lines else "no reason was given"

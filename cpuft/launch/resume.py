@@ -63,7 +63,7 @@ class HostCopy:
     @property
     def is_finished(self) -> bool:
         """Whether the run has finished on this host: it is never started again, only its results are to be fetched."""
-        return self.state.phase == FINISHED
+        return self.exists and self.state.phase == FINISHED
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,10 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     state = newest(one for one in (read_state(run), *(copy.state for copy in host_copies)) if one and one.id)
     owner = state.owner if state else 0
     if state and state.phase == FINISHED and not is_active:
+        if places := [copy.host.name for copy in host_copies if copy.state.phase == FINISHED]:  # in a detached run
+            raise CpuftError(
+                f"run {run} is finished, and its results are on {places[0]}: fetch them with cpuft attach {run}"
+            )
         raise CpuftError(f"run {run} is finished, and there is nothing to resume: start a new run without --resume")
     headers = [(copy.host.name, copy.header) for copy in host_copies if copy.header]
     has_record, checkpoint = (path / FILE_NAME).exists(), find_checkpoint_here(str(path))

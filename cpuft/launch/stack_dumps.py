@@ -6,13 +6,12 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, last_line
-from cpuft.files import write_text
 from cpuft.hosts.cluster import FROM_STDIN, Access
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, try_hosts
@@ -246,11 +245,11 @@ def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: It
     )
 
 
-def gather_dumps(run: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
+def gather_dumps(run: ActiveRun, without: Collection[str] = ()) -> tuple[tuple[RankDump, ...], dict[str, str]]:
     """Ask all hosts at once what their ranks are doing, for up to 15 s. A host that does not answer raises nothing.
 
     Returns the dumps of all ranks, indexed by rank, and the error message of each host without a readable answer. The
-    ranks of such a host have the state SILENT.
+    ranks of such a host have the state SILENT, as those of the hosts in `without`, which are not asked.
     """
     program = Path(dump_stacks.__file__).read_text(encoding="utf-8")
     command = run.access.any_python("-c", FROM_STDIN, run.work, str(DUMP_SECONDS))
@@ -265,21 +264,17 @@ def gather_dumps(run: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
                 f"the stacks of the ranks on host {host.name} could not be read ({reason}): log in and look at them"
             ) from None
 
-    hosts = list(dict.fromkeys(run.hosts))
+    hosts = [host for host in dict.fromkeys(run.hosts) if host.name not in without]
     answers = dict(zip((host.name for host in hosts), try_hosts(ask, hosts)))
     silent = {name: str(answer) for name, answer in answers.items() if isinstance(answer, CpuftError)}
     found = [dump for answer in answers.values() if not isinstance(answer, CpuftError) for dump in answer]
-    return complete_dumps(found, tuple(host.name for host in run.hosts), silent), silent
+    return complete_dumps(found, tuple(host.name for host in run.hosts), {*silent, *without}), silent
 
 
 def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
     """Write each rank's dump to logs/rank-N.stack in the run folder on the head host; CpuftError if it cannot."""
     files = {f"{run.work}/logs/rank-{dump.rank}.stack": format_rank_dump(dump) for dump in dumps}
     head_host = run.hosts[0]
-    if run.access.transport.is_here(head_host):
-        for path, text in files.items():
-            write_text(Path(path), text)
-        return
     command = run.access.any_python("-c", _WRITE_FILES)
     answer = run.access.transport.run(head_host, command, json.dumps(files), _ANSWER_SECONDS)
     if answer.exit_code:
@@ -305,10 +300,12 @@ def diagnose_run(
     Call this after some ranks have waited long or in vain, and before any is ended. Raises as `write_dumps`.
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
-    dumps, silent = gather_dumps(run)
+    # A login to a host that is frozen takes longer than to find out that it is.
+    lost = transport.find_unresponsive([host.name for host in dict.fromkeys(run.hosts)])
+    dumps, silent = gather_dumps(run, lost)
     write_dumps(run, dumps)
     say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")
-    return diagnose(dumps, least_seconds), set(silent)
+    return diagnose(dumps, least_seconds), lost.union(silent)
 
 
 def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> Diagnosis:

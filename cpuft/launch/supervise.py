@@ -57,7 +57,7 @@ _END_SECONDS = 25.0
 """How long mpirun may run on after a rank has failed: other ranks may be saving something."""
 _HEARTBEAT_SECONDS = 30.0
 """How long ranks, which give a heartbeat every 5 s, may give none before the hosts are asked whether they answer."""
-_STARTS_SECONDS = 10.0
+_STARTS_SECONDS, _STARTS_SECONDS_PER_RANK = 5.0, 0.1
 """How long ranks may take to start before the hosts are asked."""
 _ENDS_SECONDS = 5.0
 """How long ranks may run on after the first has ended before the hosts are asked."""
@@ -290,7 +290,7 @@ class RunMonitor:
         if self.started < self.ranks:
             starts = [_read_start(log) for log in list_error_logs(self.logs)]
             self.started = sum(STARTED_MARK.encode() in start for start in starts)
-            if self.started < self.ranks and now - self.begun > _STARTS_SECONDS:
+            if self.started < self.ranks and now - self.begun > _STARTS_SECONDS + _STARTS_SECONDS_PER_RANK * self.ranks:
                 return f"{self.ranks - self.started} of {self.ranks} ranks have not started"
             return ""
         ended = sum(ENDED_MARK.encode() in end for end in ends)
@@ -316,9 +316,10 @@ class RunMonitor:
         """Return the hosts that do not answer, after mpirun has ended. If none is known yet, all are asked now, because
         a host that was shutting down may have answered before.
         """
-        if self.host_check:
+        if self.host_check and not self.unreachable:
             self.unreachable = self.host_check.result()
-        return self.unreachable or self.find_unreachable()
+        self.unreachable = self.unreachable or self.find_unreachable()
+        return self.unreachable
 
 
 @dataclass
@@ -450,7 +451,7 @@ def _make_monitor(
     names = tuple(sorted(set(hosts)))
 
     def report_wait() -> None:
-        with suppress(CpuftError, OSError):  # the stacks cannot be stored
+        with suppress(CpuftError):  # the stacks cannot be stored
             diagnosis, _ = diagnose_run(run_dir, hosts, transport, lambda line: None, LONG_SECONDS)
             if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
                 _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
@@ -503,7 +504,7 @@ def _run_ranks(
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
         code, was_stuck, not_started = _start_ranks(step, monitor, environ, left)
-        if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and monitor.find_unreachable()):
+        if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and monitor.find_lost_hosts()):
             break
         _print(f"{not_started}, although all hosts answer: starting mpirun again ({number} of {_MOST_STARTS})")
         monitor = replace(monitor, begun=time.monotonic(), start_limit=2 * monitor.start_limit)

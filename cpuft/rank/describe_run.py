@@ -13,10 +13,13 @@ from typing import Any
 
 
 def describe_run(work: str) -> "dict[str, Any]":
-    """Return what this host has of the run in the folder `work`; an empty dictionary for nothing."""
+    """Return what this host has of the run in the folder `work`, and the state of what its detached command fetched."""
     folder, checkpoints = os.path.dirname(work), f"{work}/checkpoints"
+    root, run = os.path.split(folder)
+    fetched = f"{root}/detached/{run}/run/{os.path.basename(work)}"
+    states = [text for text in [_read(f"{place}/state.json") for place in (work, folder, fetched)] if text]
     if not os.path.isdir(folder):
-        return {}
+        return {"states": states}
     names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
     whole = [name for name in names if re.match(r"[0-9]{1,15}\.[0-9]{1,9}$", name)]
     records = [_read(f"{place}/record.jsonl") for place in [work] + [f"{checkpoints}/{name}" for name in whole]]
@@ -29,7 +32,7 @@ def describe_run(work: str) -> "dict[str, Any]":
         "steps": max(counts),
         "header": next((text.split("\n")[0] for text in records if text), ""),
         "has_data": os.path.isfile(f"{work}/data.npz"),
-        "states": [text for text in [_read(f"{work}/state.json"), _read(f"{folder}/state.json")] if text],
+        "states": states,
     }
 
 

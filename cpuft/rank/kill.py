@@ -1,4 +1,5 @@
-"""Kill what is left of a run on this host: its supervisor, mpirun, ssh, its ranks, and the processes above them.
+"""Kill what is left of a run on this host: its supervisor, mpirun, ssh, its ranks, and the processes above them, and
+the detached command that would start it again.
 
 The launcher sends this file to each host on standard input and runs it there with RUN_DIR and OWNER as its arguments:
 processes of later starts of the run stay. It imports nothing of cpuft and prints the numbers of the killed processes.
@@ -21,20 +22,23 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: "int | No
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
     A process belongs to the run if its environment has exactly `CPUFT_RUN_DIR=run_dir`, or if it is one of mpirun's
-    processes above such a process, or if its command line names the ssh program of the run's mpirun. Processes of
-    starts after `owner`, this process and its own parents are left out. `proc` is where procfs is mounted.
+    processes above such a process, or if its command line names the ssh program of the run's mpirun, or if it is the
+    run's detached command. Processes of starts after `owner`, this process and its own parents are left out. `proc` is
+    where procfs is mounted.
     """
     if not run_dir:
         return []
     uid = os.geteuid() if uid is None else uid
     entry, place = b"CPUFT_RUN_DIR=" + os.fsencode(run_dir), os.fsencode(f"{os.path.dirname(run_dir)}/{SSH_NAME}")
+    root, run, name = ["", "", *run_dir.rsplit("/", 2)][-3:]
+    command = os.fsencode(f"--run-dir={root}/detached/{run}/run/{name}")
     spared = {0, 1, *_list_parents(os.getpid(), proc)}
     found = []
     for name in filter(str.isdecimal, os.listdir(proc)):
         if not _belongs_to(name, proc, uid):
             continue
         entries, words = (_read(f"{proc}/{name}/{file}") for file in ("environ", "cmdline"))
-        own = entry in entries.split(b"\0")
+        own = entry in entries.split(b"\0") or command in words.split(b"\0")
         starts = re.findall(rb"(?:^|\0)CPUFT_OWNER=([0-9]+)(?=\0)", entries) if own else []
         starts += re.findall(re.escape(place) + rb"([0-9]+)", words)
         if not (own or starts) or max([0, *map(int, starts)]) > owner:

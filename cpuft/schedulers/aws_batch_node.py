@@ -19,6 +19,7 @@ import logging
 import os
 import pwd
 import re
+import secrets
 import select
 import shlex
 import signal
@@ -38,11 +39,12 @@ import paramiko
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import RESUMABLE, CpuftError, TransientError
-from cpuft.files import hash_text, write_text
+from cpuft.files import hash_text, is_locked, write_text
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.cluster import JOB
 from cpuft.serialization import is_count
 from cpuft.terminal import detect_dead_peer
+from cpuft.transfer import open_locked
 
 Say = Callable[[str], object]
 TOKEN = "CPUFT_BATCH_TOKEN"
@@ -60,9 +62,12 @@ _SHORTEST_SECRET = 32
 _REGISTRATION = re.compile(r"([0-9.]{7,15}) ([0-9.]{7,15}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,4}) (yes|no)", re.ASCII)
 _LEAVING = "leaving"
 """What a node sends to the main node when Batch has sent it SIGTERM."""
+_MAIN, _IS_LEAVING, _CODE = "main", ".leaving", ".code"
+"""In the folder of the registrations: a file that the main node holds the lock of, and what stands in place of .node in
+the name of a registration for a file that says that the node is leaving, and for a link to its exit code."""
 _EVERYWHERE = "0.0.0.0"
 """Batch does not tell the main node its own address."""
-_CONNECT_SECONDS, _RETRY_SECONDS, _POLL_SECONDS = 10.0, 0.5, 0.05
+_CONNECT_SECONDS, _RETRY_SECONDS, _POLL_SECONDS = 10.0, 0.5, 0.2
 _INTERRUPT_SECONDS, _LEAVE_SECONDS = 30.0, 5.0
 """Time limits for a launch to end after Ctrl-C, and for the other nodes to end after the launch."""
 _SERVER = {
@@ -208,127 +213,92 @@ def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
     return found[1], found[2], int(found[3]), int(found[4]), found[5] == "yes"
 
 
-def register(path: str, environ: Mapping[str, str]) -> int:
+def register(folder: str, environ: Mapping[str, str]) -> int:
     """Register a node with the main node; runs there, for the session of that node, and ends with the session.
 
-    It sends both nodes' addresses and what the node asked for to the main node's socket, then passes on standard input.
-    It returns the exit code that comes from the socket, or 255 when either end has gone.
+    A file in `folder`, which is locked as long as this process runs, has both nodes' addresses and what the node asked
+    for. Returns the exit code that the main node gives beside it, or 255 when either end has gone.
     """
-    with socket.socket(socket.AF_UNIX) as main:
-        main.connect(path)
-        asked = " ".join(environ.get("SSH_ORIGINAL_COMMAND", "").split())
-        node, _, here, *_ = environ["SSH_CONNECTION"].split()
-        main.sendall(f"{node} {here} {asked}\n".encode(errors="replace"))
-        answer = b""
-        while True:
-            ready, _, _ = select.select([sys.stdin, main], [], [])
-            if sys.stdin in ready:
-                data = os.read(sys.stdin.fileno(), 4096)
-                if not data:
-                    return 255
-                main.sendall(data)
-            if main in ready:
-                data = main.recv(4096)
-                answer += data
-                if answer.endswith(b"\n"):
-                    return int(answer)
-                if not data:
-                    return 255
+    path = Path(folder, f"{secrets.token_hex(8)}.node")
+    asked = " ".join(environ.get("SSH_ORIGINAL_COMMAND", "").split())
+    node, _, here, *_ = environ["SSH_CONNECTION"].split()
+    held = open_locked(str(path.with_suffix(".new")))  # until this process ends
+    os.write(held, f"{node} {here} {asked}\n".encode(errors="replace"))
+    path.with_suffix(".new").rename(path)
+    while is_locked(f"{folder}/{_MAIN}"):
+        if select.select([sys.stdin], [], [], _RETRY_SECONDS)[0]:
+            data = os.read(sys.stdin.fileno(), 4096)
+            if not data:
+                return 255
+            if data == f"{_LEAVING}\n".encode():
+                path.with_suffix(_IS_LEAVING).touch()
+        with suppress(OSError):
+            return int(os.readlink(path.with_suffix(_CODE)))
+    return 255
 
 
-@dataclass
+@dataclass(frozen=True)
 class OtherNode:
-    """Another node, as the main node knows it by the connection of its `register`."""
+    """Another node, as its registration describes it."""
 
-    connection: socket.socket
-    index: int = -1
-    """-1 until it has registered."""
-    address: str = ""
-    port: int = 0
+    path: Path
+    """The file that its `register` holds the lock of."""
+    address: str
+    port: int
     """Port of its ssh server."""
-    shares_folder: bool = False
+    shares_folder: bool
     """Whether it sees the main node's folder."""
-    is_leaving: bool = False
-    """Whether Batch has sent it SIGTERM."""
-    is_gone: bool = False
-    _received: bytes = b""
 
-    def receive(self) -> list[str]:
-        """Return the complete lines that have arrived since the last call, without line breaks; never waits."""
-        try:
-            while data := self.connection.recv(4096):
-                self._received += data
-            self.is_gone = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.is_gone = True
-        *lines, self._received = self._received.split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+    @property
+    def is_gone(self) -> bool:
+        """Whether its session has ended."""
+        return not is_locked(self.path)
 
     def dismiss(self, code: int) -> None:
-        """Let the node end with an exit code. Nothing happens if its connection has ended."""
+        """Let the node end with an exit code. Nothing happens if it has one already."""
         with suppress(OSError):
-            self.connection.sendall(f"{code}\n".encode())
+            os.symlink(str(code), self.path.with_suffix(_CODE))  # unlike a file, it fits on a full disk
 
 
 class Registry:
-    """The other nodes that registered with the main node through the Unix socket at `path`, which is made at once."""
+    """The other nodes that registered with the main node by files in a folder. The folder is made at once."""
 
-    def __init__(self, node: Node, path: str, say: Say) -> None:
-        self._node, self._say = node, say
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        self._listener.listen(node.count)
-        self._listener.setblocking(False)
-        self._connections: list[OtherNode] = []
+    def __init__(self, node: Node, folder: Path, say: Say) -> None:
+        self._node, self._folder, self._say, self._seen = node, folder, say, set[Path]()
+        folder.mkdir()
+        self._held = open_locked(f"{folder}/{_MAIN}")
         self.nodes: dict[int, OtherNode] = {}
         """The other nodes by index."""
         self.address = ""
         """Address of the main node, by which the others reach it."""
 
-    def update(self) -> None:
-        """Take in what has arrived: new connections, registrations, and nodes that leave or have gone. Never waits."""
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._connections.append(OtherNode(connection))
-        for other in self._connections:
-            for line in other.receive():
-                if other.index < 0:
-                    self._add(other, line)
-                elif line == _LEAVING:
-                    other.is_leaving = True
-            if other.is_gone:
-                other.connection.close()
-        self._connections = [other for other in self._connections if not other.is_gone]
-
-    def _add(self, other: OtherNode, line: str) -> None:
-        try:
-            address, here, index, port, shares_folder = parse_registration(line)
-            if index in self.nodes or index == self._node.main or index >= self._node.count:
-                raise CpuftError(f"node {index} has registered already, or is not one of {self._node.count} nodes")
-        except CpuftError as error:
-            self._say(f"cpuft: refused a node: {error}")
-            other.dismiss(2)
-            return
-        other.index, other.address, other.port, other.shares_folder = index, address, port, shares_folder
-        self.nodes[index], self.address = other, here
+    def _update(self) -> None:
+        """Take in the registrations that have come since the last call."""
+        for path in {*self._folder.glob("*.node")} - self._seen:
+            self._seen.add(path)
+            try:
+                address, here, index, port, shares_folder = parse_registration(path.read_text(errors="replace").strip())
+                if index in self.nodes or index == self._node.main or index >= self._node.count:
+                    raise CpuftError(f"node {index} has registered already, or is not one of {self._node.count} nodes")
+            except CpuftError as error:
+                self._say(f"cpuft: refused a node: {error}")
+                OtherNode(path, "", 0, False).dismiss(2)
+            else:
+                self.nodes[index], self.address = OtherNode(path, address, port, shares_folder), here
 
     def find_gone(self) -> list[int]:
-        """Return the indexes of the nodes whose sessions have ended, sorted, as of the last `update`."""
+        """Return the indexes of the nodes whose sessions have ended, sorted."""
         return sorted(index for index, other in self.nodes.items() if other.is_gone)
 
     def find_leaving(self) -> list[int]:
-        """Return the indexes of the nodes that Batch has sent SIGTERM, sorted, as of the last `update`."""
-        return sorted(index for index, other in self.nodes.items() if other.is_leaving)
+        """Return the indexes of the nodes that Batch has sent SIGTERM, sorted."""
+        return sorted(index for index, other in self.nodes.items() if other.path.with_suffix(_IS_LEAVING).exists())
 
     def wait(self) -> None:
         """Wait until all nodes have registered. Raises TransientError: a node has gone, or `Node.seconds` are over."""
         end = time.monotonic() + self._node.seconds
         while True:
-            self.update()
+            self._update()
             missing = sorted(set(range(self._node.count)) - {self._node.main, *self.nodes})
             if not missing:
                 return
@@ -342,14 +312,13 @@ class Registry:
             time.sleep(_POLL_SECONDS)
 
     def dismiss(self, code: int) -> None:
-        """Let all nodes end with an exit code, wait up to 5 s until they have ended, and close the socket."""
+        """Let all nodes end with an exit code, and wait up to 5 s until they have ended."""
         for other in self.nodes.values():
             other.dismiss(code)
         end = time.monotonic() + _LEAVE_SECONDS
         while len(self.find_gone()) < len(self.nodes) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-            self.update()
-        self._listener.close()
+        os.close(self._held)
 
 
 def _name_nodes(indexes: Sequence[int]) -> str:
@@ -365,8 +334,8 @@ def _run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappi
     mark = Path(keys.mark).absolute()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cpuft-"))
-        registry = Registry(node, f"{folder}/socket", say)
-        registering = shlex.join([*module_command(sys.executable, _MODULE), "--register", f"{folder}/socket"])
+        registry = Registry(node, Path(folder, "nodes"), say)
+        registering = shlex.join([*module_command(sys.executable, _MODULE), "--register", f"{folder}/nodes"])
         mark.touch()  # other nodes that see it know that they share this folder
         stack.callback(mark.unlink, missing_ok=True)
         stack.callback(lambda: registry.dismiss(code))
@@ -411,7 +380,6 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
     end, gone = 0.0, list[int]()
     while process.poll() is None and not (end and time.monotonic() > end):
         if registry:
-            registry.update()
             gone = registry.find_gone()
             if gone and not end:
                 say(

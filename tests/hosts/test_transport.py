@@ -218,6 +218,15 @@ def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path:
     assert [transport.address(Host(name)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "203.0.113.9"]
 
 
+def test_hosts_behind_ports_of_one_router_reach_each_other_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host a b\n  HostName 203.0.113.9\nHost c\n  HostName 203.0.113.8\n")
+    transport = SshTransport(str(tmp_path / "config"))
+    behind = [Host("a", port=2201), Host("b", port=2202), Host("c", port=2203)]
+    assert transport.addresses(behind) == ["a", "b", "203.0.113.8"]
+    same = [Host("a", port=2201), Host("b", port=2201)]  # a host under two names
+    assert transport.addresses(same) == ["203.0.113.9", "203.0.113.9"]
+
+
 def test_a_host_with_only_an_ipv6_address_is_told_from_one_without_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

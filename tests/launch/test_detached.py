@@ -127,7 +127,7 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     environ = {"OMP_NUM_THREADS": "3", "HF_TOKEN": "secret", "OTHER": "x"}
     order, (bundle,) = plan_move("launch", given, (), cluster, "/home/ada/runs/x", environ)
     sent = f"{bundle.remote_folder}/rows.csv"
-    folder = f"/var/tmp/cpuft-1000/detached/{order.folder}"
+    folder = f"/var/tmp/cpuft-1000/detached/{order.id}"
     assert order.arguments == (
         *("launch", f"--train-file={sent}", "--task=files", "--no-save-model", "--np=2", "--no-check"),
         f"--run-dir={folder}/run/x",
@@ -146,9 +146,8 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("CPUFT_JOB", str(place))
     there = find_access(LaunchConfig())
     assert [there.transport.is_here(host) for host in read_hosts(LaunchConfig())] == [True, False]
-    # Their folder is the one that the run folder here names, whatever process computes it.
-    moved = replace(cluster, token="")
-    assert moved.work_dir(order.run_dir) == f"/var/tmp/cpuft-1000/{order.claimed}"
+    # The command there gives the run the id that was chosen here.
+    assert replace(cluster, token="another").work_dir(order.run_dir) == f"/var/tmp/cpuft-1000/{order.claimed}"
     assert order.claimed == f"{order.id}/x"
 
 
@@ -171,7 +170,7 @@ def test_a_command_on_its_own_head_host_keeps_its_paths(tmp_path: Path, monkeypa
     assert (order.work_folder, order.claimed, order.files, bundles) == (str(tmp_path), "", {}, ())
 
 
-ORDER = Order("0123456789ab", "f", "launch", "/var/tmp/there/x", (), claimed="0123456789ab/x")
+ORDER = Order("0123456789ab", "launch", "/var/tmp/there/x", (), cluster="lab")
 FOUND = Description(ORDER, "running", "", 1.0, has_results=True)
 RUN = Detached(make_head(), ORDER, "")
 
@@ -196,7 +195,7 @@ def test_results_go_where_this_machine_says(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    both = [FOUND, replace(FOUND, order=replace(ORDER, id="01aa00000000", claimed="01aa00000000/y"))]
+    both = [FOUND, replace(FOUND, order=replace(ORDER, id="01aa00000000", run_dir="/var/tmp/there/y"))]
     monkeypatch.setattr(detached, "list_runs", lambda config: ([(RUN.head, one) for one in both], []))
     environ, config = {"CPUFT_STATE": str(tmp_path / "state")}, LaunchConfig(hostfile="hosts")
     assert find_run("012", config, environ)[0].order.id == ORDER.id
@@ -454,6 +453,21 @@ def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simu
 
 
 SHORT = ("--task", "demo", "--max-train-samples", "32", "--max-steps", "2", "--precision", "fp32")
+
+
+@needs_root
+def test_a_run_that_is_resumed_here_leaves_nothing_on_its_old_head_host(cluster: Simulated) -> None:
+    run = start(cluster, "old", *TEXTS, *QUIET, "--max-steps", "100")
+    wait_for_update(cluster)
+    local = ("provision", "local", "--name", cluster.name)
+    assert cluster.cpuft(*local, "kill", "1").returncode == 0
+    made = ("--nodes", "3", "--image", str(cluster.folder / "image"))
+    assert cluster.cpuft(*local, *made).returncode == 0
+    assert cluster.on(1, f"ls /var/tmp/cpuft-0/detached/{run}/run") == "old"
+    resumed = cluster.cpuft("launch", "--resume", "old", "--no-check")
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(read_record(str(cluster.folder / "old")).steps) == 100
+    assert cluster.on(1, f"cd /var/tmp/cpuft-0 && ls -d {run} *.sent detached/{run}/run 2>/dev/null || true") == ""
 
 
 @pytest.mark.proof

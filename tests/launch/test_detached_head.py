@@ -17,8 +17,9 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.launch import detached_head
 from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, PAST, STARTED, Event, Order, plan_session
+from cpuft.launch.run_state import LATER_START
 
-ORDER = Order("0123456789ab", "f", "launch", "", (), claimed="0123456789ab/x")
+ORDER = Order("0123456789ab", "launch", "", (), cluster="lab")
 KEEP = """
 import sys
 from pathlib import Path
@@ -65,6 +66,18 @@ def test_events_are_what_the_command_writes_its_begin_and_its_end(tmp_path: Path
     assert sorted(found[1:-1]) == sorted([(OUTPUT, "metric\n", 0), (ERRORS, "step\n", 0), (BEGUN, "", 0)])
     assert found[-1] == (END, "", 3)
     assert keeper.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    "folder, code, is_kept", [("run/x", 1, True), ("run/x", LATER_START, False), ("run", 1, False)]
+)
+def test_nothing_stays_of_a_run_that_has_no_results_or_was_started_elsewhere(
+    folder: str, code: int, is_kept: bool, tmp_path: Path
+) -> None:
+    keeper = keep(tmp_path / "a", f"import os, sys; os.makedirs('{folder}'); sys.exit({code})")
+    assert events_of(tmp_path / "a")[-1] == Event(END, code=code)
+    assert (tmp_path / "a" / "run").exists() == is_kept
+    keeper.wait(10)
 
 
 def test_a_request_to_stop_reaches_the_command_and_is_consumed(tmp_path: Path) -> None:

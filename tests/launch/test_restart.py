@@ -19,6 +19,7 @@ from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import Assignment, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
+from cpuft.launch import restart
 from cpuft.launch.failures import Failure
 from cpuft.launch.plan import Job, Launch, plan_run
 from cpuft.launch.restart import (
@@ -39,7 +40,7 @@ from cpuft.launch.restart import (
 )
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, find_newest_checkpoint
-from cpuft.launch.run_state import FINISHED, LaterStartError, StateWriter, format_state, write_state
+from cpuft.launch.run_state import FINISHED, LaterStartError, RunState, StateWriter, format_state, write_state
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import read_measurements
@@ -198,8 +199,8 @@ def test_lost_hosts_that_answer_again_are_cleaned_up_at_the_end(cluster: Cluster
     said = list[str]()
     clean_up_lost_hosts(RestartHistory(last, used_hosts=used), last, "/runs/mrpc", 3, said.append)
     work = last.work_dir("/runs/mrpc")
-    sent = os.path.dirname(last.sent_file(work, 0))
-    words = ((work, "3"), (sent, os.path.dirname(work)))
+    folder = os.path.dirname(work)
+    words = ((work, "3"), (folder, f"{last.folder}/detached/{os.path.basename(folder)}/run"))
     left = ("localhost", work, "2")  # the lost hosts may have started something there
     assert sorted(asked) == sorted([left, *((name, *two) for name in ("b", "d") for two in words)])
     assert [line.partition(" did not")[0] for line in said] == ["cpuft: c, d"]
@@ -213,6 +214,22 @@ def test_lost_hosts_that_answer_again_are_cleaned_up_at_the_end(cluster: Cluster
     )
     clean_up_lost_hosts(RestartHistory(last), last, "/runs/mrpc", 3, said.append)
     assert (asked, len(said)) == ([], 1)
+
+
+def test_hosts_that_did_not_answer_when_the_run_was_resumed_are_cleaned_up_at_the_end(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("hosts").write_text("localhost\nb\nc\n")
+    Path("run").mkdir()
+    write_state(str(Path("run").absolute()), RunState("0" * 12, hosts=("b", "localhost")))
+    used = list[RestartHistory]()
+    monkeypatch.setattr(restart, "clean_up_lost_hosts", lambda history, *others: used.append(history))
+    job = replace(script(0), config=LaunchConfig(np=1, hostfile="hosts"))
+    for is_resumed in (True, False):
+        plan = RunPlan(resumed=is_resumed)
+        launch = Launch(job, str(Path("run").absolute()), {})
+        assert run_with_restarts(launch, plan, cluster, lambda *given: 0, print) == 0
+    assert [set(one.used_hosts) for one in used] == [{"localhost", "b"}, set()]
 
 
 def test_a_run_that_finished_before_the_connection_was_lost_is_only_fetched(

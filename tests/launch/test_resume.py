@@ -324,6 +324,18 @@ def test_a_host_reports_its_files_of_a_run(tmp_path: Path) -> None:
     assert look(tmp_path) == replace(found, steps=14, has_data=False)
 
 
+def test_a_run_that_its_detached_command_has_fetched_is_not_trained_again(tmp_path: Path) -> None:
+    """Its hosts have nothing else of it, or an older checkpoint."""
+    fetched = tmp_path / "detached/mark/run/a 0"
+    fetched.mkdir(parents=True)
+    write_state(str(fetched), make_state(owner=2, phase=FINISHED))
+    found = look(tmp_path)
+    assert found == HostCopy(Host("a"), state=make_state(owner=2, phase=FINISHED))
+    older = HostCopy(Host("b"), True, checkpoint_update=8, header=format_line(HEADER), state=make_state())
+    with pytest.raises(CpuftError, match="run x is finished, and its results are on a: fetch them with cpuft attach x"):
+        read_resumed_run("x", host_copies=[older, found])
+
+
 @pytest.mark.parametrize("code", [-1, 1, 255])
 def test_a_host_that_does_not_answer_the_question_is_not_one_without_files(code: int, tmp_path: Path) -> None:
     write_state(str(tmp_path), make_state())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cpuft.cli.stacks import format_dumps
+from cpuft.execute import Answer
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import SshTransport
 from cpuft.launch.stack_dumps import (
     GONE,
     SILENT,
@@ -20,6 +23,7 @@ from cpuft.launch.stack_dumps import (
     complete_dumps,
     describe_state,
     diagnose,
+    diagnose_run,
     format_rank_dump,
     parse_rank_dump,
     parse_stack,
@@ -274,3 +278,22 @@ def test_many_blamed_ranks_are_counted() -> None:
     verdict = diagnose(dumps)
     assert verdict.culprits == tuple(range(1, 8))
     assert verdict.text.endswith("; and 4 more")
+
+
+def test_a_host_that_is_frozen_is_not_logged_in_to(tmp_path: Path) -> None:
+    asked = list[str]()
+
+    class Frozen(SshTransport):
+        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+            return {"b"}
+
+        def is_here(self, host: Host) -> bool:
+            return host.name == "a"
+
+        def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+            asked.append(host.name)
+            return Answer(0, json.dumps([found()]), "")
+
+    diagnosis, lost = diagnose_run(str(tmp_path), ("a", "b", "a"), Frozen(), print)
+    assert (asked, lost) == (["a", "a"], {"b"})  # for its stacks, and to store them
+    assert "rank 1 on b" in diagnosis.text

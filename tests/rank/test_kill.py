@@ -110,6 +110,14 @@ def test_processes_of_other_users_are_never_killed(start: Start, tmp_path: Path)
     assert kill.find_processes(str(tmp_path), 9) == [own.pid]
 
 
+def test_a_detached_command_is_killed_and_those_of_other_runs_are_not(start: Start, tmp_path: Path) -> None:
+    words, place = ("sh", "-c", "sleep 60; :"), f"{tmp_path}/detached/0123456789ab/run"
+    names = f"--run-dir={place}/x", f"--run-dir={place}/x-2", f"--run-dir={tmp_path}/0123456789ab/x", f"{place}/x"
+    own, *strangers = [start({}, *words, name) for name in names]
+    assert run_as_on_a_host(f"{tmp_path}/0123456789ab/x").split() == [str(own.pid)]
+    assert [process.poll() for process in strangers] == [None] * 3
+
+
 def test_processes_of_later_starts_stay(start: Start, tmp_path: Path) -> None:
     """Another launcher has started the run again. Those of earlier starts may have no ranks yet, only mpirun or ssh."""
     run_dir, owners = f"{tmp_path}/run", (1, 2, 10)
