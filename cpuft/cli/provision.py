@@ -148,15 +148,24 @@ def extend(name: str, lease: str, region: str, dry_run: bool) -> None:
 def down(name: str, region: str, dry_run: bool) -> None:
     """Remove the cluster NAME: its instances or simulated hosts, and all that cpuft installed on servers.
 
-    There is no question before the removal, unless a detached run is active on the cluster; --dry-run shows what would
-    be removed.
+    There is a question first only if a detached run is active on the cluster, or if results of one are there that
+    nobody has fetched; --dry-run shows what would be removed.
     """
-    from cpuft.launch.detached import list_active
+    from cpuft.launch.detached import list_needed
 
     provider = find_cluster(name, os.environ, region)
-    active = [] if dry_run else list_active(name)
-    if active and not (sys.stdin.isatty() and click.confirm(f"End the active run {', '.join(active)}?", err=True)):
-        raise CpuftError(f"the detached run {', '.join(active)} is active on cluster {name}: end it with cpuft stop")
+    active, unfetched = ([], []) if dry_run else list_needed(name)
+    for runs, question, problem in (
+        (active, "End the active run", f"is active on cluster {name}: end it with cpuft stop"),
+        (
+            unfetched,
+            "Remove the unfetched results of run",
+            f"has results on cluster {name}: fetch them with cpuft attach",
+        ),
+    ):
+        ids = ", ".join(runs)
+        if runs and not (sys.stdin.isatty() and click.confirm(f"{question} {ids}?", err=True)):
+            raise CpuftError(f"the detached run {ids} {problem}")
     _print_or_execute(dry_run, provider.show_down, lambda: provider.down(_say))
 
 

@@ -465,15 +465,18 @@ def list_runs(config: LaunchConfig) -> tuple[list[tuple[Head, Description]], lis
     return found, [answer for answer in answers if isinstance(answer, CpuftError)]
 
 
-def list_active(cluster: str) -> list[str]:
-    """Return the ids of the detached runs that are active on a cluster; none if its head host does not answer."""
+def list_needed(cluster: str) -> tuple[list[str], list[str]]:
+    """Return the ids of the detached runs that are active on a cluster, and of those that have ended there and whose
+    results nobody has fetched; none if its head host does not answer.
+    """
     with suppress(CpuftError):
         head, *_ = list_heads(LaunchConfig(cluster=cluster))
-        active = [one.order for one in head.list_runs() if one.state == RUNNING]
         # This machine may be the head host of several clusters.
         own, option = {cluster, _NO_CLUSTER}, f"--cluster={cluster}"
-        return [order.id for order in active if order.cluster in own or option in order.arguments]
-    return []
+        runs = [one for one in head.list_runs() if one.order.cluster in own or option in one.order.arguments]
+        active = [one.order.id for one in runs if one.state == RUNNING]
+        return active, [one.order.id for one in runs if one.has_results and one.state == ENDED]
+    return [], []
 
 
 def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tuple[Detached, Description]:

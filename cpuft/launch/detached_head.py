@@ -12,6 +12,7 @@ import fcntl
 import getpass
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -29,6 +30,8 @@ from cpuft.argv import module_command
 from cpuft.errors import CpuftError
 from cpuft.files import is_locked, make_private_folder, write_text
 from cpuft.hosts.cluster import DETACHED, JOB, WORK_ROOT
+from cpuft.hosts.registry import FILE_NAME
+from cpuft.launch.leases import RENEWAL_SECONDS
 from cpuft.launch.run_state import LATER_START, read_state
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
@@ -45,6 +48,8 @@ _START_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 _CLAIM_SECONDS = 60.0
 """How long a viewer may take to begin to fetch the results before another one may."""
+_HELD_SECONDS = 3600.0
+"""How long a rented host keeps itself for results that nobody has fetched."""
 _KEPT_SECONDS = 30 * 86400.0
 """How long the order and the events of an ended run stay, and longer if nobody has fetched its results."""
 
@@ -222,6 +227,18 @@ def _keep(folder: Path) -> None:
         with suppress(OSError):  # it holds results, or is gone
             (folder / "run").rmdir()
         log.write(END, code=code)
+        _hold_lease(folder, load(str, parse_json(order.files.get(FILE_NAME, "{}")).get("renewal", "")))
+
+
+def _hold_lease(folder: Path, renewal: str) -> None:
+    """Renew the lease of this host, if it has one, for an hour, or until the results that it holds are fetched."""
+    begun = time.monotonic()
+    renewed = begun - RENEWAL_SECONDS
+    while renewal and any(folder.glob("run/*")) and time.monotonic() - begun < _HELD_SECONDS:
+        if time.monotonic() - renewed >= RENEWAL_SECONDS:
+            renewed = time.monotonic()
+            execute.run_command(shlex.split(renewal), _START_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _read_order(folder: Path) -> Order:

@@ -20,6 +20,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import cpuft
+from cpuft import execute
 from cpuft.cli import cli
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
@@ -28,7 +29,7 @@ from cpuft.hosts.cluster import Access, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import NO_CLUSTER, Entry
 from cpuft.hosts.transport import SshTransport
-from cpuft.launch import detached
+from cpuft.launch import detached, detached_head
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.detached import (
     Detached,
@@ -338,10 +339,34 @@ def test_a_cluster_is_active_while_a_run_of_its_own_is(monkeypatch: pytest.Monke
     orders = [replace(ORDER, id="1", cluster="lab"), replace(ORDER, id="2", cluster="other")]
     orders += [replace(ORDER, id="3", cluster="hosts"), replace(ORDER, id="4", arguments=("launch", "--cluster=lab"))]
     found = [Description(order, "running", "", 1.0) for order in orders]
-    found += [Description(replace(ORDER, cluster="lab"), state, "", 1.0) for state in ("ended", "lost")]
+    ended = replace(ORDER, cluster="lab")
+    found += [Description(replace(ended, id=state), state, "", 1.0) for state in ("ended", "lost")]
+    found += [Description(replace(ended, id=f"{state} whole"), state, "", 1.0, 0, True) for state in ("ended", "lost")]
     monkeypatch.setattr(detached, "list_heads", lambda config: [make_head()])
     monkeypatch.setattr(Head, "list_runs", lambda self: found)
-    assert detached.list_active("lab") == ["1", "3", "4"]
+    assert detached.list_needed("lab") == (["1", "3", "4"], ["ended whole"])
+
+
+def test_a_rented_host_keeps_itself_for_unfetched_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[str, ...]] = []
+    (tmp_path / "run/rows").mkdir(parents=True)
+
+    def renew(command: Sequence[str], seconds: float, stdin: str = "") -> None:
+        calls.append(tuple(command))
+        if len(calls) == 3:
+            (tmp_path / "run/rows").rmdir()
+
+    monkeypatch.setattr(detached_head, "RENEWAL_SECONDS", 0.0)
+    monkeypatch.setattr(detached_head, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(execute, "run_command", renew)
+    detached_head._hold_lease(tmp_path, "")
+    assert not calls
+    detached_head._hold_lease(tmp_path, "cpuft-lease renew")
+    assert calls == [("cpuft-lease", "renew")] * 3
+    (tmp_path / "run/rows").mkdir()
+    monkeypatch.setattr(detached_head, "_HELD_SECONDS", 0.0)
+    detached_head._hold_lease(tmp_path, "cpuft-lease renew")
+    assert len(calls) == 3
 
 
 OTHER_DESCRIPTIONS = [
