@@ -221,7 +221,8 @@ def plan_training(
 
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
     """Check the training options, and return them with "fp32" for "auto" if only some hosts have bf16 instructions.
-    ONEDNN_MAX_CPU_ISA in `environ` can hide these instructions.
+    ONEDNN_MAX_CPU_ISA in `environ` can hide these instructions. Raises CpuftError: options exclude each other or have
+    no effect, or a host cannot train in the precision.
     """
     refuse_unused_data_options(train)
     refuse_conflicts(train)
@@ -235,7 +236,9 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
 
 
 def find_run_precision(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> str:
-    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8"."""
+    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8". Raises as
+    `check_training`.
+    """
     train = check_training(cluster, train, environ)
     flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
     return choose_precision(train.precision, train.emulate_bf16, flags).name

@@ -283,7 +283,9 @@ _current: ConnectionCheck | None = None
 
 
 def describe_steps(has_ended: bool) -> str:
-    """Return `format_steps` for this process with its line break; "" if its steps are not counted."""
+    """Return `format_steps` for this process with its line break; "" if its steps are not counted. `has_ended` is False
+    if its script has failed.
+    """
     line = format_steps(parse_world(os.environ), socket.gethostname(), has_ended, _current.steps) if _current else ""
     return f"{line}\n" if line else ""
 

@@ -411,8 +411,8 @@ def _find_place(run: Run, *statuses: str) -> str:
 def plan_launch(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str]:
     """Return (folder of the next attempt at a run, arguments of its launch there, why it begins anew if it had begun).
 
-    The last attempt is resumed if it was stopped and has begun to train, on the same hosts or from a copy of its
-    checkpoint.
+    The last attempt is resumed, in its folder, if it was stopped or killed, has begun to train, and this place shares a
+    host with its own or a copy of its checkpoint is whole. The folder is relative to the sweep's.
     """
     earlier, number, reason = run.last, len(run.attempts) + 1, ""
     training = [*sweep.settings.options, *format_assignment(run.values)]

@@ -148,7 +148,9 @@ def make_batch(objective: Objective, prepared: Prepared, split: str) -> Any:
 
 
 def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Objective, sample: Prepared) -> None:
-    """Raise CpuftError if the graph cannot run batches of other sizes, or computes other outputs than the model."""
+    """Raise CpuftError if the graph cannot run the batches of `sample` (see `make_sample`), or its outputs have another
+    shape than the model's, are not finite, or in fp32 differ from them.
+    """
     from cpuft.train.graphs import find_difference
 
     kind, advice = type(model).__name__, "serve the model with transformers, or train another one"

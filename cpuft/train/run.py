@@ -249,9 +249,11 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
-    """Return what the header records, `compiled` or `absent`, and a warning that names hosts without kernels, if any.
+    """Return what the header records, `compiled` if all ranks have kernels, else `absent`; then a warning that names
+    the hosts without them, "" for none.
 
-    Each rank's status is `on`, or `off: ` and the reason. With `independent`, hosts that have the kernels use them.
+    Each rank's status is `on`, or `off: ` and the reason. `independent` ranks use their kernels all the same, and only
+    the warning differs.
     """
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:

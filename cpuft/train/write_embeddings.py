@@ -106,7 +106,9 @@ def _open_parquet(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]
 
 @contextmanager
 def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
-    """Yield what writes a .npy or .parquet file, which gets its name when the block has ended without an error."""
+    """Yield what writes a .npy file, or a .parquet file with ids (row numbers without `has_ids`). It gets its name when
+    the block has ended without an error. Raises as `write_atomically`.
+    """
     with write_atomically(path) as beside:
         is_npy = path.suffix == ".npy"
         with open_npy(beside, dimensions) if is_npy else _open_parquet(beside, dimensions, has_ids) as write:

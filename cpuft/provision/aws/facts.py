@@ -282,7 +282,8 @@ def _find_clusters(client: AwsClient, filters: list[dict[str, Any]], now: float)
 def find_host_key(client: AwsClient, instance: str) -> str:
     """Return the host key "ssh-ed25519 AAAA..." that cloud-init wrote to the console of an instance; "" before it has.
 
-    Only AWS and the instance itself write there, so the first connection to the instance can be strict.
+    Only AWS and the instance itself write there, so the first connection to the instance can be strict. Raises
+    CallError.
     """
     try:
         output = client.query("get_console_output", InstanceId=instance, Latest=True).get("Output", "")

@@ -51,7 +51,8 @@ def matrix_product(
 
 
 def gelu_product(x: Tensor, weight: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the exact GELU of x weight^T + bias, and its slope there or None: (rows, columns), in the dtype of `x`.
+    """Return the exact GELU of x weight^T + bias, and its slope there or None: (rows, columns), in the dtype of `x`,
+    without gradients.
 
     With the kernel for AMX, GELU sees the sums before they are rounded. There must be kernels for the dtype of `x`. `x`
     is (rows, inner), `weight` (columns, inner), and `bias` (columns,).

@@ -50,8 +50,9 @@ class NextTokenPrediction(Objective):
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the decoder with its head, in fp32 on the CPU; with --lora-rank, with adapters. Raises CpuftError: it
-        cannot be read, or its logits are not those of a linear head.
+        """Load the decoder with its head on the CPU, in fp32, with --base-precision frozen weights in that type, and
+        with --lora-rank adapters. Its forward pass is that of `compute_losses_in_model`. Raises CpuftError: it cannot
+        be read or have adapters, or its logits are not those of a linear head.
         """
         # Labels tell what is padding, so a trained model keeps its own padding token, also if it has none.
         pad_id = self.pad_id if config.from_config else -1
