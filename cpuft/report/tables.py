@@ -24,7 +24,7 @@ _LEAST_UNLIMITED = 0.8
 
 
 def table_columns(comparison: Comparison) -> list[str]:
-    """Return the headings of the table in their order; those of the ideal only if a row has one, and the metrics last."""
+    """Return the headings of the table in their order: those of the ideal only if a row has one, the metrics last."""
     base = comparison.rows[0].np
     fixed = ["np", "hosts", "cores", "global batch", "train seconds", "samples/s", "samples/s per rank"]
     metrics = [name.replace("_", " ") for name in _metric_names(comparison)]
