@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from cpuft import execute
-from cpuft.config.fields import parse_arguments
+from cpuft.config.fields import format_flag, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.hosts import registry
@@ -44,6 +44,8 @@ class Options(Protocol):
 
 C = TypeVar("C", bound=Options)
 F = TypeVar("F")
+_EARLIER_OPTIONS = ("without_root", "spot", "spot_or_demand", "recipe")
+"""Options in records of earlier versions that do not exist any more."""
 _STAGE_SECONDS = 3600.0
 """Time limit of a stage; copying a gigabyte of wheels over a slow link takes long."""
 
@@ -88,9 +90,7 @@ class Provider(ABC, Generic[C, F]):
     @classmethod
     def from_entry(cls, entry: Entry, environ: Mapping[str, str]) -> Provider[C, F]:
         """Return the provider of a recorded cluster; CpuftError if its recorded options are unknown or not valid."""
-        # Records of simulated clusters of earlier versions have the option without_root.
-        given = [(key, value) for key, value in entry.options.items() if key != "without_root"]
-        argv = [f"--{key.replace('_', '-')}={value}" for key, value in given]
+        argv = [f"{format_flag(key)}={value}" for key, value in entry.options.items() if key not in _EARLIER_OPTIONS]
         return cls(parse_arguments(cls.options, argv), environ, entry)
 
     @classmethod

@@ -116,7 +116,7 @@ def test_down_does_nothing_by_an_entry_that_was_planted(
 def test_one_that_asks_for_too_many_hosts_is_not_described(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = replace(SIMULATED, options={"name": "v", "nodes": "5000"})
     write_text(root / "v" / "cluster.json", format_entry(entry))
-    assert "one machine holds 99 hosts at most" in refused(capsys, "provision", "status", "v")
+    assert "give a whole number from 1 to 99" in refused(capsys, "provision", "status", "v")
 
 
 @needs_root

@@ -298,8 +298,8 @@ def find_host_key(client: AwsClient, instance: str) -> str:
 def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     """Return what AWS offers of the instance type that the options ask for.
 
-    The AMI is --image, otherwise the newest one of --recipe, otherwise Debian 12's. Spot prices and the role for spot
-    instances are looked up only with --spot.
+    The AMI is that of --image or the newest one of its recipe, otherwise Debian 12's. Spot prices and the role for spot
+    instances are looked up only if spot instances are wanted.
     """
     found = _find_type(client, config.type)
     subnets = client.query("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
@@ -314,7 +314,7 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
         type=found,
         zones=zones,
         spot_prices={zone: price for zone, price in prices.items() if zone in zones},
-        image=_find_base_image(client, config.image or _find_recipe_image(client, config.recipe)),
+        image=_find_base_image(client, _find_recipe_image(client, config.recipe) if config.recipe else config.image),
         quota=_find_quota(client, config.spot),
         has_spot_role=not config.spot or _has_spot_role(client),
     )
@@ -361,9 +361,7 @@ def _find_base_image(client: AwsClient, image: str) -> Image:
 
 
 def _find_recipe_image(client: AwsClient, path: str) -> str:
-    """Return the id of the newest AMI of a recipe that instances can start from; empty without one or a recipe."""
-    if not path:
-        return ""
+    """Return the id of the newest AMI of a recipe that instances can start from; empty without one."""
     found = find_images(client, f"tag:{Tag.IMAGE}", read_recipe(path).digest)
     return next((str(one["ImageId"]) for one in reversed(found) if one["State"] == READY), "")
 

@@ -76,7 +76,7 @@ def describe_price(price: Price, config: AwsConfig, missing: int, now: float, un
     if limit > until:
         cost = f", for ${hourly * longest:.2f}" if hourly else ""
         sentences.append(f"Running jobs can extend the lease to {format_time(limit)}{cost}")
-    if config.spot and config.spot_or_demand:
+    if config.market == "spot-first":
         cost = f"${price.on_demand * missing * hours:.2f}" if price.on_demand else "an unknown price"
         sentences.append(f"On demand, if no zone has spot instances: {cost}")
     return ". ".join([*sentences, "Disks and network traffic cost extra"])

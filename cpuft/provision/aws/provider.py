@@ -105,11 +105,10 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         self.services = services or Services()
         self.client = self.services.open_client(config.region)
         wheels = str(Path(config.wheels).absolute()) if config.wheels else ""
-        spot = config.spot or config.spot_or_demand
-        self.config = replace(config, region=self.client.region, wheels=wheels, spot=spot)
+        self.config = replace(config, region=self.client.region, wheels=wheels)
         self.summary = f"{config.nodes} x {config.type}"
-        self._refused: dict[tuple[str, bool], str] = {}
-        """Why there was no capacity, by (zone, whether for spot instances)."""
+        self._refused: dict[tuple[str, str], str] = {}
+        """Why there was no capacity, by (zone, market)."""
         self._offer: Offer | None = None
         self._price = ""
         self._waits = False
@@ -297,9 +296,10 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         except CallError as error:
             if call.method != "run_instances" or error.code not in CAPACITY_CODES:
                 raise
-            zone, spot = call.parameters["Placement"]["AvailabilityZone"], "InstanceMarketOptions" in call.parameters
-            self._refused[zone, spot] = f"{error.code}: {error.message}"
-            say(f"{zone} has no {'spot capacity' if spot else 'capacity'}: {self._refused[zone, spot]}")
+            zone = call.parameters["Placement"]["AvailabilityZone"]
+            market = "spot" if "InstanceMarketOptions" in call.parameters else "on-demand"
+            self._refused[zone, market] = f"{error.code}: {error.message}"
+            say(f"{zone} has no {market} capacity: {self._refused[zone, market]}")
             return
         if call.method == "run_instances":
             self._known |= {one["InstanceId"] for one in answer["Instances"]}

@@ -20,7 +20,7 @@ def test_an_unknown_price_is_said_to_be_unknown() -> None:
     assert unknown == find_price("x9.large", "us-east-1", {}) == Price(None, "")
 
     def describe(price: Price, spot: bool) -> str:
-        config = replace(CONFIG, spot=spot, region="us-east-1")
+        config = replace(CONFIG, market="spot" if spot else "on-demand", region="us-east-1")
         return describe_price(price, config, 4, NOW, NOW + 7200, NOW + 7200).partition(" until the lease")[0]
 
     assert describe(known, False) == (
@@ -54,7 +54,7 @@ def test_the_cost_is_seconds_times_price() -> None:
 
 def test_a_price_says_the_cost_at_the_limit_and_on_demand() -> None:
     config, price = (
-        replace(CONFIG, spot=True, spot_or_demand=True),
+        replace(CONFIG, market="spot-first"),
         Price(1.6128, "2025", {"us-east-1a": 0.6, "us-east-1b": 0.7}),
     )
     assert describe_price(price, config, 4, NOW, NOW + 7200, NOW + 14400).partition(" All together cost ")[2] == (
