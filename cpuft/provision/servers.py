@@ -230,7 +230,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     """
     _check_servers(config, facts)
     _check_logins(config, facts)
-    stages = [*_plan_entry(config, facts), list(facts.supply.missing)]
+    stages = [_plan_entry(config, facts), list(facts.supply.missing)]
     notes = [
         f"{one.address} shows the host key {one.key.split()[0]} {fingerprint(one.key)}: cpuft asks if that is right"
         for one in facts.members
@@ -244,7 +244,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes), facts.command_prefixes)
 
 
-def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
+def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
     """Plan the registry entry and ssh files. They come first, so that `down` finds what a killed run left behind."""
     base, members = facts.directory, facts.members
     texts = {
@@ -252,7 +252,7 @@ def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
         f"{base}/ssh_config": format_ssh_config(members, config.key, f"{base}/known_hosts", facts.bastions),
         f"{base}/known_hosts": format_known_hosts(members),
     }
-    return [[step] for step in plan_files(texts, facts.files, "register the cluster and the host keys of its hosts")]
+    return plan_files(texts, facts.files, "register the cluster and the host keys of its hosts")
 
 
 def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:

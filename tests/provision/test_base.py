@@ -128,6 +128,12 @@ def test_a_task_of_many_steps_is_told_once_and_how_far_it_is_now_and_then(monkey
     ]
 
 
+def test_several_steps_on_a_host_count_as_one_host() -> None:
+    steps, told = tuple(replace(STEP, host=host) for host in "aabb"), list[str]()
+    run_stages(Plan((steps,), command_prefixes={"a": ("true",), "b": ("true",)}), told.append)
+    assert told == ["make it (2 hosts)"]
+
+
 @dataclass(frozen=True)
 class ToyConfig:
     """Make a cluster of toys."""

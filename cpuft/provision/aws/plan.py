@@ -188,8 +188,9 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
 
 def _plan_files(config: AwsConfig, facts: RentalFacts, has_spot: bool) -> list[list[Step]]:
     base, until = facts.directory, facts.resources.group.until if facts.resources.group else 0
-    record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until, has_spot))}
-    steps = plan_files(record, facts.files, "register the cluster")
+    path, text = f"{base}/{FILE_NAME}", format_entry(make_entry(config, base, facts.hostfile, until, has_spot))
+    why = "update the record of the cluster" if path in facts.files else "register the cluster"
+    steps = plan_files({path: text}, facts.files, why)
     if facts.public_key:
         return [steps]
     if facts.resources.live:

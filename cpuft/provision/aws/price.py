@@ -123,6 +123,9 @@ def _describe_lease(found: Resources, price: Price) -> str:
     until = max([group.until if group else 0, *(one.until for one in found.instances)])
     if not until:
         return "AWS has no resource that is tagged as this cluster's"
+    cost = describe_cost(price, found.instances, now)
+    if not group and all(one.state == "terminated" for one in found.instances):
+        return f"it was removed, and has cost {cost}; AWS lists its instances for about an hour"
     lease = f"the lease {'ends' if until > now else 'ended'} at {format_time(until)}"
     lease += f" (in {format_span(until - now)})" if until > now else ""
     if group and group.limit > until:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cpuft.provision.aws.price import Price, describe_cost, describe_price, find_price
+from cpuft.provision.aws.facts import Resources
+from cpuft.provision.aws.price import Price, describe_cost, describe_instances, describe_price, find_price
 from tests.provision.aws.test_plan import CONFIG, NOW, make_instance
 
 
@@ -50,6 +51,16 @@ def test_the_cost_is_seconds_times_price() -> None:
     spot = [replace(instances[0], spot=True)]
     assert describe_cost(Price(2.0, "2025"), spot, NOW) == "an unknown price for 1.00 instance hours"
     assert describe_cost(Price(2.0, "2025"), [], NOW) == "about $0 for 0 instance hours"
+
+
+def test_a_cluster_that_was_removed_is_not_said_to_have_a_lease() -> None:
+    gone = make_instance(1, launched=NOW - 3600.0, state="terminated", ended=NOW - 1800.0, until=NOW + 3600)
+    removed, others = (Resources(NOW, instances=one) for one in ((gone,), (gone, replace(gone, state="shutting-down"))))
+    assert describe_instances(removed, Price(2.0, "2025"))[0] == (
+        "it was removed, and has cost about $1.00 for 0.5 instance hours (list price of us-east-1 in 2025); AWS lists "
+        "its instances for about an hour"
+    )
+    assert describe_instances(others, Price(2.0, "2025"))[0].startswith("the lease ends at 2027-01-15 ")
 
 
 def test_a_price_says_the_cost_at_the_limit_and_on_demand() -> None:
