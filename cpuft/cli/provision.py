@@ -13,9 +13,9 @@ from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, p
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.base import PROVIDERS, describe_rented, find_cluster, load_cluster, load_provider
+from cpuft.provision.base import PROVIDERS, find_cluster, load_cluster, load_provider
 from cpuft.provision.options import ImageConfig, LocalConfig
-from cpuft.steps import Plan, Step, format_plan
+from cpuft.steps import Plan, format_plan
 
 if TYPE_CHECKING:
     from cpuft.provision.aws.ami import AmiBuilder
@@ -62,7 +62,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     existing one.
     """
     from cpuft.provision.base import run_stages
-    from cpuft.provision.simulated import SimulatedCluster
+    from cpuft.provision.simulated import SimulatedCluster, plan_fault
 
     config = pick(LocalConfig, values)
     if not fault:
@@ -73,7 +73,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     cluster = load_cluster(config.name, os.environ)
     if not isinstance(cluster, SimulatedCluster):
         raise CpuftError(f"{config.name} is a cluster of kind {cluster.kind}: {fault} is for simulated hosts only")
-    plan = cluster.show_fault(fault, node)
+    plan = plan_fault(cluster.config, cluster.gather(), fault, node)
     if dry_run:
         click.echo(format_plan(plan), nl=False)
     else:
@@ -92,12 +92,8 @@ def aws(dry_run: bool, policy: bool, **values: Any) -> None:
     """
     from cpuft.provision.aws.client import POLICY
 
-    text = POLICY.read_text(encoding="utf-8")
-    if policy and dry_run:
-        step = Step("print the IAM policy that renting needs", ("printf", "%s", text))
-        click.echo(format_plan(Plan(((step,),))), nl=False)
-    elif policy:
-        click.echo(text, nl=False)
+    if policy:
+        click.echo(POLICY.read_text(encoding="utf-8"), nl=False)
     else:
         _make(load_provider("aws")(pick(AwsConfig, values), os.environ), dry_run)
 
@@ -174,7 +170,9 @@ def status(name: str | None, region: str) -> None:
         click.echo(cluster.describe(), nl=False)
         return
     if region:
-        click.echo(describe_rented(region), nl=False)
+        from cpuft.provision.aws.provider import describe_region
+
+        click.echo(describe_region(region), nl=False)
         return
     names = list_names(state_root(os.environ))
     for one in names:

@@ -30,7 +30,6 @@ from cpuft.hosts.transport import SshTransport, Transport, fingerprint, map_host
 from cpuft.provision.base import Ask, Provider
 from cpuft.provision.cluster_files import (
     check_prefix,
-    is_ours,
     plan_file,
     plan_files,
     plan_key,
@@ -342,10 +341,7 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
         for member, own in facts.servers
         if own.marked or own.stamp or own.key or comment in _list_keys(own).values()
     )
-    # Earlier versions wrote a file beside the hostfile.
-    hostfile = facts.entry.hostfile
-    removal = plan_removal(facts.files, facts.directory, hostfile, f"{hostfile}.lock")
-    stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
+    stages = (steps, plan_removal(facts.files, facts.directory, facts.entry.hostfile))
     return Plan(tuple(stage for stage in stages if stage), command_prefixes=facts.command_prefixes)
 
 

@@ -162,7 +162,8 @@ class Toys(Provider[ToyConfig, bool]):
         return Plan() if facts else Plan(((step,),))
 
     def plan_down(self, facts: bool) -> Plan:
-        return Plan((plan_removal({}, str(self.directory), self.hostfile),)) if facts else Plan()
+        files = {f"{self.directory}/cluster.json": ""}
+        return Plan((plan_removal(files, str(self.directory), self.hostfile),)) if facts else Plan()
 
     def describe_hosts(self) -> list[str]:
         return ["a toy"] * self.config.toys

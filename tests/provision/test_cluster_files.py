@@ -148,7 +148,7 @@ def test_a_hostfile_of_the_users_is_not_written_over(root: Path, capsys: pytest.
 
 def test_a_directory_that_is_a_link_stays(root: Path) -> None:
     (root / "link").symlink_to(root.parent / "v")
-    (step,) = plan_removal({}, str(root / "link"), "/h/hostfiles/link")
+    (step,) = plan_removal({f"{root}/link/cluster.json": ""}, str(root / "link"), "/h/hostfiles/link")
     done = subprocess.run(step.command, capture_output=True, text=True, timeout=20)
     assert (done.returncode, "it stays" in done.stderr, listing(root.parent / "v")) == (1, True, ["file"])
 

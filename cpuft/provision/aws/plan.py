@@ -19,7 +19,6 @@ from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
 from cpuft.provision.aws.client import SPOT_SERVICE, CallStep, Tag, make_tags, plan_call, specify_tags
 from cpuft.provision.aws.facts import (
     QUOTA_CODES,
-    Instance,
     Offer,
     Resources,
     Rule,
@@ -36,7 +35,7 @@ from cpuft.provision.aws.lease import (
     parse_limit,
 )
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.cluster_files import is_ours, plan_files, plan_key, plan_removal
+from cpuft.provision.cluster_files import plan_files, plan_key, plan_removal
 from cpuft.provision.servers import ClusterFacts
 from cpuft.steps import Plan, Step
 
@@ -406,8 +405,7 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     if resources.group:
         parameters = {"GroupId": resources.group.id}
         calls.append(plan_call("delete_security_group", "delete the security group", region, parameters))
-    removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
-    stages = [tuple(calls), removal if is_ours(facts.files, facts.directory) else ()]
+    stages = [tuple(calls), plan_removal(facts.files, facts.directory, facts.hostfile)]
     return Plan(tuple(stage for stage in stages if stage))
 
 
@@ -433,9 +431,3 @@ def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
         text = format_entry(replace(read_entry(Path(facts.directory).parent, name), until=until))
         stages.append(tuple(plan_files({path: text}, facts.files, "record the end of the lease")))
     return Plan(tuple(stage for stage in stages if stage))
-
-
-def count_states(instances: tuple[Instance, ...]) -> str:
-    """Return how many instances are in each state, by name: `1 pending, 2 running`."""
-    states = [one.state for one in instances]
-    return ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cpuft.errors import counted
 from cpuft.provision.aws.client import AwsClient
 from cpuft.provision.aws.facts import BILLED, LIVE, Instance, Resources, find_spot_prices, read_table
 from cpuft.provision.aws.lease import format_span, format_time
@@ -131,12 +130,4 @@ def _describe_lease(found: Resources, price: Price) -> str:
     if group and group.limit > until:
         lease += f"; running jobs can extend it to {format_time(group.limit)}"
     owner = f"owner: {group.owner}" if group else "its security group was deleted"
-    return f"{lease}; so far it has cost {describe_cost(price, found.instances, now)}; {owner}"
-
-
-def describe_cluster(name: str, found: Resources, price: Price) -> list[str]:
-    """Return lines about a cluster that was found by its tags: its name, then `describe_instances`, indented."""
-    return [
-        f"cluster {name} (aws), {counted(len(found.live), 'node')}",
-        *(f"  {line}" for line in describe_instances(found, price)),
-    ]
+    return f"{lease}; so far it has cost {cost}; {owner}"

@@ -17,7 +17,7 @@ from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
 from cpuft.provision.aws.client import POLICY, Tag, read_tags
 from cpuft.provision.aws.facts import Resources, find_host_key, parse_instances
 from cpuft.provision.aws.plan import NoCapacityError
-from cpuft.provision.aws.provider import Aws
+from cpuft.provision.aws.provider import describe_region
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
@@ -369,11 +369,11 @@ def test_down_leaves_the_record_of_another_cluster_of_this_name(
 
 
 def test_all_clusters_of_a_region_are_described(region: Region, tmp_path: Path) -> None:
-    assert Aws.describe_region(REGION, region.services()) == []
+    assert describe_region(REGION, region.services()) == "there is no cluster in region us-east-1\n"
     make(region, tmp_path)
     make(region, tmp_path, name="other", nodes=1, market="spot")
     region.seconds += 1800
-    said = Aws.describe_region(REGION, region.services())
+    said = describe_region(REGION, region.services()).splitlines()
     assert [line for line in said if line.startswith("cluster")] == [
         "cluster lab (aws), 4 nodes",
         "cluster other (aws), 1 node",
