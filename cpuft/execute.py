@@ -197,7 +197,7 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
             say(f"{part}: {number} of {total} done" if part in last_report else part)
             last_report[part] = time.monotonic()
         for why in dict.fromkeys(step.why for step in stage if not step.part):
-            hosts = [step.host for step in stage if step.why == why and step.host]
+            hosts = {step.host for step in stage if step.why == why and step.host}
             say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
         done += len(stage)
         try:

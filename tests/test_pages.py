@@ -17,17 +17,22 @@ import pytest
 
 from cpuft.files import cache_path
 from tests.conftest import ASLEEP
+from tests.provision.aws.bottle.bottle import Bottle, open_bottle, write_machine_wheels
+from tests.provision.aws.bottle.machines import GATEWAY
+from tests.provision.aws.region import REGION
 from tests.provision.simulated import needs_root
 from tests.test_readme import TEXTS
 
-QUICKER = {
+ADDED = {
     "--task pairs": " --max-steps 4 --backend gloo",
     "--task demo": " --batch-size 16 --backend gloo",
     "cpuft compare": " --backend gloo",
     "cpuft sweep --task": " --max-steps 4",
+    "provision aws": f" --ssh-from {GATEWAY} --wheels wheels",
 }
-"""What is added to a command that has these words, so that it ends sooner; the lines stay the same. On cores that other
-programs use as well, ranks over gloo, which sleep, are faster than those over MPI, which spin."""
+"""What is added to a command with these words, so that it ends sooner or without what a page takes from the internet;
+the lines stay the same. On cores that other programs use as well, ranks over gloo, which sleep, are faster than those
+over MPI, which spin."""
 
 
 def find_shown(text: str) -> list[tuple[str, str]]:
@@ -77,21 +82,32 @@ class World:
     def run(self, command: str, time: int = 1) -> str:
         """Return what a command prints when a page shows it for this time; other pages share the same run of it."""
         if (command, time) not in self.said:
-            more = "".join(words for part, words in QUICKER.items() if part in command)
-            environ = {name: text for name, text in os.environ.items() if name != "TEST_OF"}  # hosts outlive a test
+            more = "".join(words for part, words in ADDED.items() if part in command)
             folders = {"XDG_CACHE_HOME": f"{self.folder}/cache", "CPUFT_STATE": f"{self.folder}/state"}
-            path = {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"}
-            done = subprocess.run(
-                ["bash", "-c", f"exec 2>&1; {command}{more}"],
-                cwd=self.folder,
-                env=environ | folders | path | ASLEEP,
-                stdout=subprocess.PIPE,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-            self.said[command, time] = done.stdout
+            path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            self.said[command, time] = self.execute(f"exec 2>&1; {command}{more}", folders | path | ASLEEP)
         return self.said[command, time]
+
+    def execute(self, line: str, settings: dict[str, str]) -> str:
+        """Return what a shell line prints."""
+        environ = {
+            name: text for name, text in os.environ.items() if name != "TEST_OF"
+        } | settings  # hosts outlive a test
+        words, pipe = ["bash", "-c", line], subprocess.PIPE
+        done = subprocess.run(words, cwd=self.folder, env=environ, stdout=pipe, text=True, timeout=300, check=False)
+        return done.stdout
+
+
+class RentedWorld(World):
+    """A folder of a laptop in a region with real instances."""
+
+    def __init__(self, bottle: Bottle) -> None:
+        super().__init__(bottle.folder)
+        write_machine_wheels(self.folder / "wheels")
+        self.bottle = bottle
+
+    def execute(self, line: str, settings: dict[str, str]) -> str:
+        return self.bottle.laptop("bash", "-c", line, seconds=280, AWS_DEFAULT_REGION=REGION, **settings).stdout
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +118,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         made.run("cpuft provision down lab", 0)
 
 
+@pytest.fixture(scope="module")
+def rented_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RentedWorld]:
+    with open_bottle(tmp_path_factory.mktemp("laptop")) as bottle:
+        yield RentedWorld(bottle)
+
+
 def simplify(text: str, folder: str = "/home/you") -> list[str]:
     """Return lines that are the same for all numbers, machines and choices that depend on the CPU and its load."""
     text = text.replace(folder, "/home/you").replace(socket.gethostname(), "vm")
@@ -110,6 +132,7 @@ def simplify(text: str, folder: str = "/home/you") -> list[str]:
     text = re.sub(r"^gradients over .*", "gradients over a backend", text, flags=re.M)
     text = re.sub(r"\b(mpi|ccl)\b", "gloo", text)
     text = re.sub(r"\b(none|int8|powersgd)\b(?= +\d)", "bf16", text)
+    text = re.sub(r"\bi-[0-9a-f]{17}\b", "i-0", text)
     text = re.sub(r"-?\d[\d.,]*(e-?\d+)?%?|\binf\b", "0", text)
     lines = [" ".join(re.sub(r"[#─]+", "#", line).split()) for line in text.splitlines()]
     lines = [line for line, _ in itertools.groupby(lines) if line]  # mpirun prints an empty line now and then
@@ -120,11 +143,13 @@ def simplify(text: str, folder: str = "/home/you") -> list[str]:
     return [line for place, line in enumerate(lines) if place not in places and place - 1 not in places]
 
 
-LOCAL = "docs/clusters-simulated.md"
+RENTED = "docs/aws.md"
+HOSTS = ("docs/clusters-simulated.md", RENTED)
 
 
-@pytest.mark.parametrize("path", [pytest.param(one, marks=needs_root) if one == LOCAL else one for one in SHOWN])
-def test_commands_print_what_pages_show(path: str, world: World) -> None:
+@pytest.mark.parametrize("path", [pytest.param(one, marks=needs_root) if one in HOSTS else one for one in SHOWN])
+def test_commands_print_what_pages_show(path: str, request: pytest.FixtureRequest) -> None:
+    world = request.getfixturevalue("rented_world" if path == RENTED else "world")
     commands = [command for command, _ in SHOWN[path]]
     for place, (command, shown) in enumerate(SHOWN[path], 1):
         said = world.run(command, commands[:place].count(command))

@@ -56,13 +56,11 @@ COMMANDS = find_commands()
 RUNS = {name for command in COMMANDS for name in re.findall(r"runs/[\w-]+", command)}
 SERVERS = {command for command in COMMANDS if "--hosts" in command}
 """They need servers called so: scripts/check-clusters does the same to real ones."""
-RENTED = {command for command in COMMANDS if re.search(r"provision (aws|image|extend)", command)}
-"""They need an account: tests/provision/aws/test_readme.py runs them against a simulated region."""
 DRY = {"launch", "compare", "bench", "predict", "data", "export", "mine", "sweep"}
 """Verbs that are not to do it."""
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - SERVERS - RENTED))
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - SERVERS))
 def test_every_command_works(command: str, tmp_path: Path) -> None:
     for folder in ("hostfiles", "ami"):
         shutil.copytree(ROOT / folder, tmp_path / folder)

@@ -13,15 +13,13 @@ from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, p
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.base import PROVIDERS, describe_rented, find_cluster, load_cluster, load_provider
+from cpuft.provision.base import PROVIDERS, find_cluster, load_cluster, load_provider
 from cpuft.provision.options import ImageConfig, LocalConfig
-from cpuft.steps import Plan, Step, format_plan
+from cpuft.steps import Plan, format_plan
 
 if TYPE_CHECKING:
     from cpuft.provision.aws.ami import AmiBuilder
     from cpuft.provision.base import Provider
-
-_dry_run = click.option("--dry-run", is_flag=True, help=DRY_RUN.help)
 
 
 @click.group(cls=Verbs)
@@ -59,11 +57,12 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     """Simulate a cluster on this machine with network namespaces (needs root), or inject a fault into one.
 
     With a fault and NODE, inject the fault: `kill 2` crashes the second host, `pause` freezes it, `resume` lets it
-    continue, `cut` disconnects it from the network and `join` connects it again. Without them, the command makes the
-    cluster, or repairs every host of an existing one.
+    continue, `cut` disconnects it from the network and `join` connects it again. NODE is the number, name or address of
+    a host, and --name names its cluster. Without a fault, the command makes the cluster, or repairs every host of an
+    existing one.
     """
     from cpuft.provision.base import run_stages
-    from cpuft.provision.simulated import SimulatedCluster
+    from cpuft.provision.simulated import SimulatedCluster, plan_fault
 
     config = pick(LocalConfig, values)
     if not fault:
@@ -74,7 +73,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     cluster = load_cluster(config.name, os.environ)
     if not isinstance(cluster, SimulatedCluster):
         raise CpuftError(f"{config.name} is a cluster of kind {cluster.kind}: {fault} is for simulated hosts only")
-    plan = cluster.show_fault(fault, node)
+    plan = plan_fault(cluster.config, cluster.gather(), fault, node)
     if dry_run:
         click.echo(format_plan(plan), nl=False)
     else:
@@ -86,19 +85,15 @@ _POLICY = click.Option(["--policy"], is_flag=True, help="Print the IAM policy th
 
 @provision.command(cls=Verb, params=[*make_options(AwsConfig), _POLICY, DRY_RUN, CONFIG_FILE])
 def aws(dry_run: bool, policy: bool, **values: Any) -> None:
-    """Rent instances from AWS and make them a cluster. They terminate themselves when their lease ends.
+    """Rent instances from AWS and make a cluster of them. They terminate themselves when their lease ends.
 
-    Run the same command with the same options again to repair a cluster: it adds what is missing, and does nothing if
-    the cluster is complete.
+    Before anything is rented, the command shows the price and asks. Run it again with the same options to repair a
+    cluster: it rents and installs what is missing, and does nothing if nothing is.
     """
     from cpuft.provision.aws.client import POLICY
 
-    text = POLICY.read_text(encoding="utf-8")
-    if policy and dry_run:
-        step = Step("print the IAM policy that renting needs", ("printf", "%s", text))
-        click.echo(format_plan(Plan(((step,),))), nl=False)
-    elif policy:
-        click.echo(text, nl=False)
+    if policy:
+        click.echo(POLICY.read_text(encoding="utf-8"), nl=False)
     else:
         _make(load_provider("aws")(pick(AwsConfig, values), os.environ), dry_run)
 
@@ -117,34 +112,34 @@ for _kind in PROVIDERS:
     if _kind not in provision.commands:
         provision.add_command(make_verb(_kind))
 
-_region = click.option(
-    "--region",
-    default="",
-    metavar="NAME",
-    help="Region of a rented cluster that was made on another machine, such as us-east-1",
-)
+
+def _make_region(text: str) -> click.Option:
+    return click.Option(["--region"], default="", metavar="NAME", help=f"AWS region, such as us-east-1, {text}")
 
 
-@provision.command()
-@click.argument("name")
-@click.option(
-    "--lease",
+_LEASE = click.Option(
+    ["--lease"],
     default="4h",
     metavar="TIME",
-    help="How long the instances may run from now on, such as 90m, 4h or 2d [4h]",
+    help="Time from now until the instances terminate themselves: 10m to 30d, such as 90m, 4h or 2d [4h]",
 )
-@_region
-@_dry_run
-def extend(name: str, lease: str, region: str, dry_run: bool) -> None:
-    """Change when the lease of the rented cluster NAME ends."""
-    provider = find_cluster(name, os.environ, region)
+
+
+@provision.command(params=[click.Argument(["name"]), _LEASE, DRY_RUN])
+def extend(name: str, lease: str, dry_run: bool) -> None:
+    """Change the end of the lease of the rented cluster NAME, at which its instances terminate themselves.
+
+    The new end may be earlier than the present one, or later than --lease-limit. Run the command on the machine that
+    made the cluster, because it logs in to the instances.
+    """
+    provider = load_cluster(name, os.environ)
     _print_or_execute(dry_run, lambda: provider.plan_extension(lease), lambda: provider.extend(lease, _say))
 
 
-@provision.command()
-@click.argument("name")
-@_region
-@_dry_run
+_RENTED_IN = _make_region("of a cluster that another machine has rented (default: this machine's record says it)")
+
+
+@provision.command(params=[click.Argument(["name"]), _RENTED_IN, DRY_RUN])
 def down(name: str, region: str, dry_run: bool) -> None:
     """Remove the cluster NAME: its instances or simulated hosts, and all that cpuft installed on servers.
 
@@ -169,9 +164,10 @@ def down(name: str, region: str, dry_run: bool) -> None:
     _print_or_execute(dry_run, provider.show_down, lambda: provider.down(_say))
 
 
-@provision.command()
-@click.argument("name", required=False)
-@_region
+_SHOWN = _make_region("of which to show what any machine has rented (default: only what this machine has recorded)")
+
+
+@provision.command(params=[click.Argument(["name"], required=False), _SHOWN])
 def status(name: str | None, region: str) -> None:
     """Show what each host of the cluster NAME is doing now.
 
@@ -183,7 +179,9 @@ def status(name: str | None, region: str) -> None:
         click.echo(cluster.describe(), nl=False)
         return
     if region:
-        click.echo(describe_rented(region), nl=False)
+        from cpuft.provision.aws.provider import describe_region
+
+        click.echo(describe_region(region), nl=False)
         return
     names = list_names(state_root(os.environ))
     for one in names:
@@ -254,9 +252,9 @@ def _make_ami(config: ImageConfig, dry_run: bool) -> None:
 @provision.command("recipe")
 @click.argument("path", default="ami/recipe.yaml")
 def print_install(path: str) -> None:
-    """Print the install script of a recipe.
+    """Print a shell script that installs what a recipe describes on a Debian host, or in a container.
 
-    PATH is a YAML file. Without PATH, the recipe is ami/recipe.yaml, or cpuft's own if there is no such file.
+    PATH is the recipe, a YAML file. Without PATH, it is ami/recipe.yaml, or cpuft's own if there is no such file.
     """
     from cpuft.provision.image import format_install, read_recipe
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from cpuft import execute
-from cpuft.config.fields import parse_arguments
+from cpuft.config.fields import format_flag, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.hosts import registry
@@ -44,6 +44,8 @@ class Options(Protocol):
 
 C = TypeVar("C", bound=Options)
 F = TypeVar("F")
+_EARLIER_OPTIONS = ("without_root", "spot", "spot_or_demand", "recipe")
+"""Options in records of earlier versions that do not exist any more."""
 _STAGE_SECONDS = 3600.0
 """Time limit of a stage; copying a gigabyte of wheels over a slow link takes long."""
 
@@ -88,24 +90,8 @@ class Provider(ABC, Generic[C, F]):
     @classmethod
     def from_entry(cls, entry: Entry, environ: Mapping[str, str]) -> Provider[C, F]:
         """Return the provider of a recorded cluster; CpuftError if its recorded options are unknown or not valid."""
-        # Records of simulated clusters of earlier versions have the option without_root.
-        given = [(key, value) for key, value in entry.options.items() if key != "without_root"]
-        argv = [f"--{key.replace('_', '-')}={value}" for key, value in given]
+        argv = [f"{format_flag(key)}={value}" for key, value in entry.options.items() if key not in _EARLIER_OPTIONS]
         return cls(parse_arguments(cls.options, argv), environ, entry)
-
-    @classmethod
-    def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Provider[C, F] | None:
-        """Return a cluster of this kind that may exist although this machine has no record of it; None by default.
-
-        `region` is the region of the cloud to search, empty when the user gave none; kinds without regions return None
-        when it is given. Raises CpuftError when the name is not valid, or the machine or the cloud cannot be examined.
-        """
-        return None
-
-    @classmethod
-    def describe_region(cls, region: str) -> list[str]:
-        """Return lines on all clusters of this kind in a region of a cloud; [] for kinds without regions."""
-        return []
 
     @abstractmethod
     def gather(self) -> F:
@@ -347,16 +333,10 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
     name, even if nothing carries its tag. Raises CpuftError: there is no such cluster, or it cannot be looked for.
     """
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
-    if not entry or (region and entry.options.get("region") != region):
-        for kind in PROVIDERS:
-            if found := load_provider(kind).find_unrecorded(name, environ, region):
-                return found
+    if region and not (entry and entry.options.get("region") == region):
+        return load_provider("aws")(AwsConfig(name=name, region=region), environ)
+    if not entry:
+        left = load_provider("local")(LocalConfig(name=name), environ)
+        if left.show_down().stages:
+            return left
     return load_cluster(name, environ)
-
-
-def describe_rented(region: str) -> str:
-    """Return the lines of `cpuft provision status --region`; an empty `region` is that of the AWS configuration. Raises
-    CpuftError: AWS cannot be asked.
-    """
-    lines = [line for kind in PROVIDERS for line in load_provider(kind).describe_region(region)]
-    return "".join(f"{line}\n" for line in lines or [f"there is no cluster in region {region}"])

@@ -72,21 +72,15 @@ def check_places(directory: str, hostfile: str) -> None:
     files = read_files(Path(directory), Path(hostfile))
     if os.path.isdir(directory) and os.listdir(directory) and not is_ours(files, directory):
         raise CpuftError(f"{directory} was not made by cpuft provision: move it away, or choose another --name")
-    check_hostfile(hostfile, files.get(hostfile, ""))
+    if (text := files.get(hostfile)) and not carries_mark(text):
+        raise CpuftError(f"{hostfile} was not made by cpuft provision: move it away, or choose another --name")
 
 
-def check_hostfile(path: str, text: str) -> None:
-    """Raise CpuftError when the text of a hostfile is not empty and its first line does not say that cpuft wrote it."""
-    if text and not carries_mark(text):
-        raise CpuftError(f"{path} was not made by cpuft provision: move it away, or choose another --name")
-
-
-def plan_removal(files: Mapping[str, str], directory: str, hostfile: str, *others: str) -> tuple[Step, ...]:
-    """Return one step that removes a cluster's directory, and its hostfile and `others` if cpuft wrote the hostfile.
-
-    Whether the directory is cpuft's is not checked here: ask `is_ours` first.
-    """
-    mine = (hostfile, *others) if carries_mark(files.get(hostfile, "")) else ()
+def plan_removal(files: Mapping[str, str], directory: str, hostfile: str) -> tuple[Step, ...]:
+    """Return a step that removes a cluster's directory, and its hostfile if cpuft wrote it; () if `not is_ours`."""
+    if not is_ours(files, directory):
+        return ()
+    mine = (hostfile,) if carries_mark(files.get(hostfile, "")) else ()
     return (Step("remove its keys, files and hostfile", ("sh", "-c", _REMOVAL, "remove", directory, *mine)),)
 
 

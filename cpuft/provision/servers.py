@@ -30,7 +30,6 @@ from cpuft.hosts.transport import SshTransport, Transport, fingerprint, map_host
 from cpuft.provision.base import Ask, Provider
 from cpuft.provision.cluster_files import (
     check_prefix,
-    is_ours,
     plan_file,
     plan_files,
     plan_key,
@@ -230,7 +229,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     """
     _check_servers(config, facts)
     _check_logins(config, facts)
-    stages = [*_plan_entry(config, facts), list(facts.supply.missing)]
+    stages = [_plan_entry(config, facts), list(facts.supply.missing)]
     notes = [
         f"{one.address} shows the host key {one.key.split()[0]} {fingerprint(one.key)}: cpuft asks if that is right"
         for one in facts.members
@@ -244,7 +243,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes), facts.command_prefixes)
 
 
-def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
+def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
     """Plan the registry entry and ssh files. They come first, so that `down` finds what a killed run left behind."""
     base, members = facts.directory, facts.members
     texts = {
@@ -252,7 +251,7 @@ def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
         f"{base}/ssh_config": format_ssh_config(members, config.key, f"{base}/known_hosts", facts.bastions),
         f"{base}/known_hosts": format_known_hosts(members),
     }
-    return [[step] for step in plan_files(texts, facts.files, "register the cluster and the host keys of its hosts")]
+    return plan_files(texts, facts.files, "register the cluster and the host keys of its hosts")
 
 
 def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
@@ -342,10 +341,7 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
         for member, own in facts.servers
         if own.marked or own.stamp or own.key or comment in _list_keys(own).values()
     )
-    # Earlier versions wrote a file beside the hostfile.
-    hostfile = facts.entry.hostfile
-    removal = plan_removal(facts.files, facts.directory, hostfile, f"{hostfile}.lock")
-    stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
+    stages = (steps, plan_removal(facts.files, facts.directory, facts.entry.hostfile))
     return Plan(tuple(stage for stage in stages if stage), command_prefixes=facts.command_prefixes)
 
 

@@ -35,8 +35,6 @@ from cpuft.hosts.topology import parse_lscpu
 from cpuft.network import parse_bit_rate
 from cpuft.provision.base import Provider
 from cpuft.provision.cluster_files import (
-    check_hostfile,
-    is_ours,
     plan_files,
     plan_key,
     plan_removal,
@@ -52,7 +50,6 @@ _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd"
 SCRIPT = str(Path(__file__).with_name("simulated_node.sh"))
 FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
 """Action of simulated_node.sh for each fault of `cpuft provision local FAULT NODE`."""
-_MAX_NODES = 99
 _MAX_LINK_NAME = 15
 """Characters in the name of a network interface: IFNAMSIZ of linux/if.h without the closing 0."""
 _BOOT_SECONDS = 10.0
@@ -88,10 +85,24 @@ class MachineFacts:
     """By the numbers of the hosts, from 1."""
     files: dict[str, str]
     """Texts by path, as `read_files` returns them."""
+    entry: Entry
+    """The record that the cluster should have."""
+    image: str = ""
+    """Hash of the image's contents; empty without an image."""
     cpus: tuple[int, ...] = (0,)
     """Hardware threads that the hosts share; those of one core are neighbours."""
     cores: tuple[int, ...] = ()
     """The first hardware thread of each core."""
+
+    @property
+    def directory(self) -> str:
+        """Directory of the cluster's files; only the hostfile is elsewhere."""
+        return str(Path(self.entry.ssh_config).parent)
+
+    @property
+    def there(self) -> str:
+        """Folder of the cluster's files on the hosts' own disks; empty if they have no disks or no environment."""
+        return self.entry.ssh_config_there.rpartition("/")[0]
 
 
 def _find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
@@ -193,25 +204,9 @@ def _wait_for_ssh(address: str, seconds: float) -> bool:
         time.sleep(0.05)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where a simulated cluster keeps its files, and which Python its hosts run."""
-
-    directory: str
-    hostfile: str
-    python: str
-    settings: dict[str, str]
-    """Environment variables of cpuft's own commands on the hosts."""
-    there: str = ""
-    """Folder of the cluster's files on the hosts' own disks; empty if they have no disks or no environment."""
-    image: str = ""
-    """Hash of the image's contents; empty without an image."""
-
-
 def check_config(config: LocalConfig) -> None:
     """Raise CpuftError for options that are not possible. Whether the image exists is not checked."""
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
-    _check_nodes(config.nodes)
     if len(link) > _MAX_LINK_NAME:
         most = len(config.name) - len(link) + _MAX_LINK_NAME
         raise CpuftError(
@@ -227,42 +222,35 @@ def check_config(config: LocalConfig) -> None:
         raise CpuftError(f"--shm {config.shm[:60]!r} is no size: write e.g. 256m or 1g")
 
 
-def _check_nodes(nodes: int) -> None:
-    if nodes > _MAX_NODES:
-        raise CpuftError(f"--nodes {nodes}: one machine holds {_MAX_NODES} hosts at most: lower it")
-
-
 def _plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
     """Return the hosts, the head host first, without their keys. Host N is `NAME-N` at the Nth address of `network`."""
-    _check_nodes(config.nodes)
     addresses = IPv4Network(network)
     return tuple(Member(f"{config.name}-{index}", str(addresses[index])) for index in range(1, config.nodes + 1))
 
 
-def plan_cluster(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
+def plan_cluster(config: LocalConfig, facts: MachineFacts) -> Plan:
     """Plan what is missing of the cluster; an empty plan when nothing is.
 
     While keys are missing, the plan has no host, and of the files only the registry entry: the others are made from the
-    keys. Raises CpuftError: CPU time cannot be limited, or the hostfile is not cpuft's.
+    keys. Raises CpuftError: CPU time cannot be limited.
     """
     if config.cores_per_node and not facts.groups:
         raise CpuftError("control groups cannot be written here, so CPU time cannot be limited: omit --cores-per-node")
-    keys = _plan_keys(config, facts, layout)
+    keys = _plan_keys(config, facts)
     # The registry entry comes before everything else, so that `down` finds what a killed run left behind.
-    texts = _format_own_entry(config, layout) if keys else plan_texts(config, facts, layout)
-    check_hostfile(layout.hostfile, facts.files.get(layout.hostfile, ""))
+    texts = _format_own_entry(facts) if keys else plan_texts(config, facts)
     stages = [plan_files(texts, facts.files, "write the cluster's ssh files and hostfile"), keys]
-    down = partial(_plan_node_step, config, facts, layout, action="down", why="remove hosts beyond --nodes")
+    down = partial(_plan_node_step, config, facts, action="down", why="remove hosts beyond --nodes")
     stages += [_plan_bridge(config, facts), [down(index=index) for index in facts.nodes if index > config.nodes]]
     if not keys:
-        stages.append(_plan_nodes(config, facts, layout))
+        stages.append(_plan_nodes(config, facts))
     return Plan(tuple(tuple(stage) for stage in stages if stage))
 
 
-def _plan_keys(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list[Step]:
-    wanted = {f"{layout.directory}/id_ed25519": "generate the cluster's own login key"}
+def _plan_keys(config: LocalConfig, facts: MachineFacts) -> list[Step]:
+    wanted = {f"{facts.directory}/id_ed25519": "generate the cluster's own login key"}
     for index in range(1, config.nodes + 1):
-        wanted[f"{layout.directory}/nodes/{index}/host_key"] = "generate the host keys of the cluster"
+        wanted[f"{facts.directory}/nodes/{index}/host_key"] = "generate the host keys of the cluster"
     return [
         plan_key(path, why)
         for path, why in wanted.items()
@@ -270,35 +258,24 @@ def _plan_keys(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list
     ]
 
 
-def make_entry(config: LocalConfig, layout: Layout) -> Entry:
-    """Return the registry entry of the cluster, of kind "local"; hosts without an image share this machine's files."""
-    options = {key: str(value) for key, value in vars(config).items()}
-    there = f"{layout.there}/ssh_config" if layout.there else ""
-    own = f"{layout.directory}/ssh_config"
-    shares_files = not config.image
-    return Entry(
-        config.name, "local", layout.hostfile, own, layout.python, layout.settings, options, there, shares_files
-    )
-
-
-def plan_texts(config: LocalConfig, facts: MachineFacts, layout: Layout) -> dict[str, str]:
+def plan_texts(config: LocalConfig, facts: MachineFacts) -> dict[str, str]:
     """Return the texts of all files of the cluster except keys, by path; the keys must be in `facts.files`."""
-    base = layout.directory
+    base = facts.directory
     members = tuple(
         replace(member, key=facts.files[f"{base}/nodes/{index}/host_key.pub"])
         for index, member in enumerate(_plan_members(config, facts.network), start=1)
     )
     hosts = tuple(Host(member.address) for member in members)
     head = f"# Cluster {config.name}, made by cpuft provision; cpuft provision down {config.name} removes it.\n"
-    texts = _format_own_entry(config, layout) | {
+    texts = _format_own_entry(facts) | {
         f"{base}/authorized_keys": facts.files[f"{base}/id_ed25519.pub"],
         f"{base}/hosts": format_hosts(members),
         f"{base}/known_hosts": format_known_hosts(members),
         f"{base}/ssh_config": format_ssh_config(members, f"{base}/id_ed25519", f"{base}/known_hosts"),
-        layout.hostfile: head + format_hostfile(hosts),
+        facts.entry.hostfile: head + format_hostfile(hosts),
     }
-    if layout.there:
-        inside = format_inside(members, layout.there, layout.python)
+    if facts.there:
+        inside = format_inside(members, facts.there, facts.entry.python)
         texts |= {f"{base}/there/{name}": text for name, text in inside.items()}
     for index, member in enumerate(members, start=1):
         texts[f"{base}/nodes/{index}/sshd_config"] = format_sshd_config(
@@ -307,8 +284,8 @@ def plan_texts(config: LocalConfig, facts: MachineFacts, layout: Layout) -> dict
     return texts
 
 
-def _format_own_entry(config: LocalConfig, layout: Layout) -> dict[str, str]:
-    return {f"{layout.directory}/{FILE_NAME}": format_entry(make_entry(config, layout))}
+def _format_own_entry(facts: MachineFacts) -> dict[str, str]:
+    return {f"{facts.directory}/{FILE_NAME}": format_entry(facts.entry)}
 
 
 def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
@@ -327,13 +304,13 @@ def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
     return steps
 
 
-def _plan_nodes(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list[Step]:
+def _plan_nodes(config: LocalConfig, facts: MachineFacts) -> list[Step]:
     steps = []
     for index in range(1, config.nodes + 1):
         node = facts.nodes.get(index, NodeFacts())
-        action, why = _choose_action(node, _hash_boot_settings(config, facts, layout, index))
+        action, why = _choose_action(node, _hash_boot_settings(config, facts, index))
         if action:
-            steps.append(_plan_node_step(config, facts, layout, index, action, why))
+            steps.append(_plan_node_step(config, facts, index, action, why))
     return steps
 
 
@@ -369,13 +346,13 @@ def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int
     return tuple(sorted({cpus[(first + at) % len(cpus)] for at in range(size)}))
 
 
-def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, layout: Layout, index: int) -> str:
+def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, index: int) -> str:
     """Return a hash of everything that a host reads only when it starts."""
-    texts = plan_texts(config, facts, layout)
-    base = layout.directory
+    texts = plan_texts(config, facts)
+    base = facts.directory
     parts = [texts[f"{base}/hosts"], texts[f"{base}/nodes/{index}/sshd_config"], texts[f"{base}/authorized_keys"]]
     parts += [str(plan_cpus(config, facts, index)), _format_quota(config), config.net]
-    parts += [facts.network, config.shm, config.image, layout.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
+    parts += [facts.network, config.shm, config.image, facts.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
     parts += [text for path, text in texts.items() if path.startswith(f"{base}/there/")]
     return hash_text("\0".join(parts), 16)
 
@@ -385,20 +362,18 @@ def _format_mac(network: str, index: int) -> str:
     return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
 
 
-def _plan_node_step(
-    config: LocalConfig, facts: MachineFacts, layout: Layout, index: int, action: str, why: str
-) -> Step:
+def _plan_node_step(config: LocalConfig, facts: MachineFacts, index: int, action: str, why: str) -> Step:
     """Return the step on this machine that runs an action of simulated_node.sh for one host.
 
     The first of its settings must be the host's name: `Provider.drift` shows it.
     """
     groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
-    booted = _hash_boot_settings(config, facts, layout, index) if action == "up" else ""
+    booted = _hash_boot_settings(config, facts, index) if action == "up" else ""
     values = {
         "NODE": (f"{config.name}-{index}", "hostname"),
-        "NODE_DIR": (f"{layout.directory}/nodes/{index}", "directory of the host's own files"),
-        "NODE_HOSTS": (f"{layout.directory}/hosts", "its /etc/hosts"),
-        "NODE_KEYS": (f"{layout.directory}/authorized_keys", "public keys that may log in"),
+        "NODE_DIR": (f"{facts.directory}/nodes/{index}", "directory of the host's own files"),
+        "NODE_HOSTS": (f"{facts.directory}/hosts", "its /etc/hosts"),
+        "NODE_KEYS": (f"{facts.directory}/authorized_keys", "public keys that may log in"),
         "NODE_ADDRESS": (f"{IPv4Network(facts.network)[index]}/24", "its address"),
         "NODE_MAC": (_format_mac(facts.network, index), "MAC address of its network interface"),
         "NODE_LINK": (f"cpuft-{config.name}-{index}", "this machine's end of its network link"),
@@ -409,29 +384,29 @@ def _plan_node_step(
         "NODE_RATE": (config.net, "rate of its network link; empty for no limit"),
         "NODE_SHM": (config.shm, "size of its /dev/shm"),
         "NODE_IMAGE": (config.image, "its root filesystem; empty for this machine's own"),
-        "NODE_CONTENTS": (layout.image, "hash of the image; a disk that was written over another image is discarded"),
-        "NODE_CLUSTER": (layout.directory, "directory of the cluster's files"),
-        "NODE_THERE": (layout.there, "where the host keeps the cluster's files, to launch runs; empty for nowhere"),
+        "NODE_CONTENTS": (facts.image, "hash of the image; a disk that was written over another image is discarded"),
+        "NODE_CLUSTER": (facts.directory, "directory of the cluster's files"),
+        "NODE_THERE": (facts.there, "where the host keeps the cluster's files, to launch runs; empty for nowhere"),
         "NODE_BOOTED": (booted, "hash of all settings that it reads only at its start"),
     }
     settings = tuple(Setting(name, value, reason) for name, (value, reason) in values.items())
     return Step(why, ("sh", SCRIPT, action), settings)
 
 
-def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: str, node: str) -> Plan:
+def plan_fault(config: LocalConfig, facts: MachineFacts, fault: str, node: str) -> Plan:
     """Plan a fault (a key of `FAULTS`) of a host, by its number (from 1), name or address; CpuftError for others."""
     members = _plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
         if node in (str(index), member.name, member.address):
-            step = _plan_node_step(config, facts, layout, index, FAULTS[fault], f"{fault} {member.name}")
+            step = _plan_node_step(config, facts, index, FAULTS[fault], f"{fault} {member.name}")
             return Plan(((step,),))
     raise CpuftError(f"cluster {config.name} has no host {node!r}: choose one of {', '.join(m.name for m in members)}")
 
 
-def plan_cluster_down(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
+def plan_cluster_down(config: LocalConfig, facts: MachineFacts) -> Plan:
     """Plan the removal of all that the cluster has here; an empty plan if nothing is left."""
     downs = [
-        _plan_node_step(config, facts, layout, index, "down", "end the hosts' processes, links and control groups")
+        _plan_node_step(config, facts, index, "down", "end the hosts' processes, links and control groups")
         for index in sorted(facts.nodes)
     ]
     delete = Step("remove the bridge", ("ip", "link", "delete", "dev", f"cpuft-{config.name}"))
@@ -439,10 +414,9 @@ def plan_cluster_down(config: LocalConfig, facts: MachineFacts, layout: Layout) 
     for group in facts.groups:
         path = f"{group}/cpuft-{config.name}"
         rest.append(Step("remove the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
-    ours = is_ours(facts.files, layout.directory)
     # The files go last, so that a second try can continue.
-    removal = plan_removal(facts.files, layout.directory, layout.hostfile) if ours else ()
-    stages = (tuple(downs), tuple(rest), removal) if ours or facts.bridge or downs else ()
+    removal = plan_removal(facts.files, facts.directory, facts.entry.hostfile)
+    stages = (tuple(downs), tuple(rest), removal) if removal or facts.bridge or downs else ()
     return Plan(tuple(stage for stage in stages if stage))
 
 
@@ -457,30 +431,25 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         config = replace(config, image=os.path.abspath(config.image)) if config.image else config
         super().__init__(config, environ, entry)
         self.summary = f"{config.nodes} hosts"
-        self.layout = self._make_layout()
+        stamp = read_stamp(Path(config.image)) if config.image else {}
+        self._image = str(stamp.get("contents", ""))
+        self.entry = self._make_entry(str(stamp.get("python", "")))
         if entry:
-            self.layout = replace(self.layout, python=entry.python or self.layout.python, settings=entry.settings)
+            self.entry = replace(self.entry, python=entry.python or self.entry.python, settings=entry.settings)
 
-    def _make_layout(self) -> Layout:
-        """Return the layout: without an image, the hosts see this machine's files and run this cpuft."""
-        directory, hostfile, image = str(self.directory), self.hostfile, self.config.image
-        if not image:
-            settings = {"PYTHONPATH": str(Path(cpuft.__file__).parents[1])}
-            # An ssh login sets HOME from the user database. A user with another HOME must keep their own cache.
-            cache = cache_path(self.environ)
-            if cache != cache_path({"HOME": pwd.getpwuid(os.geteuid()).pw_dir}) and cache.name == "cpuft":
-                settings["XDG_CACHE_HOME"] = str(cache.parent)
-            return Layout(directory, hostfile, sys.executable, settings)
-        stamp = read_stamp(Path(image))
-        python = str(stamp.get("python", ""))
-        there = f"{Path(python).parents[2]}/clusters/{self.name}" if python else ""
-        return Layout(directory, hostfile, python or "python3", {}, there, str(stamp.get("contents", "")))
-
-    @classmethod
-    def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> SimulatedCluster | None:
-        """Return a cluster of which something is left here; None when nothing is, or with a `region`."""
-        found = None if region else cls(LocalConfig(name=name), environ)
-        return found if found and found.show_down().stages else None
+    def _make_entry(self, image_python: str) -> Entry:
+        """Return the record. Without an image, the hosts see this machine's files and run this cpuft."""
+        options = {key: str(value) for key, value in vars(self.config).items()}
+        entry = Entry(self.name, self.kind, self.hostfile, f"{self.directory}/ssh_config", options=options)
+        if self.config.image:
+            there = f"{Path(image_python).parents[2]}/clusters/{self.name}/ssh_config" if image_python else ""
+            return replace(entry, python=image_python or "python3", ssh_config_there=there)
+        settings = {"PYTHONPATH": str(Path(cpuft.__file__).parents[1])}
+        # An ssh login sets HOME from the user database. A user with another HOME must keep their own cache.
+        cache = cache_path(self.environ)
+        if cache != cache_path({"HOME": pwd.getpwuid(os.geteuid()).pw_dir}) and cache.name == "cpuft":
+            settings["XDG_CACHE_HOME"] = str(cache.parent)
+        return replace(entry, python=sys.executable, settings=settings, shares_files=True)
 
     def check(self) -> None:
         """Check options, image, programs, root and the cluster's name and files; CpuftError if one is wrong."""
@@ -511,19 +480,15 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         threads = [core.threads for core in parse_lscpu(lscpu, tuple(sorted(os.sched_getaffinity(0))))]
         cpus, cores = tuple(cpu for core in threads for cpu in core), tuple(core[0] for core in threads)
         files = read_files(self.directory, Path(self.hostfile))
-        return MachineFacts(groups, network, bridge in links, nodes, files, cpus, cores)
+        return MachineFacts(groups, network, bridge in links, nodes, files, self.entry, self._image, cpus, cores)
 
     def plan(self, facts: MachineFacts) -> Plan:
         """Plan what is missing. If keys are missing, the hosts come with the next plan."""
-        return plan_cluster(self.config, facts, self.layout)
+        return plan_cluster(self.config, facts)
 
     def plan_down(self, facts: MachineFacts) -> Plan:
         """Plan the removal of everything that is left."""
-        return plan_cluster_down(self.config, facts, self.layout)
-
-    def show_fault(self, fault: str, node: str) -> Plan:
-        """Plan a fault (a key of `FAULTS`) of a host, by its number from 1, name or address; CpuftError for others."""
-        return plan_fault(self.config, self.gather(), self.layout, fault, node)
+        return plan_cluster_down(self.config, facts)
 
     def describe_hosts(self) -> list[str]:
         """Return `NAME  ADDRESS  STATE` for each host; STATE is `down`, or a state and a number of processes."""

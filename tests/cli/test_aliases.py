@@ -14,6 +14,7 @@ from cpuft.cli import main
 from cpuft.cli.aliases import TOOLS, Alias, read_aliases, suggest_options
 from cpuft.cli.launch import launch as LAUNCH
 from cpuft.cli.options import read_config
+from cpuft.cli.provision import aws as RENT
 from cpuft.config.fields import option_names
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
@@ -48,10 +49,10 @@ def test_every_name_is_one_of_that_tool_s(tool: str) -> None:
 
 
 @pytest.mark.parametrize("row", read_aliases(), ids=lambda row: row.ours + row.why)
-def test_what_we_answer_with_is_an_option_of_launch(row: Alias) -> None:
-    known = {option.opts[0]: option.type for option in LAUNCH.params}
+def test_what_we_answer_with_is_an_option_of_launch_or_renting(row: Alias) -> None:
+    known = {option.opts[0]: option.type for option in (*RENT.params, *LAUNCH.params)}
     ours = row.ours.split()
-    assert set(ours[:1]) <= FLAGS
+    assert set(ours[:1]) <= FLAGS | known.keys()
     for name, value in itertools.pairwise(ours):
         assert known[name].convert(value, None, None) == value
 
@@ -130,6 +131,8 @@ def test_what_is_answered(words: list[str], message: str) -> None:
         (["bench", "comm", "-n", "2"], "write --np instead of -n (see cpuft bench comm --help)"),
         (["doctor", "-hostfile", "hosts"], "write --hostfile instead of -hostfile (see cpuft doctor --help)"),
         (["env", "--learning_rate", "2"], "No such option '--learning_rate'."),
+        (["provision", "aws", "--spot-or-demand"], "write --market spot-first instead of --spot-or-demand"),
+        (["provision", "aws", "--recipe", "a.yaml"], "write --image instead of --recipe (the path of the recipe)"),
         (
             ["launch", "--config", "glue.yaml"],
             "--config glue.yaml: write batch-size instead of per_device_train_batch_size",

@@ -72,6 +72,8 @@ def test_only_help_all_shows_rare_options() -> None:
         ("cpuft submit slurm", "-- launch|sweep ...", "-- launch ..."),
         ("cpuft submit batch", "-- launch ...", "sweep"),
         ("cpuft mine", "Print the command that would be run", "AWS"),
+        ("cpuft provision hosts", "(default: your user name on this machine)", "from your ssh configuration"),
+        ("cpuft provision extend", "it logs in to the instances", "--region"),
     ],
 )
 def test_a_verb_says_what_a_shared_option_means_there(name: str, said: str, unsaid: str) -> None:

@@ -128,6 +128,12 @@ def test_a_task_of_many_steps_is_told_once_and_how_far_it_is_now_and_then(monkey
     ]
 
 
+def test_several_steps_on_a_host_count_as_one_host() -> None:
+    steps, told = tuple(replace(STEP, host=host) for host in "aabb"), list[str]()
+    run_stages(Plan((steps,), command_prefixes={"a": ("true",), "b": ("true",)}), told.append)
+    assert told == ["make it (2 hosts)"]
+
+
 @dataclass(frozen=True)
 class ToyConfig:
     """Make a cluster of toys."""
@@ -156,7 +162,8 @@ class Toys(Provider[ToyConfig, bool]):
         return Plan() if facts else Plan(((step,),))
 
     def plan_down(self, facts: bool) -> Plan:
-        return Plan((plan_removal({}, str(self.directory), self.hostfile),)) if facts else Plan()
+        files = {f"{self.directory}/cluster.json": ""}
+        return Plan((plan_removal(files, str(self.directory), self.hostfile),)) if facts else Plan()
 
     def describe_hosts(self) -> list[str]:
         return ["a toy"] * self.config.toys

@@ -14,20 +14,18 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
-from cpuft.hosts.registry import format_entry, read_entry
+from cpuft.hosts.registry import Entry, format_entry, read_entry
 from cpuft.network import parse_bit_rate
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.options import LocalConfig
 from cpuft.provision.simulated import (
     SCRIPT,
-    Layout,
     MachineFacts,
     NodeFacts,
     SimulatedCluster,
     check_config,
     choose_network,
     find_groups,
-    make_entry,
     parse_networks,
     parse_routes,
     plan_cluster,
@@ -40,47 +38,48 @@ from tests.conftest import wait_until
 from tests.provision.simulated import needs_root
 
 CONFIG = LocalConfig(nodes=2, cores_per_node=0.5, net="1gbit")
-LAYOUT = Layout("/state/local", "/work/hostfiles/local", "/usr/bin/python3", {})
+ENTRY = Entry("local", "local", "/work/hostfiles/local", "/state/local/ssh_config", "/usr/bin/python3")
 KEYS = {
     f"/state/local/{path}": text
     for name in ("id_ed25519", "nodes/1/host_key", "nodes/2/host_key")
     for path, text in ((name, "private"), (f"{name}.pub", f"ssh-ed25519 {name}"))
 }
-EMPTY = MachineFacts(("/sys/fs/cgroup",), "10.77.0.0/24", False, {}, {})
+EMPTY = MachineFacts(("/sys/fs/cgroup",), "10.77.0.0/24", False, {}, {}, ENTRY)
 
 
 def whole(config: LocalConfig = CONFIG) -> MachineFacts:
     """Return the facts of a complete cluster."""
     keyed = replace(EMPTY, files=KEYS)
-    files = KEYS | plan_texts(config, keyed, LAYOUT)
-    first = [step for stage in plan_cluster(config, keyed, LAYOUT).stages for step in stage]
+    files = KEYS | plan_texts(config, keyed)
+    first = [step for stage in plan_cluster(config, keyed).stages for step in stage]
     booted = [s.value for step in first for s in step.settings if s.name == "NODE_BOOTED"]
     up = NodeFacts(True, True)
     nodes = {index: replace(up, booted=mark) for index, mark in enumerate(booted, start=1)}
-    return MachineFacts(EMPTY.groups, EMPTY.network, True, nodes, files)
+    return replace(EMPTY, bridge=True, nodes=nodes, files=files)
 
 
 def actions(facts: MachineFacts, config: LocalConfig = CONFIG) -> list[str]:
-    plan = plan_cluster(config, facts, LAYOUT)
+    plan = plan_cluster(config, facts)
     return [step.command[-1] for stage in plan.stages for step in stage if step.settings]
 
 
 def test_keys_come_before_the_files_that_are_made_from_them() -> None:
-    remembered, keys, *stages = plan_cluster(CONFIG, EMPTY, LAYOUT).stages
+    remembered, keys, *stages = plan_cluster(CONFIG, EMPTY).stages
     assert [step.command[-2] for step in remembered] == ["/state/local/cluster.json"]
     assert [step.command[-2] for step in keys] == [path for path in KEYS if not path.endswith(".pub")]
     assert not any(step.settings for stage in stages for step in stage)
 
 
 def test_a_complete_cluster_needs_no_steps() -> None:
-    assert plan_cluster(CONFIG, whole(), LAYOUT).stages == ()
+    assert plan_cluster(CONFIG, whole()).stages == ()
 
 
 def test_every_planned_file_is_read_back(tmp_path: Path) -> None:
     base, hostfile = tmp_path / "local", tmp_path / "hostfiles/local"
     keys = {path.replace("/state", str(tmp_path)): text for path, text in KEYS.items()}
-    layout = Layout(str(base), str(hostfile), "python3", {}, there="/opt/cpuft/clusters/local")
-    texts = plan_texts(CONFIG, replace(EMPTY, files=keys), layout)
+    there = "/opt/cpuft/clusters/local/ssh_config"
+    entry = replace(ENTRY, hostfile=str(hostfile), ssh_config=f"{base}/ssh_config", ssh_config_there=there)
+    texts = plan_texts(CONFIG, replace(EMPTY, files=keys, entry=entry))
     for path, text in texts.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
@@ -115,9 +114,9 @@ def test_fewer_nodes_remove_the_surplus_hosts() -> None:
 
 def test_a_changed_file_is_written_again() -> None:
     facts = whole()
-    files = facts.files | {LAYOUT.hostfile: "# made by cpuft provision\n10.0.0.1\n"}
-    steps = [step for stage in plan_cluster(CONFIG, replace(facts, files=files), LAYOUT).stages for step in stage]
-    assert [step.stdin for step in steps] == [facts.files[LAYOUT.hostfile]]
+    files = facts.files | {ENTRY.hostfile: "# made by cpuft provision\n10.0.0.1\n"}
+    steps = [step for stage in plan_cluster(CONFIG, replace(facts, files=files)).stages for step in stage]
+    assert [step.stdin for step in steps] == [facts.files[ENTRY.hostfile]]
 
 
 @pytest.mark.parametrize(
@@ -163,65 +162,60 @@ def test_hosts_are_spread_over_cores_before_they_share_one() -> None:
     assert plan(3, 0.0) == [(0, 1, 4), (1, 2, 5), (3, 6, 7)]
 
 
-def test_a_hostfile_of_the_users_is_kept() -> None:
-    with pytest.raises(CpuftError, match=r"was not made by cpuft provision: move it away, or choose another --name$"):
-        plan_cluster(CONFIG, replace(whole(), files=KEYS | {LAYOUT.hostfile: "node1\n"}), LAYOUT)
-
-
 def test_missing_control_groups_are_an_error_only_with_a_cpu_limit() -> None:
     facts = replace(EMPTY, groups=())
-    assert plan_cluster(replace(CONFIG, cores_per_node=0.0), facts, LAYOUT).stages
+    assert plan_cluster(replace(CONFIG, cores_per_node=0.0), facts).stages
     with pytest.raises(CpuftError, match=r"omit --cores-per-node$"):
-        plan_cluster(CONFIG, facts, LAYOUT)
+        plan_cluster(CONFIG, facts)
 
 
 @pytest.mark.parametrize("node", ["2", "local-2", "10.77.0.2"])
 def test_a_fault_finds_its_host_by_number_name_or_address(node: str) -> None:
-    (step,) = plan_fault(CONFIG, whole(), LAYOUT, "kill", node).stages[0]
+    (step,) = plan_fault(CONFIG, whole(), "kill", node).stages[0]
     assert step.settings[0].value == "local-2"
     assert step.command[-1] == "crash"
 
 
 def test_a_fault_needs_no_files_of_the_cluster() -> None:
-    (step,) = plan_fault(CONFIG, EMPTY, LAYOUT, "resume", "2").stages[0]
+    (step,) = plan_fault(CONFIG, EMPTY, "resume", "2").stages[0]
     assert step.command[-1] == "resume"
 
 
 def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
     with pytest.raises(CpuftError, match=r"no host '9': choose one of local-1, local-2$"):
-        plan_fault(CONFIG, whole(), LAYOUT, "kill", "9")
+        plan_fault(CONFIG, whole(), "kill", "9")
 
 
 def test_down_without_a_cluster_has_no_steps() -> None:
-    assert plan_cluster_down(CONFIG, replace(EMPTY, files={}), LAYOUT).stages == ()
+    assert plan_cluster_down(CONFIG, replace(EMPTY, files={})).stages == ()
 
 
 def test_down_removes_files_last() -> None:
-    stages = plan_cluster_down(CONFIG, whole(), LAYOUT).stages
+    stages = plan_cluster_down(CONFIG, whole()).stages
     assert [step.command[-1] for step in stages[0]] == ["down", "down"]
-    assert stages[-1][0].command[-2:] == (LAYOUT.directory, LAYOUT.hostfile)
+    assert stages[-1][0].command[-2:] == (EMPTY.directory, ENTRY.hostfile)
 
 
 def removals(files: dict[str, str], bridge: bool = False) -> list[tuple[str, ...]]:
     """Return what the last step of `down` removes, given these files by path."""
-    stages = plan_cluster_down(CONFIG, replace(EMPTY, bridge=bridge, files=files), LAYOUT).stages
+    stages = plan_cluster_down(CONFIG, replace(EMPTY, bridge=bridge, files=files)).stages
     return [step.command[4:] for stage in stages for step in stage if step.command[3] == "remove"]
 
 
 @pytest.mark.parametrize("bridge", [False, True])
 @pytest.mark.parametrize("name", ["notes", "id_ed25519.pub", "nodes/1/notes.pub", "there/cluster.json"])
 def test_down_leaves_a_directory_that_carries_no_mark(name: str, bridge: bool) -> None:
-    assert removals({f"{LAYOUT.directory}/{name}": "ssh-ed25519 AAAA me@home"}, bridge) == []
+    assert removals({f"{EMPTY.directory}/{name}": "ssh-ed25519 AAAA me@home"}, bridge) == []
 
 
 def test_down_removes_what_a_killed_run_left() -> None:
-    keys = {f"{LAYOUT.directory}/nodes/1/host_key.pub": "ssh-ed25519 AAAA cpuft\n"}
-    assert removals(keys) == [(LAYOUT.directory,)]
+    keys = {f"{EMPTY.directory}/nodes/1/host_key.pub": "ssh-ed25519 AAAA cpuft\n"}
+    assert removals(keys) == [(EMPTY.directory,)]
 
 
 def test_down_leaves_a_hostfile_that_carries_no_mark() -> None:
-    files = {path: text for path, text in whole().files.items() if path != LAYOUT.hostfile}
-    assert removals(files | {LAYOUT.hostfile: "node1\n# made by cpuft provision\n"}) == [(LAYOUT.directory,)]
+    files = {path: text for path, text in whole().files.items() if path != ENTRY.hostfile}
+    assert removals(files | {ENTRY.hostfile: "node1\n# made by cpuft provision\n"}) == [(EMPTY.directory,)]
 
 
 @pytest.mark.parametrize("rate, bits", [("", 0), ("1gbit", 10**9), ("100mbit", 10**8), ("2.5gbit", 25 * 10**8)])
@@ -243,7 +237,6 @@ def test_rates(rate: str, bits: int) -> None:
         {"name": "$HOME"},
         {"name": "a\n"},
         {"name": ""},
-        {"nodes": 100},
         {"net": "fast"},
         {"net": "0gbit"},
         {"net": "9" * 400 + "gbit"},
@@ -261,16 +254,20 @@ def test_the_longest_possible_names_are_accepted() -> None:
         check_config(replace(CONFIG, name=name, nodes=nodes))
 
 
+def make_entry(folder: Path, config: LocalConfig = CONFIG, **environ: str) -> Entry:
+    return SimulatedCluster(config, environ | {"CPUFT_STATE": str(folder)}).entry
+
+
 def test_the_registry_entry_is_read_back(tmp_path: Path) -> None:
-    entry = make_entry(CONFIG, replace(LAYOUT, directory=f"{tmp_path}/local"))
+    entry = make_entry(tmp_path)
     write_text(tmp_path / "local" / "cluster.json", format_entry(entry))
     assert read_entry(tmp_path, "local") == entry
     assert entry.options["nodes"] == "2"
 
 
 def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    entry = make_entry(CONFIG, replace(LAYOUT, directory=f"{tmp_path}/local"))
-    older = replace(entry, options=entry.options | {"without_root": "False"})
+    entry = make_entry(tmp_path)
+    older = replace(entry, options=entry.options | {"without_root": "False", "recipe": ""})
     assert SimulatedCluster.from_entry(older, {"CPUFT_STATE": str(tmp_path)}).config == CONFIG
 
 
@@ -285,8 +282,7 @@ def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 def test_hosts_use_the_cache_of_the_user_who_made_them(
     environ: dict[str, str], cache: str | None, tmp_path: Path
 ) -> None:
-    made = SimulatedCluster(LocalConfig(), environ | {"CPUFT_STATE": str(tmp_path)})
-    entry = make_entry(made.config, made.layout)
+    entry = make_entry(tmp_path, LocalConfig(), **environ)
     assert entry.settings.get("XDG_CACHE_HOME") == cache
 
 

@@ -136,7 +136,7 @@ class AmiBuilder:
             type=config.type,
             lease=_LEASE,
             lease_limit=_LEASE,
-            recipe="",
+            image="",
             region=config.region,
             zone=config.zone,
             disk=_DISK_GB,

@@ -242,6 +242,15 @@ class AwsClient:
         assert is_read(method), method
         return self._request(method, parameters)
 
+    def find(self, method: str, missing: str, **parameters: Any) -> dict[str, Any]:
+        """Make a call as `query`, but return {} if AWS refuses it with a code that begins with `missing`."""
+        try:
+            return self.query(method, **parameters)
+        except CallError as error:
+            if not error.code.startswith(missing):
+                raise
+        return {}
+
     def dry_run(self, call: CallStep) -> None:
         """Check that AWS would allow a call, without making it.
 

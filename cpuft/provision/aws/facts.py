@@ -285,22 +285,19 @@ def find_host_key(client: AwsClient, instance: str) -> str:
     Only AWS and the instance itself write there, so the first connection to the instance can be strict. Raises
     CallError.
     """
-    try:
-        output = client.query("get_console_output", InstanceId=instance, Latest=True).get("Output", "")
-    except CallError as error:
-        if error.code != "UnsupportedOperation":
-            raise
-        # Types before the Nitro system show their console only some minutes after the boot.
-        output = client.query("get_console_output", InstanceId=instance).get("Output", "")
-    found = _HOST_KEY.findall(output)
+    # Types before the Nitro system show their console only some minutes after the boot.
+    answer = client.find(
+        "get_console_output", "UnsupportedOperation", InstanceId=instance, Latest=True
+    ) or client.query("get_console_output", InstanceId=instance)
+    found = _HOST_KEY.findall(answer.get("Output", ""))
     return found[-1] if found else ""
 
 
 def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     """Return what AWS offers of the instance type that the options ask for.
 
-    The AMI is --image, otherwise the newest one of --recipe, otherwise Debian 12's. Spot prices and the role for spot
-    instances are looked up only with --spot.
+    The AMI is that of --image or the newest one of its recipe, otherwise Debian 12's. Spot prices and the role for spot
+    instances are looked up only if spot instances are wanted.
     """
     found = _find_type(client, config.type)
     subnets = client.query("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
@@ -315,20 +312,18 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
         type=found,
         zones=zones,
         spot_prices={zone: price for zone, price in prices.items() if zone in zones},
-        image=_find_base_image(client, config.image or _find_recipe_image(client, config.recipe)),
+        image=_find_base_image(client, _find_recipe_image(client, config.recipe) if config.recipe else config.image),
         quota=_find_quota(client, config.spot),
-        has_spot_role=not config.spot or _has_spot_role(client),
+        has_spot_role=not config.spot or bool(client.find("get_role", "NoSuchEntity", RoleName=SPOT_ROLE)),
     )
 
 
 def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
-    try:
-        return dict(client.query("describe_instance_types", InstanceTypes=[instance_type])["InstanceTypes"][0])
-    except CallError as error:
-        if error.code == "InvalidInstanceType":
-            names = suggest_names(instance_type, read_table())
-            raise CpuftError(f"region {client.region} has no instance type {instance_type!r:.60}: {names}") from None
-        raise
+    answer = client.find("describe_instance_types", "InvalidInstanceType", InstanceTypes=[instance_type])
+    if not answer:
+        names = suggest_names(instance_type, read_table())
+        raise CpuftError(f"region {client.region} has no instance type {instance_type!r:.60}: {names}")
+    return dict(answer["InstanceTypes"][0])
 
 
 def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
@@ -344,15 +339,13 @@ def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
 
 def _find_base_image(client: AwsClient, image: str) -> Image:
     """Return the AMI with this id, or Debian 12's newest one if the id is empty."""
-    try:
-        wanted = image or str(client.query("get_parameter", Name=_DEBIAN_PARAMETER)["Parameter"]["Value"])
-        found: list[Image] = client.query("describe_images", ImageIds=[wanted])["Images"]
-    except CallError as error:
-        if error.code == "ParameterNotFound":
-            raise CpuftError(f"region {client.region} offers no AMI of Debian 12: give an AMI with --image") from None
-        if not error.code.startswith("InvalidAMIID"):
-            raise
-        found = []
+    wanted = image
+    if not image:
+        answer = client.find("get_parameter", "ParameterNotFound", Name=_DEBIAN_PARAMETER)
+        if not answer:
+            raise CpuftError(f"region {client.region} offers no AMI of Debian 12: give an AMI with --image")
+        wanted = answer["Parameter"]["Value"]
+    found: Sequence[Image] = client.find("describe_images", "InvalidAMIID", ImageIds=[wanted]).get("Images", ())
     if not found:
         raise CpuftError(
             f"region {client.region} has no AMI {image!r:.60} that you can use: an AMI belongs to one region, and its "
@@ -362,9 +355,7 @@ def _find_base_image(client: AwsClient, image: str) -> Image:
 
 
 def _find_recipe_image(client: AwsClient, path: str) -> str:
-    """Return the id of the newest AMI of a recipe that instances can start from; empty without one or a recipe."""
-    if not path:
-        return ""
+    """Return the id of the newest AMI of a recipe that instances can start from; empty without one."""
     found = find_images(client, f"tag:{Tag.IMAGE}", read_recipe(path).digest)
     return next((str(one["ImageId"]) for one in reversed(found) if one["State"] == READY), "")
 
@@ -381,15 +372,6 @@ def find_snapshots(client: AwsClient) -> dict[str, str]:
     filters = [{"Name": "tag-key", "Values": [Tag.IMAGE]}]
     found = client.query("describe_snapshots", OwnerIds=["self"], Filters=filters)["Snapshots"]
     return {one["SnapshotId"]: read_tags(one).get("Name", "") for one in found}
-
-
-def _has_spot_role(client: AwsClient) -> bool:
-    try:
-        return bool(client.query("get_role", RoleName=SPOT_ROLE))
-    except CallError as error:
-        if error.code == "NoSuchEntity":
-            return False
-        raise
 
 
 def _find_quota(client: AwsClient, spot: bool) -> float | None:

@@ -19,7 +19,6 @@ from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
 from cpuft.provision.aws.client import SPOT_SERVICE, CallStep, Tag, make_tags, plan_call, specify_tags
 from cpuft.provision.aws.facts import (
     QUOTA_CODES,
-    Instance,
     Offer,
     Resources,
     Rule,
@@ -36,7 +35,7 @@ from cpuft.provision.aws.lease import (
     parse_limit,
 )
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.cluster_files import is_ours, plan_files, plan_key, plan_removal
+from cpuft.provision.cluster_files import plan_files, plan_key, plan_removal
 from cpuft.provision.servers import ClusterFacts
 from cpuft.steps import Plan, Step
 
@@ -65,8 +64,8 @@ class RentalFacts:
     """The only address range that may reach ssh, such as "203.0.113.7/32"."""
     offer: Offer | None = None
     """None when nothing is missing that would have to be rented."""
-    refused: Mapping[tuple[str, bool], str] = field(default_factory=dict)
-    """Why there was no capacity, by (zone, whether for spot instances)."""
+    refused: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """Why there was no capacity, by (zone, market)."""
     servers: ClusterFacts | None = None
     """What the instances say; None as long as something is missing in AWS, or if they are not logged in to."""
 
@@ -172,10 +171,10 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
     missing, has_spot = config.nodes - len(resources.live), any(one.spot for one in resources.live)
     launch, notes = list[list[Step]](), list[str]()
     if missing and facts.offer:
-        zone, spot = choose_zone(config, resources, facts.offer, facts.refused)
-        has_spot = has_spot or spot
+        zone, market = choose_zone(config, resources, facts.offer, facts.refused)
+        has_spot = has_spot or market == "spot"
         if resources.group and facts.public_key:
-            launch = _plan_launch(replace(config, spot=spot), facts, resources.group, facts.offer, zone)
+            launch = _plan_launch(replace(config, market=market), facts, resources.group, facts.offer, zone)
         else:
             image = facts.offer.image.get("Name") or facts.offer.image["ImageId"]
             notes = [
@@ -188,8 +187,9 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
 
 def _plan_files(config: AwsConfig, facts: RentalFacts, has_spot: bool) -> list[list[Step]]:
     base, until = facts.directory, facts.resources.group.until if facts.resources.group else 0
-    record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until, has_spot))}
-    steps = plan_files(record, facts.files, "register the cluster")
+    path, text = f"{base}/{FILE_NAME}", format_entry(make_entry(config, base, facts.hostfile, until, has_spot))
+    why = "update the record of the cluster" if path in facts.files else "register the cluster"
+    steps = plan_files({path: text}, facts.files, why)
     if facts.public_key:
         return [steps]
     if facts.resources.live:
@@ -199,14 +199,15 @@ def _plan_files(config: AwsConfig, facts: RentalFacts, has_spot: bool) -> list[l
 
 def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int, has_spot: bool) -> Entry:
     """Return the record of a cluster; `until` is the end of its lease in epoch seconds, 0 if not fixed yet."""
+    # The option `yes` is of one run only, and a recipe belongs to the folder in which the command runs.
+    kept = replace(config, yes=False, image="" if config.recipe else config.image)
     return Entry(
         config.name,
         "aws",
         hostfile,
         f"{directory}/ssh_config",
         f"{config.prefix}/env/bin/python",
-        # The options `yes` and `recipe` are of one run only.
-        options={key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()},
+        options={key: str(value) for key, value in asdict(kept).items()},
         ssh_config_there=f"{config.prefix}/clusters/{config.name}/ssh_config",
         # On-demand instances are never reclaimed, so hosts look for a notice only if one of them is a spot instance.
         notice=_NOTICE_URL if has_spot else "",
@@ -295,23 +296,24 @@ def _uses_placement_group(config: AwsConfig, offer: Offer) -> bool:
 
 
 def choose_zone(
-    config: AwsConfig, resources: Resources, offer: Offer, refused: Mapping[tuple[str, bool], str]
-) -> tuple[str, bool]:
-    """Return the zone to start instances in, and whether as spot instances; those in `refused` are not chosen again.
+    config: AwsConfig, resources: Resources, offer: Offer, refused: Mapping[tuple[str, str], str]
+) -> tuple[str, str]:
+    """Return the zone to start instances in, and the market, "spot" or "on-demand"; not again a pair in `refused`.
 
     All instances of a cluster are in one zone: that of the instances that exist, otherwise --zone, otherwise the
-    cheapest for spot instances, otherwise the first by name. With --spot-or-demand, on-demand instances are chosen when
-    no zone is left for spot instances. Raises NoCapacityError when no zone is left.
+    cheapest for spot instances, otherwise the first by name. With --market spot-first, on-demand instances are chosen
+    when no zone is left for spot instances. Raises NoCapacityError when no zone is left.
     """
     used = {one.zone for one in resources.live}
     zones = [zone for zone in sorted(offer.zones) if zone in (used or {config.zone or zone})]
-    for spot in (True, False) if config.spot_or_demand else (config.spot,):
-        if left := [zone for zone in zones if (zone, spot) not in refused]:
-            return min(left, key=lambda zone: offer.spot_prices.get(zone, math.inf) if spot else 0.0), spot
+    for market in ("spot", "on-demand") if config.market == "spot-first" else (config.market,):
+        if left := [zone for zone in zones if (zone, market) not in refused]:
+            prices = offer.spot_prices if market == "spot" else {}
+            return min(left, key=lambda zone: prices.get(zone, math.inf)), market
     reasons = "; ".join(f"{name}: {reason}" for (name, _), reason in refused.items())
     raise NoCapacityError(
         f"no zone has {counted(config.nodes - len(resources.live), 'instance')} of {config.type} ({reasons}): try "
-        f"another --type or --region, {'' if config.spot else '--spot, '}--no-placement-group, or wait"
+        f"another --type or --region, {'' if config.spot else '--market spot, '}--no-placement-group, or wait"
     )
 
 
@@ -403,8 +405,7 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     if resources.group:
         parameters = {"GroupId": resources.group.id}
         calls.append(plan_call("delete_security_group", "delete the security group", region, parameters))
-    removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
-    stages = [tuple(calls), removal if is_ours(facts.files, facts.directory) else ()]
+    stages = [tuple(calls), plan_removal(facts.files, facts.directory, facts.hostfile)]
     return Plan(tuple(stage for stage in stages if stage))
 
 
@@ -430,9 +431,3 @@ def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
         text = format_entry(replace(read_entry(Path(facts.directory).parent, name), until=until))
         stages.append(tuple(plan_files({path: text}, facts.files, "record the end of the lease")))
     return Plan(tuple(stage for stage in stages if stage))
-
-
-def count_states(instances: tuple[Instance, ...]) -> str:
-    """Return how many instances are in each state, by name: `1 pending, 2 running`."""
-    states = [one.state for one in instances]
-    return ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))

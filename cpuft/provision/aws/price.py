@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cpuft.errors import counted
 from cpuft.provision.aws.client import AwsClient
 from cpuft.provision.aws.facts import BILLED, LIVE, Instance, Resources, find_spot_prices, read_table
 from cpuft.provision.aws.lease import format_span, format_time
@@ -76,7 +75,7 @@ def describe_price(price: Price, config: AwsConfig, missing: int, now: float, un
     if limit > until:
         cost = f", for ${hourly * longest:.2f}" if hourly else ""
         sentences.append(f"Running jobs can extend the lease to {format_time(limit)}{cost}")
-    if config.spot and config.spot_or_demand:
+    if config.market == "spot-first":
         cost = f"${price.on_demand * missing * hours:.2f}" if price.on_demand else "an unknown price"
         sentences.append(f"On demand, if no zone has spot instances: {cost}")
     return ". ".join([*sentences, "Disks and network traffic cost extra"])
@@ -123,17 +122,12 @@ def _describe_lease(found: Resources, price: Price) -> str:
     until = max([group.until if group else 0, *(one.until for one in found.instances)])
     if not until:
         return "AWS has no resource that is tagged as this cluster's"
+    cost = describe_cost(price, found.instances, now)
+    if not group and all(one.state == "terminated" for one in found.instances):
+        return f"it was removed, and has cost {cost}; AWS lists its instances for about an hour"
     lease = f"the lease {'ends' if until > now else 'ended'} at {format_time(until)}"
     lease += f" (in {format_span(until - now)})" if until > now else ""
     if group and group.limit > until:
         lease += f"; running jobs can extend it to {format_time(group.limit)}"
     owner = f"owner: {group.owner}" if group else "its security group was deleted"
-    return f"{lease}; so far it has cost {describe_cost(price, found.instances, now)}; {owner}"
-
-
-def describe_cluster(name: str, found: Resources, price: Price) -> list[str]:
-    """Return lines about a cluster that was found by its tags: its name, then `describe_instances`, indented."""
-    return [
-        f"cluster {name} (aws), {counted(len(found.live), 'node')}",
-        *(f"  {line}" for line in describe_instances(found, price)),
-    ]
+    return f"{lease}; so far it has cost {cost}; {owner}"

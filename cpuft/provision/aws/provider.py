@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, counted
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.hosts.transport import SshTransport
@@ -34,7 +35,6 @@ from cpuft.provision.aws.plan import (
     check_rental,
     check_ssh_config,
     choose_zone,
-    count_states,
     find_lease,
     make_request,
     needs_offer,
@@ -44,7 +44,6 @@ from cpuft.provision.aws.plan import (
     plan_rental_down,
 )
 from cpuft.provision.aws.price import (
-    describe_cluster,
     describe_cost,
     describe_instances,
     describe_price,
@@ -105,11 +104,10 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         self.services = services or Services()
         self.client = self.services.open_client(config.region)
         wheels = str(Path(config.wheels).absolute()) if config.wheels else ""
-        spot = config.spot or config.spot_or_demand
-        self.config = replace(config, region=self.client.region, wheels=wheels, spot=spot)
+        self.config = replace(config, region=self.client.region, wheels=wheels)
         self.summary = f"{config.nodes} x {config.type}"
-        self._refused: dict[tuple[str, bool], str] = {}
-        """Why there was no capacity, by (zone, whether for spot instances)."""
+        self._refused: dict[tuple[str, str], str] = {}
+        """Why there was no capacity, by (zone, market)."""
         self._offer: Offer | None = None
         self._price = ""
         self._waits = False
@@ -117,20 +115,6 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         self._known: set[str] = set()
         """Ids of the instances that `make` has found or started. Any others cost what the user has not agreed to."""
         self._say: Say = lambda text: None
-
-    @classmethod
-    def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Aws | None:
-        """Return the cluster that tags in a `region` may describe, without asking AWS; None without a region."""
-        return cls(AwsConfig(name=name, region=region), environ) if region else None
-
-    @classmethod
-    def describe_region(cls, region: str, services: Services | None = None) -> list[str]:
-        """Return lines that describe all clusters that the account has in a region, whoever made them."""
-        services = services or Services()
-        client, lines = services.open_client(region), list[str]()
-        for name, resources in find_clusters(client, services.now()).items():
-            lines += describe_cluster(name, resources, find_price_of(client, resources.instances))
-        return lines
 
     def check(self) -> None:
         """Check what every kind does, and that this machine has recorded no other cluster of this name."""
@@ -226,9 +210,11 @@ class Aws(Provider[AwsConfig, RentalFacts]):
 
         found = self._wait_until(lambda found: not find_lacking(found), seconds)
         if find_lacking(found):
+            states = Counter(one.state for one in found.instances)
+            counts = ", ".join(f"{states[name]} {name}" for name in sorted(states))
             raise CpuftError(
-                f"after {seconds / 60:.0f} minutes, not all instances of {self.name} are {state} "
-                f"({count_states(found.instances)}): remove them with `cpuft provision down {self.name}`"
+                f"after {seconds / 60:.0f} minutes, not all instances of {self.name} are {state} ({counts}): remove "
+                f"them with `cpuft provision down {self.name}`"
             )
         for one in found.instances:
             if one.id in wanted and one.state != state:
@@ -249,16 +235,13 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         if not missing or not facts.offer:
             return
         self._check_permissions(facts, facts.offer)
-        self._price = self._describe_price(facts.resources, facts.offer, missing)
+        price = find_price(self.config.type, self.client.region, facts.offer.spot_prices)
+        now, (until, limit) = facts.resources.now, find_lease(self.config, facts.resources)
+        self._price = describe_price(price, self.config, missing, now, until, limit)
         if self.config.yes:
             self._say(self._price)
         elif not ask(f"{self._price}. Rent them?"):
             raise CpuftError(f"nothing was rented: answer yes at a terminal, or add --yes. The price: {self._price}")
-
-    def _describe_price(self, resources: Resources, offer: Offer, missing: int) -> str:
-        until, limit = find_lease(self.config, resources)
-        price = find_price(self.config.type, self.client.region, offer.spot_prices)
-        return describe_price(price, self.config, missing, resources.now, until, limit)
 
     def _check_permissions(self, facts: RentalFacts, offer: Offer) -> None:
         """Ask AWS in dry runs whether it would allow the planned calls, and reading the consoles of the instances."""
@@ -297,9 +280,10 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         except CallError as error:
             if call.method != "run_instances" or error.code not in CAPACITY_CODES:
                 raise
-            zone, spot = call.parameters["Placement"]["AvailabilityZone"], "InstanceMarketOptions" in call.parameters
-            self._refused[zone, spot] = f"{error.code}: {error.message}"
-            say(f"{zone} has no {'spot capacity' if spot else 'capacity'}: {self._refused[zone, spot]}")
+            zone = call.parameters["Placement"]["AvailabilityZone"]
+            market = "spot" if "InstanceMarketOptions" in call.parameters else "on-demand"
+            self._refused[zone, market] = f"{error.code}: {error.message}"
+            say(f"{zone} has no {market} capacity: {self._refused[zone, market]}")
             return
         if call.method == "run_instances":
             self._known |= {one["InstanceId"] for one in answer["Instances"]}
@@ -397,3 +381,13 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         resources = self._find_resources()
         price = find_price_of(self.client, resources.instances)
         return describe_instances(resources, price)
+
+
+def describe_region(region: str, services: Services | None = None) -> str:
+    """Return lines that describe all clusters that the account has in a region, whoever made them."""
+    services = services or Services()
+    client, lines = services.open_client(region), list[str]()
+    for name, found in find_clusters(client, services.now()).items():
+        own = describe_instances(found, find_price_of(client, found.instances))
+        lines += [f"cluster {name} (aws), {counted(len(found.live), 'node')}", *(f"  {line}" for line in own)]
+    return "".join(f"{line}\n" for line in lines or [f"there is no cluster in region {region}"])

@@ -93,7 +93,7 @@ def test_an_image_is_made_once_and_instances_start_from_it(region: Region, tmp_p
     assert make_builder(region, tmp_path, wheels).show().stages == ()
     assert region.mutating == []
 
-    make(region, tmp_path, nodes=2, recipe=str(RECIPE))
+    make(region, tmp_path, nodes=2, image=str(RECIPE))
     (image,) = client().describe_images(Owners=["self"], Filters=[{"Name": "name", "Values": [name]}])["Images"]
     assert {one["ImageId"] for one in live()} == {image["ImageId"]}
 
@@ -101,9 +101,9 @@ def test_an_image_is_made_once_and_instances_start_from_it(region: Region, tmp_p
 def test_another_image_is_used_where_one_is_named_or_none_was_made(
     region: Region, tmp_path: Path, wheels: Path
 ) -> None:
-    make(region, tmp_path, nodes=1, recipe=str(RECIPE))
+    make(region, tmp_path, nodes=1, image=str(RECIPE))
     build(region, tmp_path, wheels)
-    make(region, tmp_path, name="other", nodes=1, recipe=str(RECIPE), image=region.image)
+    make(region, tmp_path, name="other", nodes=1, image=region.image)
     assert {one["ImageId"] for one in live()} == {region.image}
 
 

@@ -169,7 +169,7 @@ def until(start: str, stream: IO[str]) -> list[str]:
 @pytest.mark.proof
 def test_a_run_leaves_a_spot_instance_before_it_is_reclaimed_and_it_is_replaced(bottle: Bottle) -> None:
     """The instance is the head host, and --interruption-notice is not given."""
-    rent = (*LAB, "--nodes", "3", "--spot")
+    rent = (*LAB, "--nodes", "3", "--market", "spot")
     check(bottle.cpuft(*rent))
     master, *others = bottle.live()
     words = (*LAUNCH, "--np", "3", *JOB, *QUIET, "--max-steps", "100", "--checkpoint-every", "0", "--run-dir", "taken")

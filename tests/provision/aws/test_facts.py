@@ -56,6 +56,8 @@ BLOB = f"AAAAC3NzaC1lZDI1NTE5AAAAI{'b' * 42}/"
 @pytest.mark.parametrize("nitro", [True, False])
 def test_the_host_key_of_an_instance_is_read_from_its_console(console: str, key: str, nitro: bool) -> None:
     class Cloud:
+        find = AwsClient.find
+
         def query(self, method: str, InstanceId: str, Latest: bool = False) -> dict[str, str]:
             assert (method, InstanceId) == ("get_console_output", "i-1")
             if Latest and not nitro:

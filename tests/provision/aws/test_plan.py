@@ -81,7 +81,7 @@ def test_wrong_addresses_for_ssh_are_refused(text: str) -> None:
 def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
     """The ClientToken depends on the group, the generation and the zone, and not on the time."""
 
-    def find_call(now: float, refused: dict[tuple[str, bool], str], **changes: Any) -> dict[str, Any]:
+    def find_call(now: float, refused: dict[tuple[str, str], str], **changes: Any) -> dict[str, Any]:
         group = replace(GROUP, **changes)
         plan = plan_rental(CONFIG, make_facts(Resources(now, ME, group), refused=refused))
         call = plan.stages[-1][0]
@@ -90,7 +90,7 @@ def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
 
     first = find_call(NOW, {})
     assert first == find_call(NOW + 600, {})
-    other = {("us-east-1a", False): "InsufficientInstanceCapacity"}
+    other = {("us-east-1a", "on-demand"): "InsufficientInstanceCapacity"}
     tokens = {
         first["ClientToken"],
         find_call(NOW, other)["ClientToken"],
@@ -164,12 +164,12 @@ def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
         ),
         (
             {"quota": 16.0},
-            {"spot": True},
+            {"market": "spot"},
             "your quota is 16 vCPUs: request a higher quota L-34B43A08",
         ),
         (
             {"type": change_type(SupportedUsageClasses=["on-demand"])},
-            {"spot": True},
+            {"market": "spot"},
             "AWS does not offer m7i.8xlarge as spot instance",
         ),
         (
@@ -212,22 +212,22 @@ def test_what_can_be_rented(offer: dict[str, Any]) -> None:
 
 def test_the_cheapest_zone_is_first_for_spot() -> None:
     offer, nothing = replace(OFFER, spot_prices={"us-east-1a": 0.7, "us-east-1b": 0.6}), Resources(NOW, ME)
-    assert choose_zone(CONFIG, nothing, offer, {}) == ("us-east-1a", False)
-    assert choose_zone(replace(CONFIG, spot=True), nothing, offer, {}) == ("us-east-1b", True)
+    assert choose_zone(CONFIG, nothing, offer, {}) == ("us-east-1a", "on-demand")
+    assert choose_zone(replace(CONFIG, market="spot"), nothing, offer, {}) == ("us-east-1b", "spot")
     there = Resources(NOW, ME, GROUP, (make_instance(1, zone="us-east-1c"),))
-    assert choose_zone(CONFIG, there, offer, {}) == ("us-east-1c", False)
+    assert choose_zone(CONFIG, there, offer, {}) == ("us-east-1c", "on-demand")
     with pytest.raises(NoCapacityError, match=r"no zone has 3 instances of m7i.8xlarge \(us-east-1c: full\)"):
-        choose_zone(CONFIG, there, offer, {("us-east-1c", False): "full"})
+        choose_zone(CONFIG, there, offer, {("us-east-1c", "on-demand"): "full"})
 
 
 @pytest.mark.parametrize(
-    ("spot_or_demand", "chosen"), [(True, ("us-east-1a", False)), (False, None)], ids=("on demand", "spot only")
+    ("market", "chosen"), [("spot-first", ("us-east-1a", "on-demand")), ("spot", None)], ids=("on demand", "spot only")
 )
-def test_on_demand_instances_come_after_the_last_zone_for_spot(spot_or_demand: bool, chosen: Any) -> None:
-    config = replace(CONFIG, spot=True, spot_or_demand=spot_or_demand)
-    refused = {("us-east-1a", True): "full", ("us-east-1b", True): "full"}
-    assert choose_zone(config, Resources(NOW, ME), OFFER, refused) == ("us-east-1c", True)
-    refused["us-east-1c", True] = "full"
+def test_on_demand_instances_come_after_the_last_zone_for_spot(market: str, chosen: Any) -> None:
+    config = replace(CONFIG, market=market)
+    refused = {("us-east-1a", "spot"): "full", ("us-east-1b", "spot"): "full"}
+    assert choose_zone(config, Resources(NOW, ME), OFFER, refused) == ("us-east-1c", "spot")
+    refused["us-east-1c", "spot"] = "full"
     with contextlib.nullcontext() if chosen else pytest.raises(NoCapacityError):
         assert choose_zone(config, Resources(NOW, ME), OFFER, refused) == chosen
 
@@ -247,9 +247,9 @@ def test_on_demand_instances_come_after_the_last_zone_for_spot(spot_or_demand: b
 def test_only_clusters_with_spot_instances_look_for_interruption_notices(
     spots: tuple[bool, ...], refused: tuple[str, ...], watched: bool
 ) -> None:
-    config = replace(CONFIG, spot=True, spot_or_demand=True)
+    config = replace(CONFIG, market="spot-first")
     found = Resources(NOW, ME, GROUP, tuple(make_instance(number, spot=one) for number, one in enumerate(spots)))
-    plan = plan_rental(config, make_facts(found, refused={(f"us-east-1{one}", True): "full" for one in refused}))
+    plan = plan_rental(config, make_facts(found, refused={(f"us-east-1{one}", "spot"): "full" for one in refused}))
     (record,) = (step for stage in plan.stages for step in stage if step.why == "register the cluster")
     assert ("169.254.169.254" in record.stdin) is watched
 

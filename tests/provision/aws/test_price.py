@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cpuft.provision.aws.price import Price, describe_cost, describe_price, find_price
+from cpuft.provision.aws.facts import Resources
+from cpuft.provision.aws.price import Price, describe_cost, describe_instances, describe_price, find_price
 from tests.provision.aws.test_plan import CONFIG, NOW, make_instance
 
 
@@ -20,7 +21,7 @@ def test_an_unknown_price_is_said_to_be_unknown() -> None:
     assert unknown == find_price("x9.large", "us-east-1", {}) == Price(None, "")
 
     def describe(price: Price, spot: bool) -> str:
-        config = replace(CONFIG, spot=spot, region="us-east-1")
+        config = replace(CONFIG, market="spot" if spot else "on-demand", region="us-east-1")
         return describe_price(price, config, 4, NOW, NOW + 7200, NOW + 7200).partition(" until the lease")[0]
 
     assert describe(known, False) == (
@@ -52,9 +53,19 @@ def test_the_cost_is_seconds_times_price() -> None:
     assert describe_cost(Price(2.0, "2025"), [], NOW) == "about $0 for 0 instance hours"
 
 
+def test_a_cluster_that_was_removed_is_not_said_to_have_a_lease() -> None:
+    gone = make_instance(1, launched=NOW - 3600.0, state="terminated", ended=NOW - 1800.0, until=NOW + 3600)
+    removed, others = (Resources(NOW, instances=one) for one in ((gone,), (gone, replace(gone, state="shutting-down"))))
+    assert describe_instances(removed, Price(2.0, "2025"))[0] == (
+        "it was removed, and has cost about $1.00 for 0.5 instance hours (list price of us-east-1 in 2025); AWS lists "
+        "its instances for about an hour"
+    )
+    assert describe_instances(others, Price(2.0, "2025"))[0].startswith("the lease ends at 2027-01-15 ")
+
+
 def test_a_price_says_the_cost_at_the_limit_and_on_demand() -> None:
     config, price = (
-        replace(CONFIG, spot=True, spot_or_demand=True),
+        replace(CONFIG, market="spot-first"),
         Price(1.6128, "2025", {"us-east-1a": 0.6, "us-east-1b": 0.7}),
     )
     assert describe_price(price, config, 4, NOW, NOW + 7200, NOW + 14400).partition(" All together cost ")[2] == (

@@ -17,7 +17,7 @@ from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
 from cpuft.provision.aws.client import POLICY, Tag, read_tags
 from cpuft.provision.aws.facts import Resources, find_host_key, parse_instances
 from cpuft.provision.aws.plan import NoCapacityError
-from cpuft.provision.aws.provider import Aws
+from cpuft.provision.aws.provider import describe_region
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
@@ -263,7 +263,7 @@ def test_an_instance_that_aws_takes_during_make_is_not_replaced_without_a_questi
         asked.append(question)
         return True
 
-    lab = make_aws(region, tmp_path, nodes=2, spot=True, yes=False)
+    lab = make_aws(region, tmp_path, nodes=2, market="spot", yes=False)
     if after == "confirm":
         lab.make(say, agree)
     real = getattr(lab, after)
@@ -369,11 +369,11 @@ def test_down_leaves_the_record_of_another_cluster_of_this_name(
 
 
 def test_all_clusters_of_a_region_are_described(region: Region, tmp_path: Path) -> None:
-    assert Aws.describe_region(REGION, region.services()) == []
+    assert describe_region(REGION, region.services()) == "there is no cluster in region us-east-1\n"
     make(region, tmp_path)
-    make(region, tmp_path, name="other", nodes=1, spot=True)
+    make(region, tmp_path, name="other", nodes=1, market="spot")
     region.seconds += 1800
-    said = Aws.describe_region(REGION, region.services())
+    said = describe_region(REGION, region.services()).splitlines()
     assert [line for line in said if line.startswith("cluster")] == [
         "cluster lab (aws), 4 nodes",
         "cluster other (aws), 1 node",
@@ -384,24 +384,24 @@ def test_all_clusters_of_a_region_are_described(region: Region, tmp_path: Path) 
 
 
 def test_reclaimed_spot_instances_are_replaced(region: Region, tmp_path: Path) -> None:
-    make(region, tmp_path, spot=True)
+    make(region, tmp_path, market="spot")
     client().terminate_instances(InstanceIds=[one["InstanceId"] for one in live()][:2])
-    make(region, tmp_path, spot=True)
+    make(region, tmp_path, market="spot")
     assert [one["InstanceLifecycle"] for one in live()] == ["spot"] * 4
     # The role is created once for the account.
     assert region.mutating.count("create_service_linked_role") == 1
 
 
-@pytest.mark.parametrize(("options", "kinds"), [({"spot": True}, []), ({"spot_or_demand": True}, [None] * 4)])
+@pytest.mark.parametrize(("market", "kinds"), [("spot", []), ("spot-first", [None] * 4)])
 def test_on_demand_only_where_no_zone_has_spot_instances_and_it_was_asked_for(
-    options: dict[str, bool], kinds: list[None], region: Region, tmp_path: Path
+    market: str, kinds: list[None], region: Region, tmp_path: Path
 ) -> None:
     region.spot_fault = "InsufficientInstanceCapacity"
-    lab = make_aws(region, tmp_path, **options)
+    lab = make_aws(region, tmp_path, market=market)
     with contextlib.suppress(NoCapacityError):
         lab.make(say, refuse)
     assert [one.get("InstanceLifecycle") for one in live()] == kinds
-    again = make_aws(region, tmp_path, **options)
+    again = make_aws(region, tmp_path, market=market)
     region.calls.clear()
     with contextlib.suppress(NoCapacityError):
         again.make(say, refuse)
@@ -448,7 +448,7 @@ def test_rules_that_somebody_added_are_closed_again(region: Region, tmp_path: Pa
 
 
 def test_the_printed_policy_allows_nothing_that_is_not_needed(region: Region, tmp_path: Path) -> None:
-    lab = make_aws(region, tmp_path, spot=True)
+    lab = make_aws(region, tmp_path, market="spot")
     lab.make(say, refuse)
     lab.extend("5h", say)
     assert find_host_key(lab.client, live()[0]["InstanceId"]) == ""
