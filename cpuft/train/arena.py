@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -18,13 +18,17 @@ UNUSED_ATTRIBUTE = "_cpuft_unused"
 
 
 def plan_buckets(
-    parameters: Sequence[nn.Parameter], find_kind: Callable[[nn.Parameter], Hashable], min_elements: int
+    parameters: Sequence[nn.Parameter],
+    find_kind: Callable[[nn.Parameter], Hashable],
+    min_elements: int,
+    unused: Collection[nn.Parameter] = (),
 ) -> list[list[nn.Parameter]]:
     """Return the parameters of each bucket; that with the last parameters, whose gradients are complete first, leads.
 
     Each bucket has parameters of one kind and at least `min_elements` elements, except the one with the first
     parameters of each kind. Parameters in one block of memory stay side by side: the fast path multiplies packed layers
-    as one.
+    as one. `unused` (see `list_unused`), which are of other kinds, come last: others would wait for them until backward
+    ends.
     """
     blocks: dict[tuple[int, Hashable], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -38,7 +42,8 @@ def plan_buckets(
             bucket = open_buckets[kind] = []
         bucket[:0] = block
     places = {parameter: place for place, parameter in enumerate(parameters)}
-    return sorted([*full, *open_buckets.values()], key=lambda bucket: -places[bucket[0]])
+    late = {*unused}
+    return sorted([*full, *open_buckets.values()], key=lambda bucket: (bucket[0] in late, -places[bucket[0]]))
 
 
 def list_unused(model: nn.Module) -> list[nn.Parameter]:

@@ -8,6 +8,7 @@ synchronization later (Douillard et al. 2025, arXiv:2501.18512), so that no rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,24 @@ WIRE_TYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 """Compression -> type in which changes of parameters are sent."""
 OUTER_LEARNING_RATE = 0.7
 """DiLoCo's value, for its momentum of 0.9."""
+
+
+class _Numbers:
+    """A parameter, and what this rank knows of it: fp32, in its shape."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.common = weight.detach().to(torch.float32, copy=True)
+        """The values on which all ranks have agreed."""
+        self.base = self.common.clone()
+        """The values from which this rank's current changes are counted."""
+        self.unsent, self.velocity = torch.zeros_like(self.base), torch.zeros_like(self.base)
+
+    def read_changes(self, place: Any) -> torch.Tensor:
+        return self.weight[place].float() - self.base[place]
+
+    def write(self, place: Any, values: torch.Tensor) -> None:
+        self.weight[place] = values.to(self.weight.dtype)
 
 
 class LocalSGD:
@@ -48,7 +67,8 @@ class LocalSGD:
             raise CpuftError(
                 f"changes of parameters cannot be sent as {compression}: {suggest_names(compression, WIRE_TYPES)}"
             )
-        self._dense = [p for p in parameters if p.requires_grad and p is not embedding]
+        dense: list[torch.Tensor] = [p for p in parameters if p.requires_grad and p is not embedding]
+        self._weights = dense if embedding is None else [*dense, embedding]
         self._embedding, self._type, self._momentum = embedding, WIRE_TYPES[compression], momentum
         self._used_rows = torch.zeros(0 if embedding is None else len(embedding), dtype=torch.bool)
         # A group of its own: in the group of all ranks, small messages of each update would wait behind large ones.
@@ -57,20 +77,12 @@ class LocalSGD:
         self._thread = ProgressThread("local updates")
         self.restart()
 
-    # Each saved vector holds the dense parameters, followed by all embedding rows. A message holds the dense part and
-    # only some of the rows.
-
     @torch.no_grad()
     def restart(self) -> None:
         """Start anew from the current parameters, the same on all ranks, and forget a mean that is under way."""
-        all_rows = self._used_rows.new_ones(len(self._used_rows)).nonzero()[:, 0]
-        self._common = self._read_parameters(all_rows)
-        """The parameters on which all ranks have agreed."""
-        self._base = self._common.clone()
-        """The parameters from which this rank's current changes are counted."""
-        self._unsent, self._velocity = torch.zeros_like(self._base), torch.zeros_like(self._base)
+        self._numbers = [_Numbers(weight) for weight in self._weights]
         self._receive: Callable[[], None] | None = None
-        """Waits for the mean that is under way, and applies it to the common parameters."""
+        """Waits for the mean that is under way, and applies it to the common values."""
 
     def note_tokens(self, tokens: torch.Tensor) -> None:
         """Note int64 tokens that any rank has looked up, the same on all ranks: later calls send their rows, too."""
@@ -84,22 +96,21 @@ class LocalSGD:
         Parameters become those on which all ranks have agreed, plus this rank's latest changes. It waits only if the
         previous mean is not there yet. The first call applies nothing.
         """
-        rows = self._used_rows.nonzero()[:, 0]
-        changes = self._read_changes(rows)
         self._receive_pending()
-        self._send(rows, changes + self._pick(self._unsent, rows))
-        self._continue_from_common(rows, changes)
+        self._send()
+        for one, place in self._select():
+            values = one.read_changes(place) + one.common[place]
+            one.base[place] = values
+            one.write(place, values)
 
     @torch.no_grad()
     def receive(self) -> None:
         """Wait for the mean that is under way, if any, and apply it earlier than the next `synchronize` would."""
         if self._receive:
-            rows = self._used_rows.nonzero()[:, 0]
-            changes = self._read_changes(rows)
             self._receive_pending()
-            values = self._pick(self._common, rows)
-            self._put(self._base, rows, values)
-            self._write_parameters(rows, values + changes)
+            for one, place in self._select():
+                one.write(place, one.read_changes(place) + one.common[place])
+                one.base[place] = one.common[place]
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -107,86 +118,60 @@ class LocalSGD:
 
         The last changes are averaged without outer momentum. What int8 has not sent stays for the next call.
         """
-        rows = self._used_rows.nonzero()[:, 0]
-        changes = self._read_changes(rows)
         self._receive_pending()
         momentum, self._momentum = self._momentum, 0.0
-        self._send(rows, changes + self._pick(self._unsent, rows))
+        self._send()
         self._receive_pending()
         self._momentum = momentum
-        self._continue_from_common(rows, torch.zeros(()))
+        for one, place in self._select():
+            one.write(place, one.common[place])
+            one.base[place] = one.common[place]
 
-    def _read_changes(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._read_parameters(rows).sub_(self._pick(self._base, rows))
+    def _select(self) -> list[tuple[_Numbers, Any]]:
+        """Return for each parameter an index of what is sent: the noted rows of the embedding, all of the others."""
+        rows = self._used_rows.nonzero()[:, 0]
+        return [(one, rows if one.weight is self._embedding else ...) for one in self._numbers]
 
-    def _continue_from_common(self, rows: torch.Tensor, changes: torch.Tensor) -> None:
-        """Set the parameters to the common ones plus this rank's changes that are still under way."""
-        values = self._pick(self._common, rows).add_(changes)
-        self._put(self._base, rows, values)
-        self._write_parameters(rows, values)
+    def _send(self) -> None:
+        """Start to send this rank's changes, and what was not sent before, as one message."""
+        selected = self._select()
+        parts = [one.read_changes(place).add_(one.unsent[place]) for one, place in selected]
+        shapes, message = [part.shape for part in parts], torch.cat([part.reshape(-1) for part in parts])
 
-    def _send(self, rows: torch.Tensor, message: torch.Tensor) -> None:
+        def split(numbers: torch.Tensor) -> list[tuple[_Numbers, Any, torch.Tensor]]:
+            found = torch.split(numbers, [shape.numel() for shape in shapes])
+            return [(*one, part.view(shape)) for one, part, shape in zip(selected, found, shapes, strict=True)]
+
         if self._type == torch.int8:
-            self._receive = self._send_blocks(rows, message)
-            return
-        packed = message.to(self._type).div_(self._group.size())
-        work = dist.all_reduce(packed, group=self._group, async_op=True)
-        assert work is not None
+            sending = BackgroundMean(message, self._group, self._thread)
 
-        def receive() -> None:
-            work.wait()
-            self._apply_mean(rows, packed.float())
+            def receive() -> None:
+                mean, error = sending.finish()
+                for one, place, part in split(error):
+                    one.unsent[place] = part
+                self._apply_mean(split(mean))
+        else:
+            packed = message.to(self._type).div_(self._group.size())
+            work = dist.all_reduce(packed, group=self._group, async_op=True)
+            assert work is not None
+
+            def receive() -> None:
+                work.wait()
+                self._apply_mean(split(packed.float()))
 
         self._receive = receive
-
-    def _send_blocks(self, rows: torch.Tensor, message: torch.Tensor) -> Callable[[], None]:
-        sending = BackgroundMean(message, self._group, self._thread)
-
-        def receive() -> None:
-            mean, error = sending.finish()
-            self._put(self._unsent, rows, error)
-            self._apply_mean(rows, mean)
-
-        return receive
 
     def _receive_pending(self) -> None:
         if self._receive:
             self._receive()
         self._receive = None
 
-    def _apply_mean(self, rows: torch.Tensor, mean: torch.Tensor) -> None:
-        """Apply the mean to the common parameters: by torch.optim.SGD's formula, or as it is without momentum."""
-        if self._momentum:
-            velocity = self._pick(self._velocity, rows).mul_(self._momentum).add_(mean)
-            self._put(self._velocity, rows, velocity)
-            # Not by `alpha`: on some CPUs torch joins its product and sum, and all ranks need the same bits.
-            mean = mean.add_(velocity * self._momentum).mul_(OUTER_LEARNING_RATE)
-        self._put(self._common, rows, self._pick(self._common, rows).add_(mean))
-
-    def _read_parameters(self, rows: torch.Tensor) -> torch.Tensor:
-        parts = [parameter.detach().reshape(-1).float() for parameter in self._dense]
-        if self._embedding is not None:
-            parts.append(self._embedding.detach()[rows].reshape(-1).float())
-        return torch.cat(parts)
-
-    def _write_parameters(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        sizes = [parameter.numel() for parameter in self._dense]
-        *dense, embedded = torch.split(values, [*sizes, len(values) - sum(sizes)])
-        for parameter, value in zip(self._dense, dense, strict=True):
-            parameter.copy_(value.view(parameter.shape))
-        if self._embedding is not None:
-            self._embedding[rows] = embedded.view(len(rows), *self._embedding.shape[1:]).to(self._embedding.dtype)
-
-    def _view_parts(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of a saved vector: the dense part, and the embedding, shape (rows, width)."""
-        dense = sum(parameter.numel() for parameter in self._dense)
-        return vector[:dense], vector[dense:].view(max(1, len(self._used_rows)), -1)
-
-    def _pick(self, vector: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        dense, embedding = self._view_parts(vector)
-        return torch.cat([dense, embedding[rows].reshape(-1)])
-
-    def _put(self, vector: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-        dense, embedding = self._view_parts(vector)
-        dense.copy_(values[: len(dense)])
-        embedding[rows] = values[len(dense) :].view(len(rows), embedding.shape[1])
+    def _apply_mean(self, means: Iterable[tuple[_Numbers, Any, torch.Tensor]]) -> None:
+        """Apply the mean to the common values: by torch.optim.SGD's formula, or as it is without momentum."""
+        for one, place, mean in means:
+            if self._momentum:
+                velocity = one.velocity[place] * self._momentum + mean
+                one.velocity[place] = velocity
+                # Not by `alpha`: on some CPUs torch joins its product and sum, and all ranks need the same bits.
+                mean = mean.add_(velocity * self._momentum).mul_(OUTER_LEARNING_RATE)
+            one.common[place] += mean

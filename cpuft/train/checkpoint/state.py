@@ -58,6 +58,7 @@ class TrainingState:
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, shards: OptimizerShards | None = None) -> None:
         self._model, self._optimizer, self._shards = model, optimizer, shards
+        self._masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         # `state_dict` would need all fp32 weights, of which this rank may have shards only.
         for prefix, module in model.named_modules():
@@ -66,9 +67,8 @@ class TrainingState:
         frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         found: dict[str, Tensor] = parameters | buffers
         self._weights = {name: tensor for name, tensor in found.items() if name not in frozen}
-        trained = shards.parameters if shards else [p for group in optimizer.param_groups for p in group["params"]]
-        trained_ids = set(map(id, trained))
-        self._trained = {name: p for name, p in parameters.items() if id(p) in trained_ids}
+        trained = {*(shards.parameters if shards else [p for group in optimizer.param_groups for p in group["params"]])}
+        self._trained = {parameter: name for name, parameter in parameters.items() if parameter in trained}
         self.header, self._places = lay_out(self._list_tensors(), _checksum_frozen(frozen))
         """The first bytes of every block: names, dtypes and shapes of the tensors, and the frozen weights' checksum."""
         self.nbytes = len(self.header) + sum(
@@ -76,22 +76,14 @@ class TrainingState:
         )
 
     def _list_tensors(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        masters: MasterWeights | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
-        with_masters = masters.parameters if masters else {}
+        with_masters = self._masters.parameters if self._masters else {}
         found = [
             (f"{WEIGHTS}.{name}", torch.float32 if name in with_masters else tensor.dtype, tuple(tensor.shape))
             for name, tensor in self._weights.items()
         ]
         for moment in MOMENTS:
-            found += [(f"{moment}.{name}", torch.float32, tuple(p.shape)) for name, p in self._trained.items()]
+            found += [(f"{moment}.{name}", torch.float32, tuple(p.shape)) for p, name in self._trained.items()]
         return [*found, (_STEP, torch.float32, (len(self._trained),))]
-
-    def _find_masters(self) -> dict[str, Tensor]:
-        """Return the fp32 master weights of bf16 parameters by name, as far as this rank has them whole."""
-        masters: MasterWeights | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
-        if masters is None:
-            return {}
-        return {name: value for name, p in masters.parameters.items() if (value := masters.get(p)) is not None}
 
     def _view(self, block: Tensor, kind: str, name: str) -> Tensor:
         return self._places[f"{kind}.{name}"].view(block)
@@ -104,17 +96,16 @@ class TrainingState:
         without optimizer state get moments and a step of 0.
         """
         block[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        masters = self._find_masters()
         for name, tensor in self._weights.items():
-            self._view(block, WEIGHTS, name).copy_(masters.get(name, tensor))
+            master = self._masters.get(tensor) if self._masters else None  # None also if this rank has shards only
+            self._view(block, WEIGHTS, name).copy_(tensor if master is None else master)
         steps = self._places[_STEP].view(block)
         if self._shards:
-            names = {parameter: name for name, parameter in self._trained.items()}
             for kind, parameter, value in self._shards.gather_state():
-                self._view(block, kind, names[parameter]).copy_(value)
+                self._view(block, kind, self._trained[parameter]).copy_(value)
             steps.fill_(self._shards.step)
             return
-        for number, (name, parameter) in enumerate(self._trained.items()):
+        for number, (parameter, name) in enumerate(self._trained.items()):
             state: dict[str, Any] = self._optimizer.state.get(parameter, {})
             steps[number] = float(state.get(_STEP, 0))
             for moment in MOMENTS:
@@ -129,10 +120,9 @@ class TrainingState:
         self._model.load_state_dict(values, strict=False)
         steps = self._places[_STEP].view(block)
         if self._shards:
-            names = {parameter: name for name, parameter in self._trained.items()}
-            self._shards.restore(lambda kind, parameter: self._view(block, kind, names[parameter]), steps.max())
+            self._shards.restore(lambda kind, p: self._view(block, kind, self._trained[p]), steps.max())
             return
-        for step, (name, parameter) in zip(steps, self._trained.items()):
+        for step, (parameter, name) in zip(steps, self._trained.items()):
             if step:
                 moments = {moment: self._view(block, moment, name).clone() for moment in MOMENTS}
                 self._optimizer.state[parameter] = {_STEP: step.clone(), **moments}

@@ -10,8 +10,10 @@ have another order in a resumed run, adds each first gradient to zeros, and send
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Generic
 
 import torch
 import torch.distributed as dist
@@ -22,76 +24,76 @@ from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
 from cpuft.compressions import count_buckets
 from cpuft.config.train import TrainConfig
-from cpuft.train.arena import Bucket, GradientBuckets, list_unused, plan_buckets
+from cpuft.train.arena import B, Bucket, GradientBuckets, list_unused, plan_buckets
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
 
-class DataParallelExchange(Exchange):
-    """The mean of the gradients of all ranks in every update. Making it is collective; parameters must be equal."""
+class GradientExchange(Exchange, ABC, Generic[B]):
+    """An exchange that sends gradients in every update. Making it is collective; parameters must be equal.
+
+    Subclasses say what the buckets are, and how the mean of one is made.
+    """
 
     sends_gradients = True
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
         super().__init__(model, optimizer, config, precision)
-        compression, group = resolve_compression(config.grad_compression, precision), dist.group.WORLD
+        self._compression, group = resolve_compression(config.grad_compression, precision), dist.group.WORLD
         assert group is not None
-        hosts = make_host_groups(compression, group)
-        self._rows = make_row_exchange(model, compression, group, hosts)
-        self._reduce = make_reduce(compression, group, hosts)
-        members = group.size() if hosts is None else hosts.ranks // hosts.sums.size()
-        words = self._rows.weight if self._rows else None
-        layers = [one for one in self.trained if one is not words]
+        self._group, self._hosts = group, make_host_groups(self._compression, group)
+        self._rows = make_row_exchange(model, self._compression, group, self._hosts)
         self._unused = list_unused(model)
-        buckets = make_buckets(layers, self._unused, config.grad_compression, members)
-        self._buckets = GradientBuckets(buckets, self._send)
-        self._sent: list[torch.futures.Future[torch.Tensor]] = []
-        self._coding_seconds = 0.0
+        """What the optimizer leaves as it is if no rank has used it."""
+        self._gradients = GradientBuckets(self._make_buckets(), self._send)
+        self._waits: list[Callable[[], object]] = []
+        """Functions that wait for the means that are under way, the oldest first."""
+        self._seconds = 0.0
 
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks; this exchange is the default, the last of `table.EXCHANGES`."""
-        return ranks > 1
+    @abstractmethod
+    def _make_buckets(self) -> list[B]:
+        """Return the buckets of all gradients but those that are exchanged by rows, in the order in which to send."""
+
+    @abstractmethod
+    def _start_mean(self, bucket: B) -> Callable[[], object]:
+        """Start to average a bucket over the ranks; return a function that waits for the mean."""
+
+    def _apply_rows(self, rows: torch.Tensor) -> None:
+        """Take note that the mean of the word embedding's gradient is there, which has these rows."""
+        set_gradient_rows(self.bare_model, rows)
 
     def begin_pass(self, is_last: bool) -> None:
         """Begin a pass; complete buckets are sent in the last one of an update."""
-        self._buckets.begin_pass(is_last)
+        self._gradients.begin_pass(is_last)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: B) -> None:
         start = time.perf_counter()
-        self._sent.append(self._reduce(bucket))
-        self._coding_seconds += time.perf_counter() - start
+        self._waits.append(self._start_mean(bucket))
+        self._seconds += time.perf_counter() - start
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Wait for the mean of the buckets, and average the gradient rows of the word embedding.
 
         It blocks until the rows of all ranks are there, or with late rows those of the update before. Returns the
-        seconds of the last backward pass in which this rank encoded gradients.
+        seconds of the last backward pass in which this rank encoded gradients, or waited for messages.
         """
-        coding = self._coding_seconds
-        self._buckets.send_rest()
-        self._coding_seconds = 0.0
-        for mean in self._sent:
-            mean.wait()
-        self._sent.clear()
-        for parameter in self._unused:
-            if parameter.grad is not None and not parameter.grad.any():
-                parameter.grad = None  # as on one rank, so that weight decay leaves it as it is
+        seconds = self._seconds
+        self._gradients.send_rest()
+        self._seconds = 0.0
+        while self._waits:
+            self._waits.pop(0)()
+        for one in self._unused:
+            if one.grad is not None and not one.grad.any():
+                one.grad = None  # as on one rank, so that weight decay leaves it as it is
         if self._rows:
-            set_gradient_rows(self.bare_model, self._rows.average(find_token_ids()))
-        return coding
-
-    def clip_gradients(self) -> None:
-        """Scale gradients down to `--max-grad-norm`, on all ranks by the same factor. Collective without kernels."""
-        if self.config.max_grad_norm:
-            share = partial(dist.broadcast, src=0)
-            clip_gradients(self.optimizer, self.trained, self.config.max_grad_norm, share_plain=share)
+            self._apply_rows(self._rows.average(find_token_ids()))
+        return seconds
 
     def clear_gradients(self) -> None:
         """Set all gradients to None."""
         if self._rows:
             self._rows.clear()
-        self._buckets.clear()
+        self._gradients.clear()
 
     def finish_messages(self) -> None:
         """Wait until the mean of late embedding rows is there. The next update applies it."""
@@ -99,14 +101,36 @@ class DataParallelExchange(Exchange):
             self._rows.wait()
 
 
+class DataParallelExchange(GradientExchange[Bucket]):
+    """The mean of the gradients of all ranks, which all have the whole optimizer."""
+
+    @staticmethod
+    def is_selected(config: TrainConfig, ranks: int) -> bool:
+        """Return whether there are several ranks; this exchange is the default, the last of `table.EXCHANGES`."""
+        return ranks > 1
+
+    def _make_buckets(self) -> list[Bucket]:
+        hosts = self._hosts
+        self._reduce = make_reduce(self._compression, self._group, hosts)
+        members = self._group.size() if hosts is None else hosts.ranks // hosts.sums.size()
+        words = self._rows.weight if self._rows else None
+        layers = [one for one in self.trained if one is not words]
+        return make_buckets(layers, self._unused, self.config.grad_compression, members)
+
+    def _start_mean(self, bucket: Bucket) -> Callable[[], object]:
+        return self._reduce(bucket).wait
+
+    def clip_gradients(self) -> None:
+        """Scale gradients down to `--max-grad-norm`, on all ranks by the same factor. Collective without kernels."""
+        if self.config.max_grad_norm:
+            share = partial(dist.broadcast, src=0)
+            clip_gradients(self.optimizer, self.trained, self.config.max_grad_norm, share_plain=share)
+
+
 def make_buckets(
     layers: Sequence[torch.nn.Parameter], unused: Sequence[torch.nn.Parameter], compression: str, members: int
 ) -> list[Bucket]:
-    """Return the buckets of gradients in the order in which they are sent; `members` ranks send to each other.
-
-    `unused` (see `list_unused`) have the last buckets for themselves: others would wait for them until backward ends.
-    """
+    """Return the buckets of gradients in the order in which they are sent; `members` ranks send to each other."""
     total, late = sum(one.numel() for one in layers), {*unused}
     least = -(-total // count_buckets(compression, total, members))
-    planned = plan_buckets(layers, lambda one: (one.dtype, one in late), least)
-    return [Bucket(some) for some in sorted(planned, key=lambda some: some[0] in late)]
+    return [Bucket(some) for some in plan_buckets(layers, lambda one: (one.dtype, one in late), least, unused)]

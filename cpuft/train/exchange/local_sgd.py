@@ -26,9 +26,9 @@ class LocalSGDExchange(Exchange):
         super().__init__(model, optimizer, config, precision)
         embedding = find_embedding(model)
         compression = "int8" if config.grad_compression == "auto" else config.grad_compression
-        with fp32_weights(model):
-            weight = None if embedding is None else embedding.weight
-            self._local = LocalSGD(model.parameters(), compression, config.outer_momentum, weight)
+        words = None if embedding is None else embedding.weight
+        with fp32_weights(model, self.trained) as weights:
+            self._local = LocalSGD(weights, compression, config.outer_momentum, words)
         self._updates_since_sent = 0
 
     @staticmethod
@@ -38,7 +38,7 @@ class LocalSGDExchange(Exchange):
 
     def reset(self) -> None:
         """Count changes from the parameters of now, as after a checkpoint; unsent changes and momentum are dropped."""
-        with fp32_weights(self.bare_model):
+        with fp32_weights(self.bare_model, self.trained):
             self._local.restart()
         self._updates_since_sent = 0
 
@@ -54,17 +54,17 @@ class LocalSGDExchange(Exchange):
 
         Collective at its beginning. Averages that are under way, and later updates, stay as they are without it.
         """
-        with fp32_weights(self.bare_model), torch.no_grad():
-            own = [parameter.detach().clone() for parameter in self.trained]
-            for parameter in self.trained:
-                dist.all_reduce(parameter)
-                parameter.div_(dist.get_world_size())
+        with fp32_weights(self.bare_model, self.trained) as weights, torch.no_grad():
+            own = [weight.detach().clone() for weight in weights]
+            for weight in weights:
+                dist.all_reduce(weight)
+                weight.div_(dist.get_world_size())
         try:
             yield
         finally:
-            with fp32_weights(self.bare_model), torch.no_grad():
-                for parameter, value in zip(self.trained, own, strict=True):
-                    parameter.copy_(value)
+            with fp32_weights(self.bare_model, self.trained) as weights, torch.no_grad():
+                for weight, value in zip(weights, own, strict=True):
+                    weight.copy_(value)
 
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
         """Start to send this rank's changes in the background if an average is due; with `wait`, finish it now.
@@ -75,7 +75,7 @@ class LocalSGDExchange(Exchange):
         is_mean_due = self._updates_since_sent == self.config.sync_every
         if not (is_due or wait or is_mean_due):
             return
-        with fp32_weights(self.bare_model):
+        with fp32_weights(self.bare_model, self.trained):
             if wait:
                 self._local.finish()
             elif is_due:

@@ -13,9 +13,8 @@ of modules that they do not call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -34,33 +33,19 @@ ALIGNMENT = 16
 """The length of a shard is a multiple of this number of elements: a cache line of fp32."""
 
 
-@dataclass(frozen=True)
-class ShardPiece:
-    """The elements of one parameter that are in a rank's shard of a bucket; `place` is where they begin there."""
-
-    parameter: int
-    """Number of the parameter in the bucket."""
-    start: int
-    """The first of these elements in the flattened parameter."""
-    place: int
-    length: int
-
-
 def shard_length(elements: int, ranks: int, unit: int = ALIGNMENT) -> int:
     """Return the length of each rank's shard of a bucket: an Nth of the elements, rounded up to whole `unit`s."""
     return -(-elements // (ranks * unit)) * unit
 
 
-def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNMENT) -> list[ShardPiece]:
-    """Return what a rank's shard of a bucket holds of parameters of these sizes, in their order; [] if only padding."""
-    length, start, found = shard_length(sum(sizes), ranks, unit), 0, []
-    begin, end = rank * length, (rank + 1) * length
-    for parameter, size in enumerate(sizes):
-        first, last = max(start, begin), min(start + size, end)
+def fill_shard(shard: Tensor, start: int, values: Iterable[Tensor]) -> None:
+    """Copy elements number `start` and following of these values, side by side, into a shard; its padding stays."""
+    place = -start
+    for value in values:
+        first, last = max(place, 0), min(place + value.numel(), len(shard))
         if first < last:
-            found.append(ShardPiece(parameter, first - start, first - begin, last - first))
-        start += size
-    return found
+            shard[first:last].copy_(value.reshape(-1)[first - place : last - place])
+        place += value.numel()
 
 
 class ShardedBucket(Bucket):
@@ -71,11 +56,9 @@ class ShardedBucket(Bucket):
         self, parameters: Sequence[nn.Parameter], masters: dict[Tensor, Tensor], unit: int = ALIGNMENT
     ) -> None:
         """Move the parameters into the bucket, and their fp32 masters out of `masters`."""
-        sizes = [parameter.numel() for parameter in parameters]
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        length = shard_length(sum(sizes), ranks, unit)
+        length = shard_length(sum(parameter.numel() for parameter in parameters), ranks, unit)
         super().__init__(parameters, ranks * length)
-        self._pieces = find_pieces(sizes, ranks, rank, unit)
         self.own = slice(rank * length, (rank + 1) * length)
         """This rank's shard in `weights`."""
         self.weights = torch.zeros(ranks * length, dtype=parameters[0].dtype)
@@ -93,10 +76,7 @@ class ShardedBucket(Bucket):
 
     def fill(self, shard: Tensor, find_value: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Copy this rank's elements of each parameter's value into `shard`, one-dimensional, and return it."""
-        values = [find_value(parameter).reshape(-1) for parameter in self.parameters()]
-        for piece in self._pieces:
-            value = values[piece.parameter][piece.start : piece.start + piece.length]
-            shard[piece.place : piece.place + piece.length].copy_(value)
+        fill_shard(shard, self.own.start, map(find_value, self.parameters()))
         return shard
 
 
@@ -119,23 +99,23 @@ class OptimizerShards:
         """The parameters that the optimizer had, in the order of the model."""
         late, masters = {*unused}, self._take_masters()
         planned = plan_buckets(
-            self.parameters, lambda p: (p if p in late else None, p.dtype, groups[p], p is embedding), BUCKET_NUMBERS
+            self.parameters,
+            lambda p: (p if p in late else None, p.dtype, groups[p], p is embedding),
+            BUCKET_NUMBERS,
+            unused,
         )
         unit = ALIGNMENT if embedding is None else math.lcm(ALIGNMENT, embedding.shape[-1])
-        self.buckets = [
-            ShardedBucket(some, masters, unit if some[0] is embedding else ALIGNMENT)
-            for some in sorted(planned, key=lambda some: some[0] in late)
-        ]
+        self.buckets = [ShardedBucket(some, masters, unit if some[0] is embedding else ALIGNMENT) for some in planned]
         """All buckets, in the order in which their gradients are complete in a backward pass."""
-        self._embedding_bucket = next((one for one in self.buckets if one.parameters()[0] is embedding), None)
+        self.embedding_bucket = next((one for one in self.buckets if one.parameters()[0] is embedding), None)
         self._changed_rows: Tensor | None = None
         """Which rows of the embedding and its padding may have changed since the start; None if all may have."""
         if (
             embedding is not None
-            and self._embedding_bucket
+            and self.embedding_bucket
             and not optimizer.param_groups[groups[embedding]]["weight_decay"]
         ):
-            rows = self._embedding_bucket.weights.numel() // embedding.shape[-1]
+            rows = self.embedding_bucket.weights.numel() // embedding.shape[-1]
             self._changed_rows = torch.zeros(rows, dtype=torch.bool)
         for number, group in enumerate(optimizer.param_groups):
             group["params"][:] = [one.shard for one in self.buckets if groups[one.parameters()[0]] == number]
@@ -156,7 +136,7 @@ class OptimizerShards:
             own = bucket.weights[bucket.own]
             if bucket.has_masters:
                 own.copy_(bucket.shard)
-            if bucket is self._embedding_bucket and self._changed_rows is not None:
+            if bucket is self.embedding_bucket and self._changed_rows is not None:
                 finish.append(_gather_rows(bucket, self._changed_rows))
             else:
                 finish.append(all_gather(bucket.weights, own, async_op=True).wait)
@@ -206,7 +186,7 @@ class OptimizerShards:
         for bucket in self.buckets:
             if bucket.has_masters:
                 bucket.fill(bucket.shard, partial(find_value, WEIGHTS))
-            for name in MOMENTS if step and bucket is self._embedding_bucket else ():
+            for name in MOMENTS if step and bucket is self.embedding_bucket else ():
                 self.mark_rows(find_value(name, bucket.parameters()[0]).any(1).nonzero())
             if step:
                 moments = {

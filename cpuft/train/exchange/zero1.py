@@ -10,113 +10,66 @@ all rows change, and all are sent.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
-from cpuft.comm.compression.embedding_rows import make_row_exchange
-from cpuft.comm.compression.table import resolve_compression, to_wire_type
+from cpuft.comm.compression.table import to_wire_type
 from cpuft.config.train import TrainConfig
-from cpuft.train.arena import GradientBuckets, list_unused
-from cpuft.train.exchange.base import Exchange
+from cpuft.train.exchange.data_parallel import GradientExchange
 from cpuft.train.exchange.optimizer_shards import OptimizerShards, ShardedBucket
-from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
+from cpuft.train.fast.adamw import clip_gradients
 
 _MAX_BUCKETS_IN_FLIGHT = 8
 """Buckets that may be under way before the backward pass waits for the first one: they take memory."""
 
 
-@dataclass(frozen=True)
-class _Message:
-    """A bucket's gradients under way."""
-
-    bucket: ShardedBucket
-    sent: Tensor
-    """Kept because it must live until it was sent."""
-    received: Tensor
-    """From each rank, its gradients of this rank's shard."""
-    work: dist.Work
-
-
-class ShardedExchange(Exchange):
+class ShardedExchange(GradientExchange[ShardedBucket]):
     """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets that are sent during the backward pass.
 
     Making it is collective, moves the parameters into buckets, and replaces them in the optimizer by this rank's
     shards. With gradient compression bf16 or fp16, gradients are sent in that type, and added up in fp32.
     """
 
-    sends_gradients = True
-
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
-        super().__init__(model, optimizer, config, precision)
-        group = dist.group.WORLD
-        assert group is not None
-        self._ranks, self._compression = group.size(), resolve_compression(config.grad_compression, precision)
-        self._rows = make_row_exchange(model, self._compression, group)
-        embedding = self._rows.weight if self._rows else None
-        unused = list_unused(model)
-        self.shards = self._shards = OptimizerShards(model, optimizer, embedding, unused)
-        buckets = self._shards.buckets
-        self._embedding_bucket = next((one for one in buckets if one.parameters()[0] is embedding), None)
-        self._dense_buckets = [one for one in buckets if one is not self._embedding_bucket]
-        late = {*unused}
-        self._unused_buckets = [one for one in self._dense_buckets if one.parameters()[0] in late]
-        self._gradients = GradientBuckets(self._dense_buckets, self._send)
-        self._messages: list[_Message] = []
-        self._waited = 0.0
-
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
         """Return whether there are several ranks and `--shard optimizer` is given."""
         return ranks > 1 and config.shard == "optimizer"
 
-    def begin_pass(self, is_last: bool) -> None:
-        """Begin a pass; complete buckets are sent in the last one of an update."""
-        self._gradients.begin_pass(is_last)
+    def _make_buckets(self) -> list[ShardedBucket]:
+        embedding, late = self._rows.weight if self._rows else None, {*self._unused}
+        self.shards = self._shards = OptimizerShards(self.bare_model, self.optimizer, embedding, self._unused)
+        self._unused = [one.shard for one in self._shards.buckets if one.parameters()[0] in late]
+        return [one for one in self._shards.buckets if one is not self._shards.embedding_bucket]
 
-    def _send(self, bucket: ShardedBucket) -> None:
+    def _start_mean(self, bucket: ShardedBucket) -> Callable[[], object]:
+        while len(self._waits) >= _MAX_BUCKETS_IN_FLIGHT:
+            self._waits.pop(0)()
         sent = to_wire_type(bucket.buffer(), self._compression)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, async_op=True)
         assert work is not None
-        self._messages.append(_Message(bucket, sent, received, work))
-        start = time.perf_counter()
-        while len(self._messages) > _MAX_BUCKETS_IN_FLIGHT:
-            self._receive()
-        self._waited += time.perf_counter() - start
+        return partial(self._receive, bucket, work, received, sent)
 
-    def _receive(self) -> None:
-        message = self._messages.pop(0)
-        message.work.wait()
-        shard = message.bucket.shard
+    def _receive(self, bucket: ShardedBucket, work: dist.Work, received: Tensor, sent: Tensor) -> None:
+        """Add up the gradients of this rank's shard; `sent` must live until it was sent."""
+        work.wait()
+        shard, ranks = bucket.shard, self._group.size()
         # The mean takes the memory of the gradients, which are all sent. The gradients of two bf16 shards or more have
         # at least as many bytes as one shard in fp32.
-        total = message.bucket.buffer().view(torch.float32)[: len(shard)]
-        torch.sum(message.received.view(self._ranks, -1), 0, dtype=torch.float32, out=total)
-        shard.grad = total.div_(self._ranks)
+        total = bucket.buffer().view(torch.float32)[: len(shard)]
+        torch.sum(received.view(ranks, -1), 0, dtype=torch.float32, out=total)
+        shard.grad = total.div_(ranks)
 
-    @torch.no_grad()
-    def average_gradients(self, find_token_ids: Callable[[], Sequence[Tensor]]) -> float:
-        """Finish the mean of the gradients of this rank's shards; return the seconds for which backward has waited."""
-        waited = self._waited
-        self._gradients.send_rest()
-        self._waited = 0.0
-        if self._rows and self._embedding_bucket:
-            rows = self._rows.average(find_token_ids())
-            set_gradient_rows(self.bare_model, rows)
-            self._shards.mark_rows(rows)
-            self._embedding_bucket.shard.grad = _slice_gradient(self._rows.weight, self._embedding_bucket)
-        while self._messages:
-            self._receive()
-        for bucket in self._unused_buckets:
-            if bucket.shard.grad is not None and not bucket.shard.grad.any():
-                bucket.shard.grad = None  # as on one rank, so that weight decay leaves it as it is
-        return waited
+    def _apply_rows(self, rows: Tensor) -> None:
+        super()._apply_rows(rows)
+        self._shards.mark_rows(rows)
+        if self._rows and self._shards.embedding_bucket:
+            bucket = self._shards.embedding_bucket
+            bucket.shard.grad = _slice_gradient(self._rows.weight, bucket)
 
     def clip_gradients(self) -> None:
         """Scale gradients down to `--max-grad-norm` if it is set, by the norm of all ranks' shards. Collective then."""
@@ -127,9 +80,7 @@ class ShardedExchange(Exchange):
     def clear_gradients(self) -> None:
         """Set all gradients to None, those of parameters and of shards."""
         self.optimizer.zero_grad()
-        self._gradients.clear()
-        if self._rows:
-            self._rows.clear()
+        super().clear_gradients()
 
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
         """Give all ranks the weights of all shards, after every update and whatever `wait` is. Collective."""

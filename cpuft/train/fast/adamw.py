@@ -7,7 +7,7 @@ kernel makes AdamW's updates; any other optimizer gets the masters in place of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,36 +102,20 @@ class MasterWeights:
             if isinstance(value, Tensor) and value.shape == parameter.shape and parameter in self._masters:
                 self._masters[parameter].copy_(value)
 
-    @contextmanager
-    def in_parameters(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Inside, `parameters` have the data of their masters and fp32 gradients; on leaving, both are bf16 again."""
-        mine = [p for p in parameters if p in self._masters]
-        compute = [(p, p.data, p.grad) for p in mine]
-        for parameter, _, grad in compute:
-            master = self.get(parameter)
-            assert master is not None
-            parameter.grad = None
-            parameter.data = master
-            parameter.grad = None if grad is None else grad.float()
-        try:
-            yield
-        finally:
-            for parameter, data, grad in compute:
-                parameter.grad = None
-                # A loader may have given the parameter new storage: that is its master from now on.
-                self._masters[parameter] = parameter.data
-                parameter.data = data
-                with torch.no_grad():
-                    parameter.copy_(self._masters[parameter])
-                parameter.grad = grad
-            self.mark_rounded(mine)
+    @torch.no_grad()
+    def round(self, parameters: Iterable[Tensor]) -> None:
+        """Let those of the parameters that have a master be it, rounded."""
+        mine = [parameter for parameter in parameters if parameter in self._masters]
+        for parameter in mine:
+            parameter.copy_(self._masters[parameter])
+        self.mark_rounded(mine)
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, the groups and state of `optimizer` have masters, with fp32 gradients, instead of bf16 parameters."""
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._masters]
-        # Not by `in_parameters`: a parameter that gets data of another dtype loses the hook by which DDP learns of its
-        # gradient, because torch then makes it a new gradient accumulator.
+        # The parameters do not get their masters' data: one that gets data of another dtype loses the hook by which DDP
+        # learns of its gradient, because torch then makes it a new gradient accumulator.
         masters = {p: nn.Parameter(master) for p in mine if (master := self.get(p)) is not None}
         for parameter, master in masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -140,10 +124,7 @@ class MasterWeights:
             yield
         finally:
             _replace_parameters(optimizer, {master: parameter for parameter, master in masters.items()})
-            for parameter, master in masters.items():
-                with torch.no_grad():
-                    parameter.copy_(master)
-            self.mark_rounded(masters)
+            self.round(masters)
 
 
 class _StateHooks:
@@ -170,17 +151,17 @@ def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Para
 
 
 @contextmanager
-def fp32_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, an accelerated model's bf16 parameters are its fp32 masters; on leaving they are rounded to bf16.
+def fp32_weights(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Give the parameters of a model, fp32 masters in place of bf16 ones, to write to; on leaving, these are rounded.
 
-    This is for averages of weights between steps: no forward pass may run inside, and gradients are fp32 copies.
+    They are the same memory every time, so that they may be kept and written to in a later context.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters is None:
-        yield
+        yield [*parameters]
         return
-    with masters.in_parameters(list(masters.parameters.values())):
-        yield
+    yield [p if (master := masters.get(p)) is None else nn.Parameter(master) for p in parameters]
+    masters.round(parameters)
 
 
 def set_gradient_rows(model: nn.Module, rows: Tensor) -> None:

@@ -227,11 +227,14 @@ def test_a_scheduler_reaches_the_update(order: str) -> None:
 def test_weights_can_be_changed_in_all_their_bits() -> None:
     model, _ = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
     before = model.state_dict()[KEY].clone()
-    with fp32_weights(model), torch.no_grad():
-        assert model.get_parameter(KEY).dtype == torch.float32
-        model.get_parameter(KEY).add_(1e-6)
-    torch.testing.assert_close(model.state_dict()[KEY], before + 1e-6, atol=1e-8, rtol=0)
-    assert model.get_parameter(KEY).dtype == torch.bfloat16
+    parameter, bias = model.get_parameter(KEY), model.classifier.bias
+    for change in (1e-6, 1e-2):
+        with fp32_weights(model, [parameter, bias]) as (weight, same), torch.no_grad():
+            assert (weight.dtype, same) == (torch.float32, bias)
+            weight.add_(change)
+        before += change
+        torch.testing.assert_close(model.state_dict()[KEY], before, atol=1e-8, rtol=0)
+        assert torch.equal(parameter, model.state_dict()[KEY].to(torch.bfloat16))
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:
