@@ -49,8 +49,8 @@ inline Words transpose(const Words &x, int64_t height, int64_t width) {
     return turned;
 }
 
-// Floats as words of a factor. With tiles, a word of the right factor holds bf16(x) and bf16(x - bf16(x)), and a word of
-// the left factor holds a bf16 twice, so that the sum of their two products has twice as many digits of x as bf16 has.
+// Floats as words of a factor. With tiles, a word of the right factor holds bf16(x) and bf16(x - bf16(x)), and a word
+// of the left factor holds a bf16 twice, so that the sum of their two products has twice as many digits of x as bf16.
 template <class T> inline uvec as_left(vec x);
 template <class T> inline uvec as_right(vec x);
 template <> inline uvec as_left<float>(vec x) { return (uvec)x; }
