@@ -193,7 +193,7 @@ class LateRows:
         """Start to average the gradient's rows, and write the mean of the update before into the gradient instead.
 
         It returns the rows that may differ from zero, and raises what the thread raised. The gradient must be zero
-        outside of `routes.own`, and the thread changes `unsent` until `wait` has returned.
+        outside of `routes.rows`, and the thread changes `unsent` until `wait` has returned.
         """
         own, mean = gradient.index_select(0, routes.own), Future[torch.Tensor]()
         self._updates += 1
@@ -202,7 +202,7 @@ class LateRows:
         if self._updates <= EXACT_UPDATES:
             gradient.index_copy_(0, routes.rows, mean.result())
         else:
-            gradient.index_fill_(0, routes.own, 0.0)
+            gradient.index_fill_(0, routes.rows, 0.0)
             if self._mean is not None:
                 gradient.index_copy_(0, self._rows, self._mean.result())
                 rows.append(self._rows)

@@ -21,8 +21,9 @@ constexpr int64_t SIDE = 32, BLOCK_WIDTH = 128;
 // The factors' few rows are padded to a multiple of this: a step of the tiles, and whole vectors.
 constexpr int64_t FACTOR_STEP = 16;
 
-// Gradients of T are multiplied with factors as numbers of this type: tiles need bf16; without them, floats are faster.
-#ifdef __AMX_BF16__
+// Gradients of T are multiplied with factors as numbers of this type: tiles and AVX512_BF16 multiply bf16; without them,
+// floats are faster.
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
 template <class T> using Multiplied = T;
 #else
 template <class T> using Multiplied = float;

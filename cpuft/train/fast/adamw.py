@@ -124,6 +124,9 @@ class MasterWeights:
             yield
         finally:
             _replace_parameters(optimizer, {master: parameter for parameter, master in masters.items()})
+            for parameter, master in masters.items():
+                if master.data_ptr() != self._masters[parameter].data_ptr():  # the optimizer has assigned to `data`
+                    self._masters[parameter].copy_(master.detach())
             self.round(masters)
 
 
@@ -160,8 +163,10 @@ def fp32_weights(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterat
     if masters is None:
         yield [*parameters]
         return
-    yield [p if (master := masters.get(p)) is None else nn.Parameter(master) for p in parameters]
-    masters.round(parameters)
+    try:
+        yield [p if (master := masters.get(p)) is None else nn.Parameter(master) for p in parameters]
+    finally:
+        masters.round(parameters)
 
 
 def set_gradient_rows(model: nn.Module, rows: Tensor) -> None:

@@ -55,6 +55,26 @@ def test_an_update_is_the_plain_optimizer_s_on_fp32(name: str, kernels: bool) ->
             torch.testing.assert_close(quick[entry], value, atol=2e-6, rtol=1e-5)
 
 
+class _Assigning(torch.optim.SGD):
+    """SGD that gives parameters new data, as optimizers that take back an earlier step do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - 0.5 * parameter.grad
+
+
+def test_an_optimizer_may_assign_new_data_to_parameters() -> None:
+    model = make_model("bert")
+    _, optimizer = accelerate(model, _Assigning(model.parameters(), lr=1.0), precision="bf16")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()[KEY], before[KEY] - 0.5)
+    weight = model.get_parameter(KEY)
+    torch.testing.assert_close(weight, (before[KEY] - 0.5).to(weight.dtype))
+
+
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("most", [1.0, 1e6], ids=["clips", "does not clip"])
