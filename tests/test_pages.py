@@ -25,7 +25,7 @@ from tests.test_readme import TEXTS
 
 ADDED = {
     "--task pairs": " --max-steps 4 --backend gloo",
-    "--task demo": " --batch-size 16 --backend gloo",
+    "--task demo": " --backend gloo",
     "cpuft compare": " --backend gloo",
     "cpuft sweep --task": " --max-steps 4",
     "provision aws": f" --ssh-from {GATEWAY} --wheels wheels",
