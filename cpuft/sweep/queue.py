@@ -315,7 +315,8 @@ class SweepQueue:
                 # A host with a fault of its own would take one run after another, and each would fail.
                 told = f"it starts again, because it ended without an update ({end.reason})"
                 end = replace(end, status=LOST)
-            self._note_failure(place, has_trained)
+            # A disk that is full stays full for the next run.
+            self._note_failure(place, has_trained and end.exit_code != IO_ERROR)
         self._note_end(run, end)
         self._say(self._describe_end(run, end, told))
         self._check_progress(end)
@@ -339,10 +340,10 @@ class SweepQueue:
         return LOST, f"it starts again from the beginning on another host, because {problem}"
 
     def _note_failure(self, place: Place, has_trained: bool) -> None:
-        """Retire a place on which several launches in a row have ended without an update."""
+        """Retire a place on which several launches in a row have ended without an update, or because of its disk."""
         self._failures[place.name] = 0 if has_trained else self._failures.get(place.name, 0) + 1
         if self._failures[place.name] >= _MOST_FAILURES:
-            self._retire(place, f"{_MOST_FAILURES} launches in a row have ended there without an update")
+            self._retire(place, f"{_MOST_FAILURES} launches in a row have failed there")
 
     def _retire(self, place: Place, reason: str) -> None:
         self._places = [other for other in self._places if other.name != place.name]

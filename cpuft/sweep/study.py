@@ -10,10 +10,10 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cpuft.config.fields import format_flag, option_names
 from cpuft.config.launch import LaunchConfig
@@ -336,7 +336,7 @@ class _Journal:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path, self.lines, self._size = path, list[bytes](), 0
+        self._path, self.lines = path, list[bytes]()
         self._add(path.read_bytes() if path else b"")
 
     def _add(self, text: bytes) -> None:
@@ -345,7 +345,6 @@ class _Journal:
         while lines and not _is_json(lines[-1]):
             lines.pop()
         self.lines += lines
-        self._size += sum(map(len, lines))
 
     def read_logs(self, log_number_from: int) -> list[Any]:
         """Return the objects of the lines from this one on."""
@@ -356,14 +355,23 @@ class _Journal:
         new = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
         if self._path:
             with self._path.open("a+b") as file:
-                file.seek(self._size)
-                self._add(file.read())  # such as the notes of a user of Optuna's dashboard
-                if file.tell() > self._size:  # a kill or a full disk has left a part of a line
-                    file.truncate(self._size)
+                self._read_on(file)
+                if file.tell() > (size := self._size()):  # a kill or a full disk has left a part of a line
+                    file.truncate(size)
                 file.write(new)
                 file.flush()
                 os.fsync(file.fileno())
-        self._add(new)
+                self._read_on(file)
+        else:
+            self._add(new)
+
+    def _size(self) -> int:
+        return sum(map(len, self.lines))
+
+    def _read_on(self, file: IO[bytes]) -> None:
+        """Take the lines behind those that are known: new ones, and notes that a user of Optuna's dashboard adds."""
+        file.seek(self._size())
+        self._add(file.read())
 
 
 def _is_json(line: bytes) -> bool:
@@ -394,13 +402,14 @@ def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs:
         Path(folder).mkdir(parents=True)
     except FileExistsError:
         raise CpuftError(
-            f"another cpuft sweep has begun in {folder} meanwhile: continue it with cpuft sweep --resume {folder}, or "
-            "give another --run-dir"
+            f"something else has made the folder {folder} meanwhile: if it is another cpuft sweep, continue it with "
+            f"cpuft sweep --resume {folder}; else give another --run-dir"
         ) from None
     try:
         write_text(Path(folder, FILE_NAME), text)
     except BaseException:
-        Path(folder).rmdir()
+        with suppress(OSError):  # unless something is in it
+            Path(folder).rmdir()
         raise
 
 

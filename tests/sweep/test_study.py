@@ -75,6 +75,35 @@ def test_what_optunas_dashboard_adds_to_the_file_stays_there(tmp_path: Path) -> 
     assert (again.study.user_attrs["note"], again.runs[0].status) == ("mine", RUNNING)
 
 
+@pytest.mark.parametrize("note", ["x", "x" * 5000])
+def test_what_optunas_dashboard_adds_while_a_line_is_written_stays_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, note: str
+) -> None:
+    """Its line comes between the reading and the writing of the sweep, as another host's may."""
+    create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
+    path = tmp_path / "s" / FILE_NAME
+    known, sync, line = (
+        path.read_bytes(),
+        os.fsync,
+        json.dumps({**json.loads(path.read_text().splitlines()[1]), "worker_id": note}),
+    )
+
+    def insert(file: int) -> None:
+        sync(file)
+        monkeypatch.setattr(os, "fsync", sync)
+        path.write_bytes(known + line.encode() + b"\n" + path.read_bytes()[len(known) :])
+
+    with open_sweep(str(tmp_path / "s")) as sweep:
+        known = path.read_bytes()
+        monkeypatch.setattr(os, "fsync", insert)
+        begin(sweep, sweep.runs[0])
+        begin(sweep, sweep.runs[1])
+    text = path.read_text()
+    assert text.count(note) >= 1
+    assert all(json.loads(one) for one in text.splitlines())
+    assert [run.status for run in read_sweep(str(tmp_path / "s")).runs[:2]] == [RUNNING, RUNNING]
+
+
 def test_the_file_of_a_large_grid_is_small(tmp_path: Path) -> None:
     rates, kinds = [f"{rate}e-6" for rate in range(1, 101)], ("linear", "cosine")
     runs = [{"learning_rate": rate, "lr_schedule": kind} for rate in rates for kind in kinds]
@@ -136,7 +165,9 @@ def test_a_damaged_last_line_is_cut_off_and_another_one_is_named(tmp_path: Path)
 def test_a_sweep_that_another_command_has_begun_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     folder = str(tmp_path / "s")
     create_sweep(folder, replace(SETTINGS, search_seed=2), True)
-    with pytest.raises(CpuftError, match=f"another cpuft sweep has begun in {folder} meanwhile: continue it with"):
+    with pytest.raises(
+        CpuftError, match=f"made the folder {folder} meanwhile: if it is another cpuft sweep, continue it with"
+    ):
         create_sweep(folder, SETTINGS, True)
     assert [path.name for path in (tmp_path / "s").iterdir()] == [FILE_NAME]
     assert read_sweep(folder).settings.search_seed == 2

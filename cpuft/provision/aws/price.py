@@ -123,7 +123,8 @@ def _describe_lease(found: Resources, price: Price) -> str:
     if not until:
         return "AWS has no resource that is tagged as this cluster's"
     cost = describe_cost(price, found.instances, now)
-    if not group and all(one.state == "terminated" for one in found.instances):
+    is_left = group or found.volumes or found.placement_group
+    if not is_left and all(one.state == "terminated" for one in found.instances):
         return f"it was removed, and has cost {cost}; AWS lists its instances for about an hour"
     lease = f"the lease {'ends' if until > now else 'ended'} at {format_time(until)}"
     lease += f" (in {format_span(until - now)})" if until > now else ""
