@@ -28,14 +28,22 @@ def attach(run: str, **values: Any) -> None:
     before is shown first, and the exit code is that of the run. Ctrl-C leaves the run as it is. The first cpuft attach
     that sees the end fetches the results.
     """
-    from cpuft.launch.detached import choose_folder, find_run
+    from cpuft.launch.detached import HeadLostError, choose_folder, find_run
+    from cpuft.launch.run_state import FINISHED
 
     config = pick(LaunchConfig, values)
     found, description = find_run(run, config, os.environ)
     if found.order.claimed and not description.fetched:
         found = choose_folder(found, description, config.run_dir)
     try:
-        code = found.show()
+        try:
+            code = found.show()
+        except HeadLostError:
+            # The command may have been killed when the results were whole.
+            description = find_run(found.order.id, config, os.environ)[1]
+            if not (description.has_results and description.phase == FINISHED):
+                raise
+            code = 0
         if where := found.fetch(say) if found.order.claimed else "":
             click.echo(f"run: {escape_controls(where)}", err=bool(code))
     except KeyboardInterrupt:

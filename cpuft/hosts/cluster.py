@@ -151,7 +151,8 @@ class Cluster:
         """Return "ID/NAME", the path of a run's folder below `folder` on its hosts; ID has 12 hexadecimal digits."""
         name = os.path.basename(run_dir).encode(errors="replace").decode()
         # The launcher elsewhere, which moved the command here, has chosen the id.
-        moved = re.match(rf"{self.folder}/{DETACHED}/([0-9a-f]{{12}})/run/[^/]+$", run_dir)
+        places = "|".join(map(re.escape, (self.folder, os.path.realpath(self.folder))))
+        moved = re.match(rf"(?:{places})/{DETACHED}/([0-9a-f]{{12}})/run/[^/]+$", run_dir)
         return read_host_folder(run_dir) or f"{moved[1] if moved else hash_text(self.token + run_dir, 12)}/{name}"
 
     def list_folders(self, run_dir: str) -> tuple[str, ...]:

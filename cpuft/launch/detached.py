@@ -466,8 +466,8 @@ def list_runs(config: LaunchConfig) -> tuple[list[tuple[Head, Description]], lis
 
 
 def list_needed(cluster: str) -> tuple[list[str], list[str]]:
-    """Return the ids of the detached runs that are active on a cluster, and of those that have ended there and whose
-    results nobody has fetched; none if its head host does not answer.
+    """Return the ids of the detached runs that are active on a cluster, and of the others whose results nobody has
+    fetched; none if its head host does not answer.
     """
     with suppress(CpuftError):
         head, *_ = list_heads(LaunchConfig(cluster=cluster))
@@ -475,7 +475,7 @@ def list_needed(cluster: str) -> tuple[list[str], list[str]]:
         own, option = {cluster, _NO_CLUSTER}, f"--cluster={cluster}"
         runs = [one for one in head.list_runs() if one.order.cluster in own or option in one.order.arguments]
         active = [one.order.id for one in runs if one.state == RUNNING]
-        return active, [one.order.id for one in runs if one.has_results and one.state == ENDED]
+        return active, [one.order.id for one in runs if one.has_results and one.state != RUNNING]
     return [], []
 
 

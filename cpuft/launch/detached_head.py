@@ -222,12 +222,20 @@ def _keep(folder: Path) -> None:
         for copier in copiers:
             copier.join(_START_SECONDS)
         code = execute.exit_code_of(process)
-        if code == LATER_START:  # the results will be those of the other launcher
+        if code == LATER_START and _is_continued_elsewhere(order, folder.parent.parent):
             shutil.rmtree(folder / "run", ignore_errors=True)
         with suppress(OSError):  # it holds results, or is gone
             (folder / "run").rmdir()
         log.write(END, code=code)
-        _hold_lease(folder, load(str, parse_json(order.files.get(FILE_NAME, "{}")).get("renewal", "")))
+    _hold_lease(folder, load(str, parse_json(order.files.get(FILE_NAME, "{}")).get("renewal", "")))
+
+
+def _is_continued_elsewhere(order: Order, root: Path) -> bool:
+    """Return whether another launcher has started the run later, whose results it will have. A script may exit with the
+    same code by itself.
+    """
+    own, theirs = read_state(order.run_dir), read_state(str(root / order.claimed))
+    return own is None or (theirs is not None and theirs.owner > own.owner)
 
 
 def _hold_lease(folder: Path, renewal: str) -> None:

@@ -161,7 +161,7 @@ def add_transfers(
         claim=((plan_claim(run_dir, begin_state(cluster, run_dir, plan.owner), plan.resumed),),) if claims else (),
         inputs=plan_sending(bundles, missing, cluster),
         prepare=(*(() if cluster.head in prepared_hosts else plan.prepare), *copies),
-        results=plan_results(cluster, work, run_dir, sorted(others.keys() - used), plan.resumed),
+        results=plan_results(cluster, work, run_dir, sorted(others.keys() - used), plan.resumed and bool(plan.make)),
         partial_cleanup=plan_partial_cleanup(cluster, work) if cluster.works_remotely else (),
         command_prefixes=others | plan.command_prefixes,
     )

@@ -451,10 +451,12 @@ def _make_monitor(
     names = tuple(sorted(set(hosts)))
 
     def report_wait() -> None:
+        known = set(transport.unresponsive)
         with suppress(CpuftError):  # the stacks cannot be stored
             diagnosis, _ = diagnose_run(run_dir, hosts, transport, lambda line: None, LONG_SECONDS)
             if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
                 _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
+        transport.unresponsive.intersection_update(known)  # a host that was only busy goes on
 
     return RunMonitor(
         Path(run_dir) / "logs",

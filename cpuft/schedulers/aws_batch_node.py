@@ -68,7 +68,7 @@ the name of a registration for a file that says that the node is leaving, and fo
 _EVERYWHERE = "0.0.0.0"
 """Batch does not tell the main node its own address."""
 _CONNECT_SECONDS, _RETRY_SECONDS, _POLL_SECONDS = 10.0, 0.5, 0.2
-_INTERRUPT_SECONDS, _LEAVE_SECONDS = 30.0, 5.0
+_INTERRUPT_SECONDS, _LEAVE_SECONDS = 30.0, 30.0
 """Time limits for a launch to end after Ctrl-C, and for the other nodes to end after the launch."""
 _SERVER = {
     "AuthenticationMethods": "publickey",
@@ -267,6 +267,8 @@ class Registry:
         self._node, self._folder, self._say, self._seen = node, folder, say, set[Path]()
         folder.mkdir()
         self._held = open_locked(f"{folder}/{_MAIN}")
+        if not is_locked(f"{folder}/{_MAIN}"):
+            raise CpuftError(f"the file system of {folder} has no locks: set TMPDIR to a folder of a disk of the node")
         self.nodes: dict[int, OtherNode] = {}
         """The other nodes by index."""
         self.address = ""
@@ -312,7 +314,7 @@ class Registry:
             time.sleep(_POLL_SECONDS)
 
     def dismiss(self, code: int) -> None:
-        """Let all nodes end with an exit code, and wait up to 5 s until they have ended."""
+        """Let all nodes end with an exit code, and wait up to 30 s until they have ended."""
         for other in self.nodes.values():
             other.dismiss(code)
         end = time.monotonic() + _LEAVE_SECONDS

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from click.shell_completion import ShellComplete
+from click.testing import CliRunner
 
 import cpuft
 from cpuft import execute
@@ -317,6 +318,20 @@ def test_results_are_fetched_once(
     assert [words[0] for words in asked] == ["claim"] * sent + ["fetched"] * (where == "here")
 
 
+@pytest.mark.parametrize("phase, is_fetched", [("finished", True), ("training", False)])
+def test_results_are_fetched_although_the_keeper_was_killed_at_the_end(
+    phase: str, is_fetched: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def show(self: Detached) -> int:
+        raise detached.HeadLostError("the command was killed")
+
+    monkeypatch.setattr(detached, "find_run", lambda *words: (RUN, replace(FOUND, state="lost", phase=phase)))
+    monkeypatch.setattr(Detached, "show", show)
+    monkeypatch.setattr(Detached, "fetch", lambda self, say: "/here/x")
+    result = CliRunner().invoke(cli, ["attach", "01", "--run-dir", str(tmp_path / "x")])
+    assert (not result.exit_code) == ("run: /here/x" in result.output) == is_fetched
+
+
 def test_the_shell_completes_ids_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CPUFT_STATE", str(tmp_path / "state"))
@@ -344,7 +359,7 @@ def test_a_cluster_is_active_while_a_run_of_its_own_is(monkeypatch: pytest.Monke
     found += [Description(replace(ended, id=f"{state} whole"), state, "", 1.0, 0, True) for state in ("ended", "lost")]
     monkeypatch.setattr(detached, "list_heads", lambda config: [make_head()])
     monkeypatch.setattr(Head, "list_runs", lambda self: found)
-    assert detached.list_needed("lab") == (["1", "3", "4"], ["ended whole"])
+    assert detached.list_needed("lab") == (["1", "3", "4"], ["ended whole", "lost whole"])
 
 
 def test_a_rented_host_keeps_itself_for_unfetched_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.launch import detached_head
 from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, PAST, STARTED, Event, Order, plan_session
-from cpuft.launch.run_state import LATER_START
+from cpuft.launch.run_state import LATER_START, RunState, write_state
 
 ORDER = Order("0123456789ab", "launch", "", (), cluster="lab")
 KEEP = """
@@ -78,6 +78,18 @@ def test_nothing_stays_of_a_run_that_has_no_results_or_was_started_elsewhere(
     assert events_of(tmp_path / "a")[-1] == Event(END, code=code)
     assert (tmp_path / "a" / "run").exists() == is_kept
     keeper.wait(10)
+
+
+@pytest.mark.parametrize("theirs, is_elsewhere", [(None, False), (2, False), (3, True)])
+def test_a_script_may_exit_with_the_code_of_a_later_start(
+    theirs: int | None, is_elsewhere: bool, tmp_path: Path
+) -> None:
+    order, state = replace(ORDER, run_dir=str(tmp_path / "detached/x")), RunState("0123456789ab", owner=2)
+    for folder, number in ((order.run_dir, 2), (tmp_path / order.claimed, theirs)):
+        if number:
+            Path(folder).mkdir(parents=True)
+            write_state(str(folder), replace(state, owner=number))
+    assert detached_head._is_continued_elsewhere(order, tmp_path) == is_elsewhere
 
 
 def test_a_request_to_stop_reaches_the_command_and_is_consumed(tmp_path: Path) -> None:
