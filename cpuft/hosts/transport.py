@@ -518,7 +518,7 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
     errors, is_late = list[bytes](), threading.Event()
 
     def send() -> None:
-        with suppress(OSError):  # the command need not read
+        with suppress(OSError, EOFError):  # the command need not read, and the connection may be broken
             channel.sendall(stdin)
             channel.shutdown_write()
 

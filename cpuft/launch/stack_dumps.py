@@ -32,7 +32,11 @@ _MOST_OPERATIONS = 3
 """Number of last operations in a message."""
 _MOST_CULPRITS = 3
 """Number of ranks that a message describes."""
-_WRITE_FILES = "import json, sys; [open(path, 'w').write(text) for path, text in json.load(sys.stdin).items()]"
+_WRITE_FILES = """import json, os, sys
+for path, text in json.load(sys.stdin).items():
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    open(path, "w").write(text)
+"""
 _FRAME = re.compile(r'^  File "(.*)", line ([0-9]{1,9}) in (.*)$', re.MULTILINE)
 _LIBRARIES = re.compile(r"^<|/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/cpuft/(comm|rank)/|/cpuft/argv\.py$")
 _TRAINING = re.compile(r"/cpuft/train/")
