@@ -150,9 +150,10 @@ def _judge(case: Case, code: Any, output: bytes, errors: str) -> Fault:
     if code not in (0, 1, 2):
         return f"{verb}: exit code {code}", errors[-300:]
     if code == 0 and ("--dry-run" in case.words or case.words[0] == "env"):
-        # A plan must be a script, but those of containers; settings must set variables and do nothing else.
+        # Plans are scripts, but those of containers; a policy is JSON. Settings set variables and do nothing else.
         command = ["bash", "-n"] if "--dry-run" in case.words else ["env", "-i", "bash", "-e"]
-        command = [sys.executable, "-c", _IS_YAML] if verb in ("submit kubernetes", "submit batch") else command
+        is_yaml = verb in ("submit kubernetes", "submit batch") or "--policy" in case.words
+        command = [sys.executable, "-c", _IS_YAML] if is_yaml else command
         script = subprocess.run(command, input=output, capture_output=True, check=False, env={"PATH": "/usr/bin:/bin"})
         wrong = script.returncode or script.stdout or script.stderr
         return (f"{verb}: prints no script", repr(script)[-300:]) if wrong else NONE
