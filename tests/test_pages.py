@@ -147,6 +147,7 @@ RENTED = "docs/aws.md"
 HOSTS = ("docs/clusters-simulated.md", RENTED)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("path", [pytest.param(one, marks=needs_root) if one in HOSTS else one for one in SHOWN])
 def test_commands_print_what_pages_show(path: str, request: pytest.FixtureRequest) -> None:
     world = request.getfixturevalue("rented_world" if path == RENTED else "world")
@@ -158,6 +159,7 @@ def test_commands_print_what_pages_show(path: str, request: pytest.FixtureReques
         assert re.fullmatch("".join(lines), printed), f"{path}: {command}\n{said}"
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("path", ("README.md", "docs/training.md"))
 def test_the_trained_model_is_loaded_with_transformers(path: str, world: World) -> None:
     (launch,) = (command for command, _ in SHOWN[path] if "cpuft launch" in command)
