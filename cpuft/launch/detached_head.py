@@ -234,7 +234,10 @@ def _is_continued_elsewhere(order: Order, root: Path) -> bool:
     """Return whether another launcher has started the run later, whose results it will have. A script may exit with the
     same code by itself.
     """
-    own, theirs = read_state(order.run_dir), read_state(str(root / order.claimed))
+    try:
+        own, theirs = read_state(order.run_dir), read_state(str(root / order.claimed))
+    except CpuftError:  # nobody can tell: the results stay
+        return False
     return own is None or (theirs is not None and theirs.owner > own.owner)
 
 

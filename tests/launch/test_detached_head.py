@@ -90,6 +90,8 @@ def test_a_script_may_exit_with_the_code_of_a_later_start(
             Path(folder).mkdir(parents=True)
             write_state(str(folder), replace(state, owner=number))
     assert detached_head._is_continued_elsewhere(order, tmp_path) == is_elsewhere
+    Path(order.run_dir, "state.json").write_text("damaged")
+    assert not detached_head._is_continued_elsewhere(order, tmp_path)
 
 
 def test_a_request_to_stop_reaches_the_command_and_is_consumed(tmp_path: Path) -> None:
