@@ -59,18 +59,21 @@ ALLOWED: dict[str, set[str]] = {
     # Supervising a run is reading what its ranks wrote when they failed.
     "launch": HOSTS | {"rank"},
     # What instances cost is in the table that estimates read.
-    "provision": HOSTS | {"launch", "rank", "report"},
+    "provision": HOSTS | {"launch", "rank", "report", "judge"},
     "doctor": HOSTS | {"launch", "rank"},
     "rank": ON_A_RANK,
     "comm": ON_A_RANK | {"rank", "kernels"},
-    "train": ON_A_RANK | {"rank", "comm", "kernels"},
-    "report": PURE | {"record", "config"},
+    "judge": PURE | {"record", "config"},
+    "train": ON_A_RANK | {"rank", "comm", "kernels", "judge"},
+    "report": PURE | {"record", "config", "judge"},
     "schedulers": HOSTS | {"launch", "rank"},
-    "sweep": HOSTS | {"launch", "rank", "report"},
-    "cli": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report", "trackers", "sweep"},
+    "sweep": HOSTS | {"launch", "rank", "report", "judge"},
+    "cli": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report", "judge", "trackers", "sweep"},
     # A user's own process, which has torch if it loads a model.
-    "api": HOSTS | {"launch", "rank", "doctor", "report", "cli", "trackers", "sweep", "comm", "train", "kernels"},
-    "__main__": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report", "trackers", "sweep", "cli"},
+    "api": HOSTS
+    | {"launch", "rank", "doctor", "report", "judge", "cli", "trackers", "sweep", "comm", "train", "kernels"},
+    "__main__": HOSTS
+    | {"launch", "schedulers", "rank", "provision", "doctor", "report", "judge", "trackers", "sweep", "cli"},
 }
 """What each folder or module may import, also indirectly."""
 

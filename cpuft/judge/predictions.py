@@ -1,0 +1,97 @@
+"""What a run's saved model predicts for each validation example: `predictions.parquet` in the run folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpuft.errors import CpuftError, install_command
+from cpuft.files import write_atomically
+from cpuft.serialization import load, parse_json
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FILE_NAME = "predictions.parquet"
+MOST_PROBABILITIES = 100
+"""Largest number of classes for which the probability of every class is kept."""
+_KEY = b"cpuft"
+"""Of the metadata of the file."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What the rows of a file of predictions are."""
+
+    kind: str
+    """What is predicted: `Task.kind`."""
+    classes: tuple[str, ...]
+    """Names of the classes in the order of their numbers; empty for the kinds without."""
+    metrics: dict[str, float]
+    """The metrics of these predictions, as the record has them."""
+    rows: str
+    """Checksum of the validation rows as they were read, which does not depend on the tokenizer: only predictions with
+    equal checksums can be compared row by row."""
+    step: int
+    """Update whose weights predicted."""
+    slice_by: str = ""
+    """Name of the column whose values are in `slice`; empty if there is none."""
+
+
+@dataclass(frozen=True)
+class RunPredictions:
+    """The predictions of a run; the columns of `table` depend on the kind.
+
+    All kinds: `split` (string: the suffix of the metrics' names), `row` (int64: number in the split, from 0) and
+    `tokens` (int32: length after cutting; 0 for pairs). Unless the run was started with --no-examples, `text` (list of
+    strings: the beginning of each text of the row, of pairs the query's). With --slice-by, `slice` (string: the value
+    of that column). Then
+
+    - class: `label` and `prediction` (strings), `confidence` and `label_probability` (float32: probabilities of the
+      prediction and of the label), and `probabilities` (list of float32 in the order of the classes), which is left out
+      with more than `MOST_PROBABILITIES` classes.
+    - labels: `label` and `prediction` (lists of strings), and `probabilities` as for class.
+    - tags: `label` and `prediction` (lists of strings, one for each word that the tokenizer left).
+    - score and similarity: `label` and `prediction` (float64).
+    - relevance: `query` (int64), `label` and `prediction` (float64: relevance, and the model's score).
+    - pairs: a row is a query; one float64 column for each metric, named like it, whose mean is the metric.
+    """
+
+    about: About
+    table: pyarrow.Table
+
+    def column(self, name: str) -> Any:
+        """Return a column as a NumPy array of numbers, or of Python objects (strings and lists)."""
+        return self.table.column(name).to_numpy()
+
+
+def write_predictions(folder: Path, about: About, columns: dict[str, Any]) -> None:
+    """Write the file of predictions into a folder, completely or not at all; all columns have the same length."""
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table(columns).replace_schema_metadata({_KEY: json.dumps(vars(about))})
+    with write_atomically(folder / FILE_NAME) as beside:
+        parquet.write_table(table, beside, compression="zstd")
+
+
+def read_predictions(run: str) -> RunPredictions:
+    """Read the predictions of a run. Raises CpuftError: the run has none, or the file is damaged."""
+    path = Path(run, FILE_NAME)
+    if not path.is_file():
+        raise CpuftError(
+            f"{run} has no {FILE_NAME}: give the folder of a finished run with labels, scores or queries, which was "
+            f"trained with this version of cpuft"
+        )
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise CpuftError(f"{FILE_NAME} is read with PyArrow: {install_command('train')}") from None
+    try:
+        table = parquet.read_table(path)
+        about = load(About, parse_json((table.schema.metadata or {})[_KEY].decode()), str(path))
+    except Exception as error:  # PyArrow raises many kinds of errors
+        raise CpuftError(f"{path} is damaged ({error!r:.200}): fetch or train the run again") from None
+    return RunPredictions(about, table)
