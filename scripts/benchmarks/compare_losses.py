@@ -52,14 +52,18 @@ def train(checkout: Path, run_dir: Path, ranks: int, words: Sequence[str]) -> tu
 
 def main() -> None:
     """Exit with 1 if a loss differs by more than the limit."""
-    parser = argparse.ArgumentParser(prog="compare-losses", description=__doc__)
+    parser = argparse.ArgumentParser(
+        usage=f"compare-losses BEFORE [OPTIONS] [-- OPTIONS OF cpuft launch, in place of {' '.join(EXACT)}]",
+        description=__doc__,
+    )
     parser.add_argument("before", help="a commit; it is compared with this checkout as it is")
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, each compared [1,2]")
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--limit", type=float, help="largest difference [0 on one rank, else 1e-6]")
-    parser.add_argument("options", nargs="*", help=f"behind --: options of cpuft launch [{' '.join(EXACT)}]")
-    options = parser.parse_args()
-    words = (*(options.options or EXACT), "--max-steps", str(options.updates))
+    # argparse takes no options between the commit and what is behind --.
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, words_of_launch = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    words = (*(words_of_launch or EXACT), "--max-steps", str(options.updates))
     rows, is_bad = [], False
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder, "before")
