@@ -68,7 +68,7 @@ class ValidationRows:
     text_bytes: NDArray[np.uint8]
     """The beginnings of the rows' texts in UTF-8, one after another."""
     text_ends: NDArray[np.int64]
-    """Where each text ends in `text_bytes`, shape (rows, texts of a row). These may be only the first rows."""
+    """Where each text ends in `text_bytes`, shape (rows, texts of a row). These may be only the first rows, or none."""
     slice_numbers: NDArray[np.int32]
     """Number of each row's value of --slice-by in `slice_values`, shape (rows,); (0,) without --slice-by."""
     slice_values: tuple[str, ...] = ()
@@ -228,7 +228,7 @@ def _check_judgements(tokens: Tokens) -> Tokens:
 
 def _check_rows(rows: ValidationRows, count: int) -> ValidationRows:
     ends, numbers = rows.text_ends, rows.slice_numbers
-    if len(ends) > count or (np.diff(ends.ravel(), prepend=0) < 0).any() or ends.max() > len(rows.text_bytes):
+    if len(ends) > count or (np.diff(ends.ravel(), prepend=0) < 0).any() or ends.max(initial=0) > len(rows.text_bytes):
         raise ValueError("the ends of the validation rows' texts are damaged")
     if len(numbers) not in (0, count) or not all(0 <= number < len(rows.slice_values) for number in np.unique(numbers)):
         raise ValueError("the values of the validation rows are damaged")

@@ -95,6 +95,8 @@ FORMAT = 8
 """Part of the checksum: to be raised when the same input gives other tokens, so that older archives are not reused."""
 _ROWS_FORMAT = 1
 """To be raised when more is kept of validation rows. It is no part of the checksum, by which runs are compared."""
+_MOST_TEXTS = 100_000
+"""Number of validation rows, the first ones of a split, whose texts are kept."""
 MAX_UNKNOWN_SHARE = 0.05
 """Share of the training texts' tokens that may be unknown without a warning."""
 _SECONDS_BETWEEN_LINES = 10
@@ -282,14 +284,16 @@ def prepare(config: TrainConfig) -> Path:
     data = replace(data, train=data.train.first(config.max_train_samples))
     checksum = checksum_data(data, config)
     slices = {name: read_slices(split, config.slice_by) for name, split in data.validation.items()}
-    rows_key = repr((_ROWS_FORMAT, [(numbers.tobytes(), values) for numbers, values in slices.values()]))
+    rows_key = repr(
+        (_ROWS_FORMAT, config.examples, [(numbers.tobytes(), values) for numbers, values in slices.values()])
+    )
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}-{hash_text(rows_key, 8)}.npz"
     if path.exists():
         return _check_cached(config, path)
     check_positions(config)
     tokenizer, trained = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     splits = {"train": data.train, **{f"validation{name}": split for name, split in data.validation.items()}}
-    beginnings = {key: TextBeginnings() for key in splits if key != "train"}
+    beginnings = {key: TextBeginnings(_MOST_TEXTS if config.examples else 0) for key in splits if key != "train"}
     with explain_cache_failures(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix="tokens-") as folder:
         found = {
             key: _tokenize_to_files(

@@ -22,8 +22,6 @@ Slices = tuple[NDArray[np.int32], tuple[str, ...]]
 """The number of each row's value of --slice-by, and the values; both empty without --slice-by."""
 MOST_VALUES = 100
 """Largest number of different values that the column of --slice-by may have."""
-_MOST_TEXTS = 100_000
-"""Number of rows, the first ones of a split, whose texts are kept."""
 _MOST_CHARACTERS = 500
 """Number of characters that are kept of each text."""
 
@@ -38,14 +36,15 @@ def checksum_rows(data: TaskData) -> str:
 
 
 class TextBeginnings:
-    """Collects the beginnings of the texts of a split's first rows."""
+    """Collects the beginnings of the texts of a split's first rows, of at most `most` rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._content, self._ends = bytearray(), list[list[int]]()
 
     def add(self, rows: Iterable[Sequence[str]], are_words: bool = False) -> None:
         """Add rows of texts; with `are_words`, a row's texts are its words, which become one text."""
-        for texts in islice(rows, _MOST_TEXTS - len(self._ends)):
+        for texts in islice(rows, self._most - len(self._ends)):
             self._ends.append([])
             for text in (" ".join(texts[:_MOST_CHARACTERS]),) if are_words else texts:
                 self._content += text[:_MOST_CHARACTERS].encode(errors="replace")
@@ -53,10 +52,8 @@ class TextBeginnings:
 
     def finish(self, slices: Slices) -> ValidationRows:
         """Return them, with the values of --slice-by."""
-        numbers, values = slices
-        return ValidationRows(
-            np.frombuffer(bytes(self._content), np.uint8), np.asarray(self._ends, np.int64), numbers, values
-        )
+        ends = np.asarray(self._ends, np.int64) if self._ends else np.zeros((0, 1), np.int64)
+        return ValidationRows(np.frombuffer(bytes(self._content), np.uint8), ends, *slices)
 
 
 def read_slices(split: Examples | FileExamples, column: str) -> Slices:

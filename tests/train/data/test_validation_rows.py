@@ -12,7 +12,6 @@ import pytest
 from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.train.data import validation_rows
 from cpuft.train.data.archive import Prepared, read_prepared
 from cpuft.train.data.prepare import prepare
 from tests.train.data.test_sources import files, lines
@@ -31,7 +30,7 @@ def list_texts(found: Prepared) -> list[list[str] | None]:
 
 def test_rows_are_those_that_were_read(own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = files(tmp_path, TRAIN, VALIDATION)
-    monkeypatch.setattr(validation_rows, "_MOST_TEXTS", 3)
+    monkeypatch.setattr("cpuft.train.data.prepare._MOST_TEXTS", 3)
     plain = read(config)
     assert list_texts(plain) == [["ä" * 500], ["ä1"], ["ää2"], None]
     assert len(plain.validation_rows[""].slice_numbers) == 0
@@ -41,6 +40,7 @@ def test_rows_are_those_that_were_read(own_cache: None, tmp_path: Path, monkeypa
     assert list_texts(sliced) == list_texts(plain)
     # Neither changes what is trained on, and the rows are equal whatever their tokens are.
     assert (sliced.checksum, sliced.rows) == (plain.checksum, plain.rows)
+    assert list_texts(read(replace(config, examples=False))) == [None] * 4
     shorter = read(replace(config, max_length=16))
     assert (shorter.checksum == plain.checksum, shorter.rows == plain.rows) == (False, True)
     other = read(files(tmp_path, TRAIN, VALIDATION.replace("ä1", "ö1")))
