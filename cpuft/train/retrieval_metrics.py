@@ -41,6 +41,7 @@ def measure_queries(
     """Return the numbers of the queries that have relevant documents, and each metric of each of them, fp64,
     (queries,). Arguments and errors are those of `compute_retrieval_metrics`.
     """
+
     def rank(asked: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         return rank_documents(queries[asked], documents, count, similarity)
 
