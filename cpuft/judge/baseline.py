@@ -60,14 +60,17 @@ def fit(kind: str, texts: Texts, labels: Sequence[Any], classes: int) -> Predict
     if kind == "score":
         mean = float(np.mean(labels))
         return lambda others: np.full(len(others), mean)
-    encode = fit_counts(texts)
+    encode, columns = _fit_counts(texts)
     if kind == "similarity":
-        return lambda others: _multiply_rows(*_encode_columns(encode, others))
-    return fit_linear_model(encode, texts, labels, classes if kind == "labels" else 0)
+        return lambda others: _multiply_rows(*encode_columns(encode, others))
+    return fit_linear_model(encode, columns, labels, classes if kind == "labels" else 0)
 
 
-def fit_counts(texts: Texts) -> Encode:
-    """Return a function that makes TF-IDF vectors of length 1: of words, pairs of words, and groups of characters."""
+def _fit_counts(texts: Texts) -> tuple[Encode, list[Any]]:
+    """Return a function that makes TF-IDF vectors of length 1, of words, pairs of words and groups of characters; and
+    what `encode_columns` returns with it for these texts.
+    """
+    from scipy.sparse import vstack
     from sklearn.feature_extraction.text import CountVectorizer, HashingVectorizer, TfidfTransformer
 
     list_words = CountVectorizer(token_pattern=_WORD, ngram_range=(1, 2)).build_analyzer()
@@ -82,12 +85,18 @@ def fit_counts(texts: Texts) -> Encode:
     count = HashingVectorizer(
         analyzer=analyze, n_features=_FEATURES, norm=None, alternate_sign=False, dtype=np.float32
     ).transform
-    weigh = TfidfTransformer(sublinear_tf=True).fit(count([text for row in texts for text in row]))
-    return lambda some: weigh.transform(count(some), copy=False)
+    counts = [count(column) for column in zip(*texts)]
+    weigh = TfidfTransformer(sublinear_tf=True).fit(vstack(counts) if len(counts) > 1 else counts[0])
+    return lambda some: weigh.transform(count(some), copy=False), [weigh.transform(one, copy=False) for one in counts]
 
 
-def fit_linear_model(encode: Encode, texts: Texts, labels: Sequence[Any], classes: int) -> Predict:
-    """Fit logistic regression; with several classes, one for each of them against the others.
+def encode_columns(encode: Encode, texts: Texts) -> list[Any]:
+    """Return the features of the first texts of all examples, then those of the second ones if there are any."""
+    return [encode(list(column)) for column in zip(*texts)]
+
+
+def fit_linear_model(encode: Encode, columns: list[Any], labels: Sequence[Any], classes: int) -> Predict:
+    """Fit logistic regression to encoded columns; with several classes, one for each of them against the others.
 
     `classes` is 0 if each label is a class number, and the number of classes if it is a tuple of class numbers. Of two
     texts, the features are the products and the absolute differences of those of both, and their cosine.
@@ -104,8 +113,8 @@ def fit_linear_model(encode: Encode, texts: Texts, labels: Sequence[Any], classe
         model = DummyClassifier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a class without examples, and of a fit that is not exact
-        model.fit(_join_features(encode, texts), wanted)
-    return lambda others: model.predict(_join_features(encode, others))
+        model.fit(_join_features(columns), wanted)
+    return lambda others: model.predict(_join_features(encode_columns(encode, others)))
 
 
 def mark_classes(labels: Sequence[Sequence[int]], classes: int) -> NDArray[np.float32]:
@@ -116,18 +125,14 @@ def mark_classes(labels: Sequence[Sequence[int]], classes: int) -> NDArray[np.fl
     return marks
 
 
-def _encode_columns(encode: Encode, texts: Texts) -> list[Any]:
-    return [encode(list(column)) for column in zip(*texts)]
-
-
 def _multiply_rows(one: Any, other: Any) -> NDArray[Any]:
     return np.asarray(one.multiply(other).sum(1)).ravel()
 
 
-def _join_features(encode: Encode, texts: Texts) -> Any:
+def _join_features(columns: list[Any]) -> Any:
     from scipy.sparse import csr_matrix, hstack
 
-    first, *others = [csr_matrix(part) for part in _encode_columns(encode, texts)]
+    first, *others = map(csr_matrix, columns)
     if not others:
         return first
     (second,) = others

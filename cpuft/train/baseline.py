@@ -32,6 +32,7 @@ from cpuft.judge.baseline import (
     Bm25,
     Encode,
     Predict,
+    encode_columns,
     fit,
     fit_linear_model,
     mark_classes,
@@ -50,7 +51,7 @@ from cpuft.train.startup import find_hub_problem
 
 _FORMAT = 1
 """Part of the checksum: to be raised when the same rows get another baseline."""
-_MOST_CHARACTERS = 10_000_000
+_MOST_CHARACTERS = 7_000_000
 """Characters of the texts that are counted: of training rows with up to ten classes, or of documents to search."""
 _CLASSES_AT_ONCE = 10
 """Number of classes up to which a linear model is fitted to _MOST_CHARACTERS; with more, it is fitted to fewer."""
@@ -93,7 +94,8 @@ def find_static_baseline(config: TrainConfig, model: str) -> Baseline:
         raise CpuftError("--static-model is for tasks with classes of texts: leave it out")
     train, encode = _select_rows(data), _load_static_model(model)
     with _one_thread() as measure_seconds:
-        predict = fit_linear_model(encode, train.texts, train.labels, classes if kind == "labels" else 0)
+        columns = encode_columns(encode, train.texts)
+        predict = fit_linear_model(encode, columns, train.labels, classes if kind == "labels" else 0)
         metrics = _measure(data, predict)
         name = f"static embeddings of {model} with a linear model"
         return Baseline(name, metrics, measure_seconds(), len(train), len(data.train))

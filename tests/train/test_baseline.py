@@ -82,7 +82,7 @@ def test_search_finds_what_has_the_rare_words(task: str, metric: str, tmp_path: 
 
 
 def test_many_texts_are_thinned_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Examples([("x" * 10,) for _ in range(100)], [float(number >= 50) for number in range(100)])
+    rows = Examples([("x" * 5, "y" * 5) for _ in range(100)], [float(number >= 50) for number in range(100)])
     data = replace(read_task_data(DEMO), train=rows)
     monkeypatch.setattr(baseline, "_MOST_CHARACTERS", 300)
     monkeypatch.setattr(baseline, "read_task_data", lambda config, check_labels: data)
