@@ -179,7 +179,8 @@ def read_prepared(path: str) -> Prepared:
             validation_rows={
                 name: _check_rows(
                     ValidationRows(
-                        *(arrays[f"validation{name}.{part}"] for part in ROW_ARRAYS), tuple(map(str, values))
+                        **{part: arrays[f"validation{name}.{part}"] for part in ROW_ARRAYS},
+                        slice_values=tuple(map(str, values)),
                     ),
                     len(splits[f"validation{name}"]),
                 )
