@@ -21,12 +21,22 @@ from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import choose_precision
+from cpuft.judge.baseline import KINDS
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.world import parse_world
-from cpuft.record import EarlierMeasurements, Header, RecordedRank, Writer, describe_products, format_line
+from cpuft.record import (
+    EarlierMeasurements,
+    Header,
+    RecordedRank,
+    Writer,
+    describe_products,
+    format_baseline,
+    format_line,
+)
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
+from cpuft.train.baseline_process import BaselineProcess
 from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
 from cpuft.train.checkpoint.model_card import write_model_card
@@ -57,6 +67,7 @@ from cpuft.train.ranks import (
 )
 from cpuft.train.remarks import find_remark, warn_of_learning_rate
 from cpuft.train.reporter import Progress, RunReporter, make_footer, make_header, make_resumed_line
+from cpuft.train.saved_predictions import save_predictions
 from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
 from cpuft.train.tracking import TrackerProcess
@@ -131,6 +142,10 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
             # Only ranks that work in a folder of their host, from which the launcher fetches, keep checkpoints.
             users_run_dir = "" if worker.keep_checkpoints else worker.run_dir
             stack.enter_context(TrackerProcess(config.report_to, worker.run_dir, users_run_dir, progress.show))
+        baseline = None
+        if reporter.record and not worker.independent and prepared.kind in KINDS:
+            baseline = stack.enter_context(BaselineProcess(config, worker.is_measured, progress.show))
+            setup.observers.append(baseline)
         with setup.exchange.full_weights():
             prove_equal_parameters(model, "before the first step")
         resume_garbage_collection()
@@ -145,10 +160,19 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
                 # sentence-transformers loads whole models.
                 merged = config.lora_merge or prepared.kind in SENTENCE_TRANSFORMERS_KINDS
                 save_model(model, source, worker.run_dir, merged, prepared.tokenizer, objective.finish_folder)
+            if reporter.record and result.evaluation and result.predictions:
+                folder = Path(worker.run_dir)
+                kept = result.predictions
+                if warning := save_predictions(folder, config, prepared, result.evaluation, kept):
+                    progress.show(warning)
+            found = baseline.finish() if baseline else None
+            if reporter.record and found:
+                progress.show_result(format_baseline(found))
+                reporter.record.write(found)
         if reporter.record:
             footer = make_footer(result, peak_memory, time.perf_counter() - started)
             if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
-                write_model_card(folder, header, result.evaluation, footer)
+                write_model_card(folder, header, result.evaluation, footer, found)
             reporter.record.write(footer)
             if remark := find_remark(setup.config, objective, prepared, result.steps, result.evaluation):
                 progress.show(remark)
