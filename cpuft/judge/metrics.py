@@ -15,7 +15,8 @@ from scipy import sparse
 from scipy.stats import binomtest
 
 from cpuft.judge.predictions import RunPredictions
-from cpuft.judge.reranking_metrics import LEAST_RELEVANT, measure_queries
+from cpuft.judge.ranking import LEAST_RELEVANT, measure_queries
+from cpuft.judge.resampling import Ranks, compute_matthews, correlate_weighted
 
 MOST_CLASSES = 20
 """Largest number of classes whose confusion matrix is whole, and whose F1 have intervals."""
@@ -241,7 +242,7 @@ def _use_classes(predictions: RunPredictions) -> _Units:
         cells = np.arange(len(pairs))
         wanted, predicted = pairs // len(known), pairs % len(known)
         right = wanted == predicted
-        entries = [(cells, 0, wanted), (cells, 1, predicted), (cells[right], 2, wanted[right])]
+        entries = [(cells[right], 0, wanted[right]), (cells, 1, predicted), (cells, 2, wanted)]
         table = _make_table(entries, len(pairs), len(known), right, np.ones(len(pairs)))
         return _count_sample(names, counts, table, len(known), "accuracy", positive)
 
@@ -264,7 +265,9 @@ def _use_labels(predictions: RunPredictions) -> _Units:
     sets = [[set(one) for one in predictions.column(name)] for name in ("label", "prediction")]
     right = np.asarray([label == found for label, found in zip(*sets)])
     both = [label & found for label, found in zip(*sets)]
-    table = _make_table(_list_entries(classes, [*sets, both]), len(both), len(classes), right, np.ones(len(both)))
+    table = _make_table(
+        _list_entries(classes, [both, *reversed(sets)]), len(both), len(classes), right, np.ones(len(both))
+    )
     names = ("f1_micro", "f1_macro", "accuracy", "f1_weighted")
     return _use_table(names, table, classes, "rows", "accuracy", all_classes=True)
 
@@ -279,9 +282,9 @@ def _use_tags(predictions: RunPredictions) -> _Units:
     has_entities = "f1" in predictions.about.metrics
     find = get_entities if has_entities else lambda one: [(tag, place) for place, tag in enumerate(one)]
     sets = [[set(find(one)) for one in side] for side in tags]
-    sets.append([label & found for label, found in zip(*sets)])
+    sets = [[label & found for label, found in zip(*sets)], *reversed(sets)]
     kinds = [[[thing[0] for thing in one] for one in side] for side in sets]
-    classes = tuple(sorted({name for side in kinds[:2] for one in side for name in one}))
+    classes = tuple(sorted({name for side in kinds for one in side for name in one}))
     table = _make_table(_list_entries(classes, kinds), len(words), len(classes), right, words)
     names = ("f1", "precision", "recall", "accuracy") if has_entities else ("accuracy",)
     unit = "entities" if has_entities else "words"
@@ -289,11 +292,11 @@ def _use_tags(predictions: RunPredictions) -> _Units:
 
 
 Entries = list[tuple[Indices, int, Indices]]
-"""(rows, 0 for labels, 1 for predictions or 2 for what is in both, numbers of classes); a row may be there repeatedly."""
+"""Rows (also repeatedly), 0 for what is in both, 1 for predictions or 2 for labels, and the numbers of the classes."""
 
 
 def _list_entries(classes: Sequence[str], sides: Sequence[Sequence[Iterable[str]]]) -> Entries:
-    """Return the entries of labels, predictions and what is in both, as names of classes for each row."""
+    """Return the entries of what is in both, predictions and labels, each with names of classes for each row."""
     numbers = {name: number for number, name in enumerate(classes)}
     entries = Entries()
     for side, rows in enumerate(sides):
@@ -349,20 +352,20 @@ def _measure_counts(
     mean over classes contains those that no row has, as scikit-learn's for several labels.
     """
     totals = times @ table
-    labels, found, both = (totals[:, side * classes : (side + 1) * classes] for side in range(3))
+    both, found, labels = (totals[:, side * classes : (side + 1) * classes] for side in range(3))
     right, terms = totals[:, -2], totals[:, -1]
     f1 = _divide(2 * both, labels + found)
-    sums = [one.sum(-1) for one in (labels, found, both)]
-    micro = _divide(2 * sums[2], sums[0] + sums[1])
+    sums = [one.sum(-1) for one in (both, found, labels)]
+    micro = _divide(2 * sums[0], sums[1] + sums[2])
     measured = {
         "accuracy": lambda: right / terms,
-        "precision": lambda: _divide(sums[2], sums[1]),
-        "recall": lambda: _divide(sums[2], sums[0]),
+        "precision": lambda: _divide(sums[0], sums[1]),
+        "recall": lambda: _divide(sums[0], sums[2]),
         "f1": lambda: micro if positive is None else f1[:, positive].sum(-1),
         "f1_micro": lambda: micro,
         "f1_macro": lambda: _divide(f1.sum(-1), classes if all_classes else (labels + found > 0).sum(-1)),
-        "f1_weighted": lambda: _divide((f1 * labels).sum(-1), sums[0]),
-        "matthews_correlation": lambda: _correlate_classes(labels, found, right, terms),
+        "f1_weighted": lambda: _divide((f1 * labels).sum(-1), sums[2]),
+        "matthews_correlation": lambda: compute_matthews(totals[:, :-2]),
     }
     columns = [measured[name]() for name in names] + ([*f1.T] if classes <= MOST_CLASSES else [])
     return np.column_stack(columns)
@@ -373,13 +376,6 @@ def _divide(above: Any, below: Any) -> Numbers:
     below = np.asarray(below)
     result: Numbers = np.where(below == 0, 0.0, above / below)
     return result
-
-
-def _correlate_classes(labels: Numbers, found: Numbers, right: Numbers, terms: Numbers) -> Numbers:
-    """Return Matthews' correlation of several classes, computed as scikit-learn does."""
-    both = right * terms - (labels * found).sum(-1)
-    product = (terms**2 - (found**2).sum(-1)) * (terms**2 - (labels**2).sum(-1))
-    return _divide(both, np.sqrt(product))
 
 
 def _count_confusions(predictions: RunPredictions) -> Counter[tuple[str, str]]:
@@ -403,7 +399,7 @@ def _score_classes(
     if not units.classes:
         return []
     totals = everything.counts.astype(np.float64) @ everything.table
-    labels, found, both = totals[:-2].reshape(3, -1)
+    both, found, labels = totals[:-2].reshape(3, -1)
     mistaken = dict[str, tuple[int, str]]()
     for (label, prediction), rows in confusions.items():
         if label != prediction and rows > mistaken.get(label, (0, ""))[0]:
@@ -456,54 +452,41 @@ def _calibrate(predictions: RunPredictions) -> Calibration | None:
 def _use_scores(predictions: RunPredictions) -> _Units:
     """Return the units of rows with a score each, or of pairs of texts, whose cosines have another scale."""
     labels, found = (predictions.column(name).astype(np.float64) for name in ("label", "prediction"))
+    found[~np.isfinite(found)] = math.nan
     names = ("spearman", "pearson")
     if predictions.about.kind == "score":
         names = ("mean_absolute_error", "mean_error", "pearson", "spearman", "root_mean_squared_error")
 
     def select(rows: Indices) -> _Sample:
-        measure = partial(_measure_scores, names, labels[rows], found[rows])
+        pair = labels[rows], found[rows]
+        measure = partial(_measure_scores, names, *pair, *map(Ranks, pair))
         return _Sample(names, np.ones(len(rows), np.int64), measure)
 
     return _Units(len(labels), select)
 
 
-def _measure_scores(names: tuple[str, ...], labels: Numbers, found: Numbers, times: Numbers) -> Numbers:
+def _measure_scores(
+    names: tuple[str, ...], labels: Numbers, found: Numbers, label_ranks: Ranks, found_ranks: Ranks, times: Numbers
+) -> Numbers:
     size, errors = times.sum(-1), found - labels
+    # A prediction that is no number has a place in the order, but no rank.
+    is_known = 0 * errors.sum()
     measured = {
         "mean_absolute_error": lambda: times @ np.abs(errors) / size,
         "mean_error": lambda: times @ errors / size,
         "root_mean_squared_error": lambda: np.sqrt(times @ errors**2 / size),
-        "pearson": lambda: _correlate(times, labels[None], found[None]),
-        "spearman": lambda: _correlate(times, _rank(times, labels), _rank(times, found)),
+        "pearson": lambda: correlate_weighted(times, labels, found),
+        "spearman": lambda: correlate_weighted(times, label_ranks.find(times), found_ranks.find(times)) + is_known,
     }
     return np.column_stack([measured[name]() for name in names])
-
-
-def _correlate(times: Numbers, one: Numbers, other: Numbers) -> Numbers:
-    """Return Pearson's correlation of each sample; with a constant it is 0, as in the metrics of a run."""
-    size = times.sum(-1, keepdims=True)
-    one = one - (times * one).sum(-1, keepdims=True) / size
-    other = other - (times * other).sum(-1, keepdims=True) / size
-    product = (times * one**2).sum(-1) * (times * other**2).sum(-1)
-    return _divide((times * one * other).sum(-1), np.sqrt(product))
-
-
-def _rank(times: Numbers, values: Numbers) -> Numbers:
-    """Return the rank of each value in each sample, equal values with the mean of their ranks; (samples, rows)."""
-    if not np.isfinite(values).all():
-        return np.full_like(times, math.nan)
-    known, groups = np.unique(values, return_inverse=True)
-    table = sparse.csr_matrix((np.ones(len(values)), (np.arange(len(values)), groups)), (len(values), len(known)))
-    sizes = times @ table
-    ranks: Numbers = (sizes.cumsum(-1) - (sizes - 1) / 2)[:, groups]
-    return ranks
 
 
 def _use_relevance(predictions: RunPredictions) -> _Units:
     queries = predictions.column("query")
     relevant = predictions.column("label") >= LEAST_RELEVANT
     names = tuple(predictions.about.metrics)
-    values = measure_queries(names, predictions.column("prediction").astype(np.float32), relevant, queries)
+    scores = predictions.column("prediction").astype(np.float32)
+    values = {name: measure_queries(name, scores, relevant, queries) for name in names}
     return _use_means(values, np.unique(queries, return_index=True)[1])
 
 

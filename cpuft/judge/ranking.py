@@ -1,31 +1,28 @@
-"""Metrics of rerankers, equal to those of sentence-transformers' CrossEncoderRerankingEvaluator."""
+"""How well the documents of each query are ordered by their scores."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 LEAST_RELEVANT = 0.5
-"""Label from which on a document counts as relevant."""
+"""Score from which on the metrics count a document as relevant."""
 
 
 def measure_queries(
-    names: Sequence[str], scores: NDArray[np.float32], relevant: NDArray[np.bool_], queries: NDArray[np.int64]
-) -> dict[str, NDArray[np.float64]]:
-    """Return metrics of each query by name, from 0 to 1, in the order of the queries' numbers.
+    name: str, scores: NDArray[np.float32], relevant: NDArray[np.bool_], queries: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return a metric of each query, from 0 to 1, in the order of their numbers; its mean is the metric.
 
-    They tell how well the documents of a query are ordered. A query without relevant documents counts as 0, and one
-    whose only document is relevant as 1. Names are ndcg@K and mrr@K, each with a number K, and map (average precision
-    over all documents of a query); the arrays have the score, relevance and query number of each example, shape
-    (examples,). Raises ValueError for any other name.
+    It equals that of sentence-transformers' CrossEncoderRerankingEvaluator, which computes it with scikit-learn. A
+    query without relevant documents counts as 0, and one whose only document is relevant as 1. Names are ndcg@K and
+    mrr@K, each with a number K, and map (average precision over all documents of a query); the arrays have the score,
+    relevance and query number of each example, shape (examples,). Raises ValueError for any other name.
     """
     # Relevant documents are first, as the evaluator lists them: of equal scores, it ranks the last one first.
     order = np.lexsort((~relevant, queries))
     starts = np.flatnonzero(np.diff(queries[order])) + 1
-    groups = [(relevant[group], scores[group]) for group in np.split(order, starts)]
-    return {name: np.asarray([_measure(name, *group) for group in groups]) for name in names}
+    return np.asarray([_measure(name, relevant[group], scores[group]) for group in np.split(order, starts)])
 
 
 def _measure(name: str, relevant: NDArray[np.bool_], scores: NDArray[np.float32]) -> float:
