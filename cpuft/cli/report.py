@@ -59,10 +59,14 @@ def report(
     the same data with the same options, apart from the number of ranks and what belongs to it. If RUN is a folder of
     several runs, such as runs, unfinished ones are left out, and there is a table for each group of comparable runs.
 
+    For a single run, the report also shows how sure its metrics are, each class, what is mistaken for what, and how
+    the model does by length and by --slice-by, from the file predictions.parquet of the run.
+
     If RUN is the folder of a sweep, its configurations are shown, sorted by the mean of their metric.
     """
     from cpuft.record import Record, read_record
     from cpuft.report.comparison import compare, group_jobs
+    from cpuft.report.judgement import format_judgement, judge_record, judgement_to_json
     from cpuft.report.page import find_runs, page_path, read_estimates, write_page
     from cpuft.report.tables import format_markdown, format_text, to_json
     from cpuft.sweep.results import choose_metric, format_sweep, sweep_to_json, write_sweep_page
@@ -110,11 +114,18 @@ def report(
             click.echo("\n".join(texts), nl=False)
             return
         records = finished or records
-    comparison = compare(records)
+    comparison, judgement = compare(records), None
+    try:
+        judgement = judge_record(records[0]) if len(records) == 1 else None
+    except CpuftError as error:
+        say(f"where the model fails is not shown: {error}")
     if html:
         predictions = read_estimates(estimate) if estimate else []
-        click.echo(f"page: {write_page(records, page_path(runs), predictions, unfinished)}")
+        click.echo(f"page: {write_page(records, page_path(runs), predictions, unfinished, judgement)}")
     elif as_json:
-        click.echo(json.dumps(to_json(comparison), indent=2))
+        judged = {"judgement": judgement_to_json(judgement)} if judgement else {}
+        click.echo(json.dumps(to_json(comparison) | judged, indent=2))
     else:
         click.echo(format_markdown(comparison) if markdown else format_text(comparison), nl=False)
+        if judgement and not markdown:
+            click.echo(f"\n{format_judgement(judgement)}", nl=False)

@@ -433,8 +433,8 @@ class TrainConfig:
     )
     best_metric: str = evaluation_option(
         "",
-        "With --eval-every, metric by which --save-best and --early-stopping compare evaluations, such as f1 "
-        "(default: the first metric of the task)",
+        "With --eval-every, metric by which --save-best and --early-stopping compare evaluations, such as f1, or "
+        "macro-f1, which any classes have (default: the first metric of the task)",
         takes="NAME",
     )
     save_best: bool = evaluation_option(

@@ -7,15 +7,17 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
+from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
 from cpuft.report.comparison import Comparison, compare, group_repeats
 from cpuft.report.estimate import Estimate
 from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
+from cpuft.report.judgement import draw_calibration
 from cpuft.report.plots import (
     COLOURS,
     draw_learning_curves,
@@ -38,16 +40,24 @@ from cpuft.report.tables import (
 )
 from cpuft.serialization import load, parse_json
 
+if TYPE_CHECKING:  # imports NumPy, without which most reports are made
+    from cpuft.judge.metrics import Judgement
+
 _TEMPLATE = Path(__file__).with_name("page.html")
 _OURS = b'<meta name="generator" content="cpuft">'
 
 
 def write_page(
-    records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = (), unfinished: Sequence[Record] = ()
+    records: Sequence[Record],
+    path: Path,
+    predictions: Sequence[Estimate] = (),
+    unfinished: Sequence[Record] = (),
+    judgement: Judgement | None = None,
 ) -> Path:
     """Write the page of these runs and their ideals to `path`, and return `path`. An older page of cpuft is replaced.
 
-    `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`.
+    `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`. A single run
+    may have a `judgement`.
     """
     comparison = compare(list(records))
     if unfinished:
@@ -58,7 +68,7 @@ def write_page(
     for run in runs:
         if not run.steps:
             raise CpuftError(f"{run.path} has no steps to draw: leave it out of the page")
-    return render_page(path, lambda: describe(comparison, runs, predictions))
+    return render_page(path, lambda: describe(comparison, runs, predictions, judgement))
 
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
@@ -90,7 +100,12 @@ def _in_order(records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda record: (record.header.world_size, record.header.started))
 
 
-def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequence[Estimate]) -> dict[str, Any]:
+def describe(
+    comparison: Comparison,
+    runs: Sequence[Record],
+    predictions: Sequence[Estimate],
+    judgement: Judgement | None = None,
+) -> dict[str, Any]:
     """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
 
     A row of `legend` is (label, number of the colour, whether the line is dashed). `figures` has lists of (caption,
@@ -110,6 +125,8 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
             "Loss and metric": draw_learning_curves(runs),
             "Where the time of a step goes": [draw_phases(runs)],
         },
+        "judged": list_tables(judgement) if judgement else [],
+        "calibration": draw_calibration(judgement) if judgement else [],
         "drawings": list(
             zip(label_runs(runs), draw_hosts(runs), [max(0, len(run.header.hosts) - MOST_HOSTS) for run in runs])
         ),

@@ -22,6 +22,8 @@ from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import choose_precision
 from cpuft.judge.baseline import KINDS
+from cpuft.judge.predictions import FILE_NAME, read_predictions
+from cpuft.judge.tables import describe_judgement
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.world import parse_world
@@ -174,6 +176,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
             if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
                 write_model_card(folder, header, result.evaluation, footer, found)
             reporter.record.write(footer)
+            for line in describe_predictions(Path(worker.run_dir)):
+                progress.show(line)
             if remark := find_remark(setup.config, objective, prepared, result.steps, result.evaluation):
                 progress.show(remark)
         finish(checkpoints, worker, world.local_rank)
@@ -237,6 +241,19 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
     # Where the launcher still has to fetch the results, the checkpoints stay until it has.
     if worker.run_dir and local_rank == 0 and not worker.keep_checkpoints:
         remove_all(Path(worker.run_dir, FOLDER))
+
+
+def describe_predictions(folder: Path) -> list[str]:
+    """Return lines that tell where the saved model fails, none without predictions. Whatever fails is a warning."""
+    if not (folder / FILE_NAME).is_file():
+        return []
+    try:
+        from cpuft.judge.metrics import judge  # imports SciPy, for which no rank should wait at its start
+
+        return describe_judgement(judge(read_predictions(str(folder))))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return [f"warning: where the model fails could not be found out ({reason}): the run is complete"]
 
 
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:
