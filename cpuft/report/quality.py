@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cpuft.errors import CpuftError
 from cpuft.judge.difference import (
@@ -20,9 +19,7 @@ from cpuft.judge.difference import (
 )
 from cpuft.judge.predictions import read_predictions
 from cpuft.record import Record
-
-COLUMNS = ("metric", "A", "B", "B - A", "95 % interval", "p")
-"""Headings of the table of metrics."""
+from cpuft.report.comparison import Comparison, OtherJobError, compare
 
 
 @dataclass(frozen=True)
@@ -34,12 +31,14 @@ class Quality:
     b: str
     differences: Differences
     notes: tuple[str, ...]
+    columns: ClassVar = ("metric", "A", "B", "B - A", "95 % interval", "p")
+    """Headings of the table of metrics."""
 
     @property
     def title(self) -> str:
         """What is compared."""
         rows = self.differences.count(self.differences.first.rows)
-        return f"quality of A ({self.a}) and B ({self.b}) on the same validation rows: {rows}"
+        return f"Quality of A ({self.a}) and B ({self.b}) on the same validation rows: {rows}"
 
     @property
     def verdict(self) -> str:
@@ -63,38 +62,70 @@ class Quality:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as a JSON object."""
-        found = [
-            {**dataclasses.asdict(one), "difference": one.difference} for one in self.differences.found
-        ]
+        found = [{**dataclasses.asdict(one), "difference": one.difference} for one in self.differences.found]
         return {"a": self.a, "b": self.b, "verdict": self.verdict, "metrics": found, "notes": list(self.notes)}
 
 
-def compare_quality(a: Record, b: Record, no_speed: str = "") -> Quality:
-    """Compare the predictions of two runs; `no_speed` says why their speed is not compared.
+def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | None, str]:
+    """Return the comparison of the speed of two runs, that of their metrics, and why there is none of the metrics.
 
-    Raises CpuftError: one of them has no predictions, or they are for other rows.
+    Raises CpuftError: there is neither of the two.
+    """
+    comparison, refused, quality, problem = None, None, None, ""
+    try:
+        comparison = compare([a, b])
+    except CpuftError as error:
+        refused = error
+    try:
+        quality = compare_quality(a, b, refused)
+    except CpuftError as error:
+        problem = str(error)
+        if refused:
+            raise CpuftError(f"{refused}. Nor can their metrics be compared row by row: {problem}") from None
+    return comparison, quality, problem
+
+
+def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> Quality:
+    """Compare the predictions of two runs, whose speed cannot be compared if that is `refused`.
+
+    Raises CpuftError: one of them has no predictions, or they are of other rows.
     """
     folders = [str(Path(one.path).parent) for one in (a, b)]
-    differences = compare_predictions(*map(read_predictions, folders))
-    notes = [f"{one}." for one in (describe_better(differences), no_speed, _describe_changes(a, b)) if one]
+    found = [read_predictions(folder) for folder in folders]
+    for record, predictions in zip((a, b), found):
+        if str(record.metrics) != str(predictions.about.metrics):
+            raise CpuftError(f"the predictions beside {record.path} have other metrics than it: fetch the run again")
+    differences = compare_predictions(*found)
+    notes = [describe_better(differences), _describe_refusal(refused), _describe_changes(a, b)]
     if len(differences.found) > 1:
         notes.append(
-            f"the verdict is about {differences.first.metric.replace('_', ' ')}, the first metric; with several "
-            "metrics, one of them has a small p by chance more often."
+            f"the verdict is about {differences.first.metric.replace('_', ' ')}, the first metric; one of several "
+            "metrics has a small p by chance more often"
         )
     notes.append(
-        "this compares two trained models: the same options with another seed may differ as much, which cpuft sweep "
-        "--seed 1..5 shows."
+        "the same options with another seed may give a model that differs as much: compare several seeds before you "
+        "prefer an option"
     )
-    return Quality(*folders, differences, tuple(notes))
+    return Quality(folders[0], folders[1], differences, tuple(f"{note}." for note in notes if note))
+
+
+def _describe_refusal(refused: CpuftError | None) -> str:
+    if isinstance(refused, OtherJobError):
+        return "speed is not compared, because the runs are not the same job"
+    return f"speed is not compared: {refused}" if refused else ""
 
 
 def _describe_changes(a: Record, b: Record) -> str:
     """Return in which options two runs differ."""
-    options = [one.header.options | {"ranks": one.header.world_size, "data": one.header.data} for one in (a, b)]
-    names = [name for name in dict.fromkeys((*options[0], *options[1])) if options[0].get(name) != options[1].get(name)]
+    options = []
+    for header in (a.header, b.header):
+        told = {"task": header.task, "model": header.model, "ranks": header.world_size, "precision": header.precision}
+        options.append(told | {"checksum of the data": header.data} | {**header.options, **told})
+    first, second = options
     listed = [
-        f"{name.replace('_', ' ')} ({' and '.join(_format_option(one.get(name)) for one in options)})" for name in names
+        f"{name.replace('_', ' ')} ({_format_option(first.get(name))} and {_format_option(second.get(name))})"
+        for name in dict.fromkeys((*first, *second))
+        if first.get(name) != second.get(name)
     ]
     return f"A and B differ in {', '.join(listed)}" if listed else "A and B have the same options"
 
