@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ def _measure(metric: str, depth: int, hits: NDArray[np.bool_], counts: NDArray[n
     """
     hits = hits[:, :depth]
     ranks = np.arange(1, hits.shape[1] + 1)
-    found: NDArray[np.float64]
+    found: Any
     if metric == "accuracy":
         found = hits.any(1).astype(np.float64)
     elif metric == "precision":
@@ -80,7 +81,8 @@ def _measure(metric: str, depth: int, hits: NDArray[np.bool_], counts: NDArray[n
         found = np.cumsum(hits * precisions, axis=1)[:, -1] / np.minimum(counts, depth)
     else:
         raise ValueError(f"{metric} is no metric of retrieval")
-    return found
+    values: NDArray[np.float64] = found
+    return values
 
 
 def rank_documents(

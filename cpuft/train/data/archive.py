@@ -75,7 +75,7 @@ class ValidationRows:
 
     def list_texts(self, rows: NDArray[np.int64]) -> list[list[str] | None]:
         """Return the beginnings of the texts of each of these rows, and None for rows whose texts are not kept."""
-        begins = np.append(0, self.text_ends.ravel()[:-1]).reshape(self.text_ends.shape)
+        begins = np.append(0, self.text_ends.ravel())[:-1].reshape(self.text_ends.shape)
         return [self._read_texts(begins[row], self.text_ends[row]) if row < len(begins) else None for row in rows]
 
     def _read_texts(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[str]:
@@ -179,7 +179,8 @@ def read_prepared(path: str) -> Prepared:
             validation_rows={
                 name: _check_rows(
                     ValidationRows(
-                        *(arrays[f"validation{name}.{part}"] for part in ROW_ARRAYS), tuple(map(str, values))
+                        **{part: arrays[f"validation{name}.{part}"] for part in ROW_ARRAYS},
+                        slice_values=tuple(map(str, values)),
                     ),
                     len(splits[f"validation{name}"]),
                 )
