@@ -166,6 +166,10 @@ MOST_SECONDS = 1e9
 """A longer time in a record is impossible; `compare` refuses the record."""
 
 
+class OtherJobError(CpuftError):
+    """Two runs are not of the same job, so that their speed cannot be compared."""
+
+
 @dataclass(frozen=True)
 class SeedComparison:
     """A metric of one number of ranks over several seeds, compared with the baseline's metric with the same seeds."""
@@ -327,7 +331,7 @@ def _refuse_differences(records: list[Record]) -> None:
             pairs.append(("seed", _seed_of(first), _seed_of(record)))
         differing = [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]
         if differing:
-            raise CpuftError(
+            raise OtherJobError(
                 f"{first.path} and {record.path} are not the same job: they differ in {', '.join(differing)}; "
                 f"compare runs that differ in ranks and hosts only"
             )

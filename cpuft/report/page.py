@@ -27,6 +27,7 @@ from cpuft.report.plots import (
     folder_of,
     label_runs,
 )
+from cpuft.report.quality import Quality
 from cpuft.report.tables import (
     format_markdown,
     format_text,
@@ -53,11 +54,12 @@ def write_page(
     predictions: Sequence[Estimate] = (),
     unfinished: Sequence[Record] = (),
     judgement: Judgement | None = None,
+    quality: Quality | None = None,
 ) -> Path:
     """Write the page of these runs and their ideals to `path`, and return `path`. An older page of cpuft is replaced.
 
     `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`. A single run
-    may have a `judgement`.
+    may have a `judgement`, and two runs a section on their `quality`.
     """
     comparison = compare(list(records))
     if unfinished:
@@ -68,7 +70,27 @@ def write_page(
     for run in runs:
         if not run.steps:
             raise CpuftError(f"{run.path} has no steps to draw: leave it out of the page")
-    return render_page(path, lambda: describe(comparison, runs, predictions, judgement))
+    return render_page(path, lambda: {**describe(comparison, runs, predictions, judgement), "quality": quality})
+
+
+def write_quality_page(records: Sequence[Record], path: Path, quality: Quality) -> Path:
+    """Write the page of two runs whose speed cannot be compared to `path`, and return `path`."""
+
+    def make_parts() -> dict[str, Any]:
+        return {
+            "title": quality.title,
+            "verdict": quality.verdict,
+            "columns": quality.columns,
+            "rows": quality.rows,
+            "legend": _list_legend(records),
+            "figures": {"Loss and metric": draw_learning_curves(records)},
+            "hosts": [host_row(run) for run in records],
+            "links": [],
+            "settings": _list_settings(records)[0],
+            "notes": quality.notes,
+        }
+
+    return render_page(path, make_parts)
 
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
@@ -119,7 +141,7 @@ def describe(
         "rows": table_rows(comparison),
         "seed_columns": seed_columns(comparison),
         "seed_rows": seed_rows(comparison),
-        "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
+        "legend": _list_legend(runs),
         "figures": {
             "Speed": [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)],
             "Loss and metric": draw_learning_curves(runs),
@@ -136,6 +158,10 @@ def describe(
         "other_settings": other_settings,
         "notes": comparison.notes,
     }
+
+
+def _list_legend(runs: Sequence[Record]) -> list[tuple[str, int, bool]]:
+    return [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))]
 
 
 def host_row(run: Record) -> list[str]:

@@ -18,6 +18,7 @@ from cpuft.report.comparison import (
     judge_seeds,
     shares_cores,
 )
+from cpuft.report.quality import Quality
 from cpuft.terminal import WIDTH, format_table
 
 _LEAST_UNLIMITED = 0.8
@@ -200,6 +201,19 @@ def format_markdown(comparison: Comparison) -> str:
     if over_seeds := seed_rows(comparison):
         lines += ["", *_format_markdown_table(seed_columns(comparison), over_seeds)]
     return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in comparison.notes)]) + "\n"
+
+
+def format_quality(quality: Quality) -> str:
+    """Return the comparison of two runs' metrics as text for a terminal."""
+    title = f"{quality.title}\n{textwrap.fill(quality.verdict, WIDTH)}"
+    return format_table(quality.columns, quality.rows, title, quality.notes, left=1)
+
+
+def format_quality_markdown(quality: Quality) -> str:
+    """Return the comparison of two runs' metrics as Markdown: a heading, the verdict, the table and the notes."""
+    lines = [f"## {_escape(quality.title)}", "", f"**{_escape(quality.verdict)}**", ""]
+    lines += _format_markdown_table(list(quality.columns), quality.rows)
+    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in quality.notes)]) + "\n"
 
 
 def _format_markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
