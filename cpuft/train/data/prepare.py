@@ -55,7 +55,7 @@ from cpuft.train.data.chat import (
 )
 from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
-from cpuft.train.data.relevance import LEAST_RELEVANT, read_relevance
+from cpuft.train.data.relevance import read_relevance
 from cpuft.train.data.sources import MISSING, SCORE_KINDS, Examples, FileExamples, TaskData, is_blank, read_data
 from cpuft.train.data.texts import (
     Packer,
