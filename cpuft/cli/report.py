@@ -26,6 +26,12 @@ from cpuft.errors import CpuftError
             "current folder",
         ),
         click.Option(
+            ["--no-examples"],
+            is_flag=True,
+            help="With --html, leave out the validation examples that a run gets wrong, because their texts may be "
+            "private",
+        ),
+        click.Option(
             ["--estimate"],
             default="",
             metavar="FILE",
@@ -51,7 +57,15 @@ from cpuft.errors import CpuftError
     alternatives=tuple(itertools.combinations(("to", "html", "as_json", "markdown"), 2)),
 )
 def report(
-    runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, to: str, metric: str, config: str
+    runs: tuple[str, ...],
+    as_json: bool,
+    markdown: bool,
+    html: bool,
+    no_examples: bool,
+    estimate: str,
+    to: str,
+    metric: str,
+    config: str,
 ) -> None:
     """Show recorded runs side by side, as a table or an HTML page.
 
@@ -89,6 +103,8 @@ def report(
         raise CpuftError("--metric is for the folder of a sweep: leave it out, because other reports show all metrics")
     if estimate and not html:
         raise CpuftError("--estimate adds estimates to the HTML page: give --html as well")
+    if no_examples and not html:
+        raise CpuftError("--no-examples leaves examples out of the HTML page: give --html as well")
     found, others = find_runs(runs)
     if others:
         say(f"skipped, because there is no record.jsonl in them: {', '.join(others)}")
@@ -113,7 +129,7 @@ def report(
     comparison = compare(records)
     if html:
         predictions = read_estimates(estimate) if estimate else []
-        click.echo(f"page: {write_page(records, page_path(runs), predictions, unfinished)}")
+        click.echo(f"page: {write_page(records, page_path(runs), predictions, unfinished, not no_examples)}")
     elif as_json:
         click.echo(json.dumps(to_json(comparison), indent=2))
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+
 from cpuft.judge.predictions import RunPredictions
 
 MOST_CHARACTERS = 500
@@ -42,7 +44,6 @@ def find_contradictions(predictions: RunPredictions, wrong: Sequence[int]) -> li
 
 
 def _find_similar(groups: _Groups, wrong: Sequence[int]) -> list[tuple[int, int, float]]:
-    import numpy as np
     from scipy.sparse import hstack
     from sklearn import config_context
     from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer

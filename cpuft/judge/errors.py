@@ -5,18 +5,17 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError, counted, escape_controls, install_command
 from cpuft.judge.contradictions import MOST_CHARACTERS, find_contradictions
 from cpuft.judge.predictions import FILE_NAME, RunPredictions
-from cpuft.judge.reranking import LEAST_RELEVANT, measure_rankings
+from cpuft.judge.ranking import LEAST_RELEVANT, measure_queries
 from cpuft.judge.wrong_labels import name_opposites, rank_labels, read_classes, read_probabilities
 from cpuft.terminal import WIDTH
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 _COLUMNS = {
     "class": ("label", "prediction", "confidence", "label_probability"),
@@ -99,7 +98,7 @@ def list_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
         rating, ranking = _rate(predictions), rank_labels(predictions)
         contradictions = find_contradictions(predictions, rating.wrong)
     except ImportError:
-        raise CpuftError(f"errors are found with NumPy and scikit-learn: {install_command('train')}") from None
+        raise CpuftError(f"errors are found with scikit-learn: {install_command('train')}") from None
     suspects = ranking.order[: ranking.count].tolist() if ranking else []
     is_suspect = frozenset(suspects).__contains__
 
@@ -124,8 +123,6 @@ def list_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
 
 
 def _rate(predictions: RunPredictions) -> _Rating:
-    import numpy as np
-
     kind, table = predictions.about.kind, predictions.table
     if kind in _QUERY_KINDS:
         return _rate_queries(predictions)
@@ -154,8 +151,6 @@ def _sort(
     figure: str, figures: NDArray[np.float64], is_wrong: NDArray[np.bool_], predictions: Sequence[str] = ()
 ) -> _Rating:
     """Return the rating by a figure of each row, whose highest values are the worst."""
-    import numpy as np
-
     figures = np.nan_to_num(figures.astype(np.float64))  # of a model whose loss has diverged
     order = np.argsort(-figures, kind="stable")
     return _Rating(figure, figures, order[is_wrong.astype(bool)[order]].tolist(), predictions)
@@ -171,8 +166,6 @@ def _rank(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _rate_queries(predictions: RunPredictions) -> _Rating:
     """Rate queries by the first metric. A reranker's query has the row of the document that is ranked first."""
-    import numpy as np
-
     is_reranker = predictions.about.kind == "relevance"
     metrics = [name for name in predictions.about.metrics if is_reranker or name in predictions.table.column_names]
     if not metrics:
@@ -183,7 +176,7 @@ def _rate_queries(predictions: RunPredictions) -> _Rating:
         best = best[np.flatnonzero(np.diff(queries[best], prepend=-1))]
         figures = np.ones(len(queries))
         relevant = predictions.column("label") >= LEAST_RELEVANT
-        figures[best] = measure_rankings(metrics[0], scores, relevant, queries)
+        figures[best] = measure_queries(metrics[0], scores, relevant, queries)
     else:
         figures = predictions.column(metrics[0]).astype(np.float64)
     order = np.argsort(figures, kind="stable")
@@ -228,7 +221,7 @@ def summarize(errors: Errors) -> str:
     if errors.kind in _NUMBER_KINDS:
         return f"{count}. Rows are counted from 0."
     if not errors.wrong:
-        return f"none of {count} is predicted wrongly."
+        return f"No wrong prediction in {count}."
     parts = [f"{errors.wrong} of {count} {'is' if errors.wrong == 1 else 'are'} predicted wrongly."]
     parts += [f"Labels that may be wrong: {errors.suspected}."] * bool(errors.suspected)
     parts += [f"Pairs of similar texts with different labels: {errors.contradictory}."] * bool(errors.contradictory)
@@ -276,7 +269,7 @@ def format_errors(errors: Errors) -> str:
     lines = [f"{errors.run}: {summarize(errors)}"]
     sections = list_sections(errors)
     if sections and not any(texts for _, examples in sections for _, texts in examples):
-        lines.append("There are no texts, because the run was started with --no-examples.")
+        lines.append("They have no texts: a run keeps those of its first 100,000 rows, and none with --no-examples.")
     for heading, examples in sections:
         lines += ["", heading]
         for description, texts in examples:

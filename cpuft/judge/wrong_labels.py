@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cpuft.judge.predictions import RunPredictions
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 _ROUNDING = 1e-6
 """How far a probability may be below the threshold of its class, as in cleanlab."""
@@ -47,8 +45,6 @@ def rank_labels(predictions: RunPredictions) -> LabelRanking | None:
 
 
 def _rank_classes(predictions: RunPredictions, has_probabilities: bool) -> LabelRanking:
-    import numpy as np
-
     numbers = {name: number for number, name in enumerate(predictions.about.classes)}
     labels, predicted = (
         np.asarray([numbers[label] for label in predictions.table.column(name).to_pylist()], np.int64)
@@ -71,8 +67,6 @@ def _rank_classes(predictions: RunPredictions, has_probabilities: bool) -> Label
 
 
 def _rank_several_labels(predictions: RunPredictions) -> LabelRanking:
-    import numpy as np
-
     probabilities, is_label = read_probabilities(predictions), read_classes(predictions, "label")
     own = np.where(is_label, probabilities, 1 - probabilities)
     yes, no = (_divide(np.where(mask, own, 0.0).sum(0), mask.sum(0)) for mask in (is_label, ~is_label))
@@ -85,15 +79,11 @@ def _rank_several_labels(predictions: RunPredictions) -> LabelRanking:
 
 def _divide(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return means, less what rounding may make of them; of nothing infinity, which no probability reaches."""
-    import numpy as np
-
     return np.where(counts > 0, sums / np.maximum(counts, 1) - _ROUNDING, np.inf)
 
 
 def read_probabilities(predictions: RunPredictions) -> NDArray[np.float64]:
     """Return the probabilities of all classes, in an array of its own of shape (rows, classes)."""
-    import numpy as np
-
     column = predictions.table.column("probabilities").combine_chunks()
     values: NDArray[np.float64] = column.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
     return values.reshape(len(column), len(predictions.about.classes))
@@ -101,8 +91,6 @@ def read_probabilities(predictions: RunPredictions) -> NDArray[np.float64]:
 
 def read_classes(predictions: RunPredictions, name: str) -> NDArray[np.bool_]:
     """Return which classes a column with lists of them has in each row, shape (rows, classes)."""
-    import numpy as np
-
     numbers = {label: number for number, label in enumerate(predictions.about.classes)}
     rows = predictions.table.column(name).to_pylist()
     found = np.zeros((len(rows), len(numbers)), bool)

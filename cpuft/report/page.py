@@ -12,6 +12,8 @@ from typing import Any
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
+from cpuft.judge.predictions import FILE_NAME as PREDICTIONS_FILE
+from cpuft.judge.predictions import read_predictions
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
 from cpuft.report.comparison import Comparison, compare, group_repeats
 from cpuft.report.estimate import Estimate
@@ -40,14 +42,21 @@ from cpuft.serialization import load, parse_json
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _OURS = b'<meta name="generator" content="cpuft">'
+_MOST_EXAMPLES = 20
+"""Of each sort of errors."""
 
 
 def write_page(
-    records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = (), unfinished: Sequence[Record] = ()
+    records: Sequence[Record],
+    path: Path,
+    predictions: Sequence[Estimate] = (),
+    unfinished: Sequence[Record] = (),
+    examples: bool = True,
 ) -> Path:
     """Write the page of these runs and their ideals to `path`, and return `path`. An older page of cpuft is replaced.
 
-    `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`.
+    `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`. With
+    `examples`, the page of a single run shows examples that the model gets wrong.
     """
     comparison = compare(list(records))
     if unfinished:
@@ -58,7 +67,10 @@ def write_page(
     for run in runs:
         if not run.steps:
             raise CpuftError(f"{run.path} has no steps to draw: leave it out of the page")
-    return render_page(path, lambda: describe(comparison, runs, predictions))
+    shows_errors = examples and len(records) == 1
+    errors, notes = _describe_errors(str(Path(records[0].path).parent)) if shows_errors else ({}, [])
+    comparison = dataclasses.replace(comparison, notes=(*comparison.notes, *notes))
+    return render_page(path, lambda: describe(comparison, runs, predictions) | errors)
 
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
@@ -119,6 +131,26 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
         "other_settings": other_settings,
         "notes": comparison.notes,
     }
+
+
+def _describe_errors(run: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of the page about examples that a run gets wrong, and notes; both empty if it keeps no texts.
+
+    An example is a description and its texts. Whatever fails here, the page is written.
+    """
+    if not Path(run, PREDICTIONS_FILE).is_file():
+        return {}, []
+    try:
+        predictions = read_predictions(run)
+        if "text" not in predictions.table.column_names:
+            return {}, []
+        from cpuft.judge.errors import list_errors, list_sections, summarize  # imports NumPy
+
+        found = list_errors(run, predictions, _MOST_EXAMPLES)
+        sections = [(heading, [(one, *texts) for one, texts in examples]) for heading, examples in list_sections(found)]
+        return {"errors": {"summary": summarize(found), "sections": sections}}, []
+    except Exception as error:
+        return {}, [f"the model's errors are not shown: {str(error) or type(error).__name__}"]
 
 
 def host_row(run: Record) -> list[str]:
