@@ -69,10 +69,10 @@ def _rank_classes(predictions: RunPredictions, has_probabilities: bool) -> Label
 def _rank_several_labels(predictions: RunPredictions) -> LabelRanking:
     probabilities, is_label = read_probabilities(predictions), read_classes(predictions, "label")
     own = np.where(is_label, probabilities, 1 - probabilities)
-    yes, no = (_divide(np.where(mask, own, 0.0).sum(0), mask.sum(0)) for mask in (is_label, ~is_label))
+    yes, no = (_divide(own.sum(0, np.float64, where=mask), mask.sum(0)) for mask in (is_label, ~is_label))
     is_wrong = (1 - own >= np.where(is_label, no, yes)) & (own < 0.5)
     places = np.where(is_wrong, own, own + 1).argmin(1)
-    own, has_wrong = own[np.arange(len(own)), places], is_wrong.any(1)
+    own, has_wrong = own[np.arange(len(own)), places].astype(np.float64), is_wrong.any(1)
     likely = name_opposites(predictions.about.classes, places, is_label)
     return LabelRanking(np.lexsort((own, ~has_wrong)), int(has_wrong.sum()), own, likely)
 
@@ -82,10 +82,10 @@ def _divide(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.
     return np.where(counts > 0, sums / np.maximum(counts, 1) - _ROUNDING, np.inf)
 
 
-def read_probabilities(predictions: RunPredictions) -> NDArray[np.float64]:
+def read_probabilities(predictions: RunPredictions) -> NDArray[np.float32]:
     """Return the probabilities of all classes, in an array of its own of shape (rows, classes)."""
     column = predictions.table.column("probabilities").combine_chunks()
-    values: NDArray[np.float64] = column.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
+    values: NDArray[np.float32] = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
     return values.reshape(len(column), len(predictions.about.classes))
 
 
