@@ -199,6 +199,7 @@ TESTED_ELSEWHERE = {
     "config/baseline.py": "train/test_baseline.py",
     "config/bench.py": "comm/test_bench.py",
     "config/compare.py": "launch/test_comparison.py",
+    "config/errors.py": "cli/test_errors.py",
     "config/export.py": "cli/test_export.py",
     "config/fields.py": "cli/test_options.py",
     "config/launch.py": "cli/test_options.py",

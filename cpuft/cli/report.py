@@ -26,6 +26,12 @@ from cpuft.errors import CpuftError
             "current folder",
         ),
         click.Option(
+            ["--no-examples"],
+            is_flag=True,
+            help="With --html, leave out the validation examples that a run gets wrong, because their texts may be "
+            "private",
+        ),
+        click.Option(
             ["--estimate"],
             default="",
             metavar="FILE",
@@ -51,7 +57,15 @@ from cpuft.errors import CpuftError
     alternatives=tuple(itertools.combinations(("to", "html", "as_json", "markdown"), 2)),
 )
 def report(
-    runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, to: str, metric: str, config: str
+    runs: tuple[str, ...],
+    as_json: bool,
+    markdown: bool,
+    html: bool,
+    no_examples: bool,
+    estimate: str,
+    to: str,
+    metric: str,
+    config: str,
 ) -> None:
     """Show recorded runs side by side, as a table or an HTML page.
 
@@ -98,6 +112,8 @@ def report(
         raise CpuftError("--metric is for the folder of a sweep: leave it out, because other reports show all metrics")
     if estimate and not html:
         raise CpuftError("--estimate adds estimates to the HTML page: give --html as well")
+    if no_examples and not html:
+        raise CpuftError("--no-examples leaves examples out of the HTML page: give --html as well")
     found, others = find_runs(runs)
     if others:
         say(f"skipped, because there is no record.jsonl in them: {', '.join(others)}")
@@ -133,8 +149,9 @@ def report(
             say(f"where the model fails is not shown: {error}")
     if html and comparison:
         predictions = read_estimates(estimate) if estimate else []
-        page = write_page(records, page_path(runs), predictions, unfinished, judgement, quality)
-        click.echo(f"page: {page}")
+        path = page_path(runs)
+        write_page(records, path, predictions, unfinished, judgement, quality, examples=not no_examples)
+        click.echo(f"page: {path}")
     elif html and quality:
         click.echo(f"page: {write_quality_page(records, page_path(runs), quality)}")
     elif as_json:
