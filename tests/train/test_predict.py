@@ -17,6 +17,7 @@ from cpuft.config.predict import PredictConfig
 from cpuft.config.table_files import OUTPUT_ENDINGS
 from cpuft.errors import CpuftError
 from cpuft.judge.predictions import FILE_NAME, About, write_predictions
+from cpuft.judge.threshold import find_threshold
 from cpuft.record import format_metrics
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import UNTAGGED
@@ -184,10 +185,11 @@ def test_ids_that_are_not_all_whole_numbers_stay_as_they_are(ids: list[str]) -> 
     assert give_ids("id", ids) == [("id", ids)]
 
 
-def save_predictions(folder: Path, probabilities: list[list[float]], labels: list[list[str]]) -> None:
-    """The predictions of a run with the labels a and b, for its validation examples."""
-    folder.mkdir(exist_ok=True)
-    about = About("labels", ("a", "b"), {"f1_micro": 0.0}, "", 1)
+def save_predictions(
+    folder: Path, probabilities: list[list[float]], labels: list[list[str]], classes: tuple[str, ...] = ("a", "b")
+) -> None:
+    """The predictions of a run with several labels for its validation examples."""
+    about = About("labels", classes, {"f1_micro": 0.0}, "", 1)
     columns = {"label": labels, "prediction": labels, "probabilities": np.asarray(probabilities, np.float32).tolist()}
     write_predictions(folder, about, {"row": range(len(labels)), **columns})
 
@@ -264,6 +266,25 @@ def test_a_kind_is_learned_and_its_metric_foretold(
     rows = map(json.loads, Path("validation.jsonl").read_text().splitlines())
     assert len(found) == sum(len(row.get("tokens", ["one line"])) for row in rows)
     assert columns <= found[0].keys()
+    if kind == "labels":
+        check_best_threshold(found, capsys)
+
+
+def check_best_threshold(found: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is predicted is above the threshold that is said, and the metrics are those of what is predicted."""
+    names = ("green", "red")
+    probabilities = [[float(row[f"p_{name}"]) for name in names] for row in found]
+    save_predictions(
+        Path("run"), probabilities, [row["label"].split("|") if row["label"] else [] for row in found], names
+    )
+    best = find_threshold("run")
+    predict(PredictConfig(run="run", file="validation.jsonl", threshold="auto", output="x.jsonl"))
+    said = capsys.readouterr()
+    assert said.out.startswith(f"f1_micro {best.f1:.4f}  ")
+    assert said.err.startswith(f"labels above {best.value:g} are predicted: ")
+    rows = [json.loads(line) for line in Path("x.jsonl").read_text().splitlines()]
+    for row, own in zip(rows, probabilities, strict=True):
+        assert row["prediction"] == [name for name, one in zip(names, own) if one > best.value]
 
 
 @pytest.mark.parametrize("kind", ["class", "tags"])
