@@ -60,8 +60,8 @@ def train_and_evaluate(
             if _evaluates_after(setup, line.step):
                 with exchange.common_weights():
                     evaluations.append(evaluate(setup, line.step))
-                    reporter.add(evaluations[-1])
                     reporter.progress.show_evaluation(evaluations[-1], setup.best_metric)
+                    reporter.add(evaluations[-1])
                     if config.save_best and find_best(evaluations, setup.best_metric) is evaluations[-1]:
                         checkpoints.write(line.step, is_best=True)
                 take_traffic()
