@@ -447,6 +447,18 @@ class TrainConfig:
         "never ends it early",
         least=0,
     )
+    slice_by: str = evaluation_option(
+        "",
+        "With --task files, column of your files, with at most 100 different values, such as a language: how good the "
+        "model is can be told for each of its values (default: none)",
+        takes="NAME",
+    )
+    examples: bool = evaluation_option(
+        True,
+        "Keep the beginnings of the validation examples' texts in predictions.parquet of the run folder; --no-examples "
+        "keeps no text there, because texts may be private",
+        rare=True,
+    )
     save_model: bool = output_option(
         True, "Save the trained model and its tokenizer in the folder model of the run", rare=True
     )
@@ -493,6 +505,8 @@ class TrainConfig:
         return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)
 
 
+EVALUATION_ONLY = ("slice_by", "examples")
+"""Training options that change nothing about the training, only what is kept of its evaluation."""
 CHANGEABLE_ON_RESUME = (
     "backend",
     "grad_compression",
@@ -504,6 +518,7 @@ CHANGEABLE_ON_RESUME = (
     "save_model",
     "lora_merge",
     "report_to",
+    *EVALUATION_ONLY,
 )
 """Training options that may change when a run is resumed: they decide how these hosts train, not what is learned."""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from cpuft.config.train import EVALUATION_ONLY
 from cpuft.errors import CpuftError, counted
 from cpuft.record import FILE_NAME, STEP_PHASES, Record, StepLine, drop_warm_up
 from cpuft.report.significance import half_width, is_different, standard_error
@@ -373,11 +374,13 @@ def has_equal_cores(row: Row, base: Row) -> bool:
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
-    """Return groups of runs that differ only in their seed and in when they ran, in the order of the runs."""
+    """Return groups of runs that differ only in their seed, in what is kept of their evaluation, and in when they ran,
+    in the order of the runs.
+    """
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header
-        options = sorted(item for item in header.options.items() if item[0] != _SEED)
+        options = sorted(item for item in header.options.items() if item[0] not in (_SEED, *EVALUATION_ONLY))
         alike = (header.world_size, header.global_batch, header.ranks, header.versions, options)
         groups.setdefault(repr(alike), []).append(run)
     return list(groups.values())

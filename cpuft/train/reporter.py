@@ -31,6 +31,7 @@ from cpuft.record import (
 )
 from cpuft.train.checkpoint.policy import CheckpointWriter
 from cpuft.train.engines import name_packages
+from cpuft.train.evaluate import KeptPredictions
 from cpuft.train.exchange.compression_choice import count_sent_numbers
 from cpuft.train.model import count_parameters, get_model_name
 from cpuft.train.optimizer import describe_fast_path
@@ -164,6 +165,8 @@ class TrainingResult:
     """Update whose weights the model has now, if they are not the last ones; else 0."""
     difference: str = ""
     """How the ranks' parameters differ at the end; empty if they are equal, or if ranks trained independently."""
+    predictions: KeptPredictions | None = None
+    """Those of `evaluation`, on rank 0; None if ranks trained independently, or examples have no rows."""
 
 
 class RunReporter:

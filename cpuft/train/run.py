@@ -57,6 +57,7 @@ from cpuft.train.ranks import (
 )
 from cpuft.train.reporter import Progress, RunReporter, make_footer, make_header, make_resumed_line
 from cpuft.train.run_warnings import RunWatch, find_early_warnings, find_last_warning
+from cpuft.train.saved_predictions import save_predictions
 from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
 from cpuft.train.tracking import TrackerProcess
@@ -150,13 +151,20 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
                 # sentence-transformers loads whole models.
                 merged = config.lora_merge or prepared.kind in SENTENCE_TRANSFORMERS_KINDS
                 save_model(model, source, worker.run_dir, merged, prepared.tokenizer, objective.finish_folder)
+            if reporter.record and result.evaluation and result.predictions:
+                folder = Path(worker.run_dir)
+                kept = result.predictions
+                if warning := save_predictions(folder, config, prepared, result.evaluation, kept):
+                    progress.show(warning)
         if reporter.record:
             footer = make_footer(result, peak_memory, time.perf_counter() - started)
             if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
                 write_model_card(folder, header, result.evaluation, footer)
             reporter.record.write(footer)
-        if reporter.watch and (last := find_last_warning(reporter.watch, objective, result.evaluation, {})):
-            progress.show(last)
+        if reporter.watch:
+            evaluation, predictions = result.evaluation, result.predictions
+            if last := find_last_warning(reporter.watch, objective, evaluation, predictions):
+                progress.show(last)
         finish(checkpoints, worker, world.local_rank)
         if result.difference:
             saved = "the model of rank 0 was saved" if config.save_model else "no model was to be saved"

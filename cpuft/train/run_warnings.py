@@ -21,7 +21,7 @@ from cpuft.tasks import LABEL_KINDS, TEXT_KINDS
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.prepare import MAX_UNKNOWN_SHARE
 from cpuft.train.data.recipe import LOWER_IS_BETTER, find_class_weights
-from cpuft.train.evaluate import find_best, is_better
+from cpuft.train.evaluate import KeptPredictions, find_best, is_better
 from cpuft.train.objective.base import Objective, Predictions
 from cpuft.train.optimizer import count_warm_up_updates
 
@@ -305,16 +305,14 @@ def find_last_warning(
     watch: RunWatch,
     objective: Objective,
     evaluation: EvaluationLine | None,
-    columns: Mapping[str, Any],
+    predictions: KeptPredictions | None = None,
     baseline: Mapping[str, float] | None = None,
 ) -> str:
-    """Return what is to be said of a run that has ended, or an empty text. It never fails, as the run has not.
-
-    `columns` are those of `Objective.list_predictions` for the first validation split, or none.
-    """
+    """Return what is to be said of a run that has ended, or an empty text. It never fails, as the run has not."""
     try:
         warning = watch.finish()
         if not warning and evaluation:
+            columns = predictions.splits.get("", {}) if predictions else {}
             warning = find_result_warning(
                 watch.config, objective, watch.prepared, evaluation.metrics, columns, baseline
             )
@@ -333,6 +331,8 @@ def find_result_warning(
 ) -> str:
     """Return a warning if a model gives (nearly) one answer for all rows, or if its metrics are not clearly better than
     those of one answer or of the baseline; else an empty text.
+
+    `columns` are those of `Objective.list_predictions` for the first validation split, or none.
     """
     advice = f"there were too few updates, or {_advise_rate(config.learning_rate)}"
     constant = _list_constant_answers(objective, prepared, metrics)

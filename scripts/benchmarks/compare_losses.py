@@ -7,6 +7,7 @@ differs by more than the limit: to the bit on one rank, and by 1e-6 on several, 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpuft.record import read_record
+from cpuft.record import FILE_NAME, format_metrics
 from cpuft.terminal import format_table
 
 _ROOT = Path(__file__).parents[2]
@@ -44,22 +45,26 @@ def train(checkout: Path, run_dir: Path, ranks: int, words: Sequence[str]) -> tu
     )
     if done.returncode:
         sys.exit(f"the training with {checkout} failed:\n{done.stderr[-2000:]}")
-    record = read_record(str(run_dir))
-    return [step.loss for step in record.steps], ", ".join(
-        f"{name} {value:.4f}" for name, value in record.metrics.items()
-    )
+    # Lines by themselves, because the other commit may write another version of the record.
+    lines = [json.loads(line) for line in (run_dir / FILE_NAME).read_text(encoding="utf-8").splitlines()]
+    metrics = [line["metrics"] for line in lines if line["kind"] == "evaluation"]
+    return [line["loss"] for line in lines if line["kind"] == "step"], format_metrics(metrics[-1])
 
 
 def main() -> None:
     """Exit with 1 if a loss differs by more than the limit."""
-    parser = argparse.ArgumentParser(prog="compare-losses", description=__doc__)
+    parser = argparse.ArgumentParser(
+        usage=f"compare-losses BEFORE [OPTIONS] [-- OPTIONS OF cpuft launch, in place of {' '.join(EXACT)}]",
+        description=__doc__,
+    )
     parser.add_argument("before", help="a commit; it is compared with this checkout as it is")
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, each compared [1,2]")
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--limit", type=float, help="largest difference [0 on one rank, else 1e-6]")
-    parser.add_argument("options", nargs="*", help=f"behind --: options of cpuft launch [{' '.join(EXACT)}]")
-    options = parser.parse_args()
-    words = (*(options.options or EXACT), "--max-steps", str(options.updates))
+    # argparse takes no options between the commit and what is behind --.
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, words_of_launch = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    words = (*(words_of_launch or EXACT), "--max-steps", str(options.updates))
     rows, is_bad = [], False
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder, "before")

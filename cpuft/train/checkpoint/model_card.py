@@ -9,7 +9,7 @@ from typing import Any
 
 import cpuft
 from cpuft.config.fields import option_names
-from cpuft.config.train import TrainConfig
+from cpuft.config.train import EVALUATION_ONLY, TrainConfig
 from cpuft.errors import counted
 from cpuft.files import hash_text, write_text
 from cpuft.record import EvaluationLine, Footer, Header, format_line
@@ -29,6 +29,7 @@ _LEFT_OUT = (
     "save_model",
     "checkpoint_every",
     "comm_timeout",
+    *EVALUATION_ONLY,
 )
 """Options that the recipe does not show: they are elsewhere in the card, name local files, or change no weight."""
 

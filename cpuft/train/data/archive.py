@@ -94,6 +94,27 @@ def _hash_examples(tokens: Tokens) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
+class ValidationRows:
+    """What is kept of the rows of a validation split as they were read."""
+
+    text_bytes: NDArray[np.uint8]
+    """The beginnings of the rows' texts in UTF-8, one after another."""
+    text_ends: NDArray[np.int64]
+    """Where each text ends in `text_bytes`, shape (rows, texts of a row). These may be only the first rows, or none."""
+    slice_numbers: NDArray[np.int32]
+    """Number of each row's value of --slice-by in `slice_values`, shape (rows,); (0,) without --slice-by."""
+    slice_values: tuple[str, ...] = ()
+
+    def list_texts(self, rows: NDArray[np.int64]) -> list[list[str] | None]:
+        """Return the beginnings of the texts of each of these rows, and None for rows whose texts are not kept."""
+        begins = np.append(0, self.text_ends.ravel()[:-1]).reshape(self.text_ends.shape)
+        return [self._read_texts(begins[row], self.text_ends[row]) if row < len(begins) else None for row in rows]
+
+    def _read_texts(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[str]:
+        return [self.text_bytes[begin:end].tobytes().decode(errors="replace") for begin, end in zip(begins, ends)]
+
+
+@dataclass(frozen=True)
 class Prepared:
     """All data that a rank needs."""
 
@@ -128,6 +149,11 @@ class Prepared:
     """What else is to be said of the training examples, in a clause; empty if nothing."""
     repeated: int = 0
     """Number of validation examples whose tokens a training example has; 0 for kinds without labels."""
+    rows: str = ""
+    """Checksum of the validation rows, which does not depend on the tokenizer; empty for the kinds that predict tokens
+    of texts."""
+    validation_rows: dict[str, ValidationRows] = field(default_factory=dict)
+    """What is kept of the rows of each validation split; empty if `rows` is."""
 
 
 def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
@@ -184,17 +210,32 @@ def read_prepared(path: str) -> Prepared:
             unknown_share=meta["unknown"],
             note=str(meta.get("note", "")),
             repeated=int(meta.get("repeated", 0)),
+            rows=str(meta.get("rows", "")),
+            validation_rows={
+                name: _check_rows(
+                    ValidationRows(
+                        *(arrays[f"validation{name}.{part}"] for part in ROW_ARRAYS), tuple(map(str, values))
+                    ),
+                    len(splits[f"validation{name}"]),
+                )
+                for name, values in meta.get("slice_values", {}).items()
+            },
         )
     except Exception as error:  # zipfile and NumPy raise many kinds of errors
         raise CpuftError(f"{path} is not prepared data ({error!r}): remove it, and start again") from None
 
 
+ROW_ARRAYS = ("text_bytes", "text_ends", "slice_numbers")
+"""The arrays of `ValidationRows`."""
 _ARRAY_TYPES: dict[str, tuple[tuple[type[np.generic], int], ...]] = {
     "ids": ((np.int32, 1),),
     "types": ((np.int8, 1),),
     "offsets": ((np.int64, 1),),
     "labels": ((np.float32, 1), (np.float32, 2), (np.int32, 1), (np.int32, 2), (np.int8, 1)),
     "word_kinds": ((np.int8, 1),),
+    "text_bytes": ((np.uint8, 1),),
+    "text_ends": ((np.int64, 2),),
+    "slice_numbers": ((np.int32, 1),),
 }
 """Element types and numbers of axes that the arrays of an archive may have, by the last part of their names."""
 
@@ -218,6 +259,15 @@ def _check_judgements(tokens: Tokens) -> Tokens:
     if queries + int(judgements[:, 1].max()) >= len(tokens):
         raise ValueError("the judgements of the retrieval set name texts that are not there")
     return tokens
+
+
+def _check_rows(rows: ValidationRows, count: int) -> ValidationRows:
+    ends, numbers = rows.text_ends, rows.slice_numbers
+    if len(ends) > count or (np.diff(ends.ravel(), prepend=0) < 0).any() or ends.max(initial=0) > len(rows.text_bytes):
+        raise ValueError("the ends of the validation rows' texts are damaged")
+    if len(numbers) not in (0, count) or not all(0 <= number < len(rows.slice_values) for number in np.unique(numbers)):
+        raise ValueError("the values of the validation rows are damaged")
+    return rows
 
 
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:

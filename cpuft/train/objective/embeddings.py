@@ -20,9 +20,9 @@ from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.joint import deal_examples, make_joint_batches, run_joint_batch
 from cpuft.train.model import load_model
 from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
-from cpuft.train.objective.labels import compute_label_metrics
+from cpuft.train.objective.labels import compute_label_metrics, list_scores
 from cpuft.train.passes import Passes
-from cpuft.train.retrieval_metrics import compute_retrieval_metrics
+from cpuft.train.retrieval_metrics import compute_retrieval_metrics, measure_queries
 
 if TYPE_CHECKING:
     from cpuft.train.setup import TrainingSetup
@@ -179,10 +179,19 @@ class Pairs(EmbeddingObjective):
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name, from the embeddings of a retrieval set: all queries, then all documents."""
+        return compute_retrieval_metrics(self.metrics, *self._split(predictions, tokens))
+
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return each of `metrics` for each query that has a relevant document, and the number of the query."""
+        asked, values = measure_queries(self.metrics, *self._split(predictions, tokens))
+        return {"row": asked, **values}
+
+    def _split(
+        self, predictions: Predictions, tokens: Tokens
+    ) -> tuple[Predictions, Predictions, NDArray[np.int32], str]:
+        """Return the embeddings of queries and of documents, the judgements, and the similarity."""
         queries = int(tokens.labels[:, 0].max()) + 1
-        return compute_retrieval_metrics(
-            self.metrics, predictions[:queries], predictions[queries:], tokens.labels, self.form.similarity
-        )
+        return predictions[:queries], predictions[queries:], tokens.labels, self.form.similarity
 
 
 @dataclass(frozen=True)
@@ -211,6 +220,10 @@ class ScoredPairs(EmbeddingObjective):
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name: the correlations of cosines, shape (examples, 1), with the scores."""
         return compute_label_metrics(self.metrics, predictions[:, 0], tokens.labels)
+
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return score and cosine of each example."""
+        return list_scores(predictions, tokens)
 
 
 def _cosent(cosines: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

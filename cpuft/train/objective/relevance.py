@@ -84,6 +84,11 @@ class Relevance(Objective):
             self.metrics, predictions[:, 0], tokens.labels[:, 0] >= LEAST_RELEVANT, tokens.labels[:, 1].astype(np.int64)
         )
 
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return query, relevance and score of each example."""
+        labels, queries = tokens.labels.astype(np.float64).T
+        return {"query": queries.astype(np.int64), "label": labels, "prediction": predictions[:, 0].astype(np.float64)}
+
     def finish_folder(self, folder: Path, model: Any) -> None:
         """Write how scores are made and where texts are cut into the saved model, as `CrossEncoder` reads it."""
         changes: dict[str, dict[str, Any]] = {
