@@ -46,13 +46,17 @@ _MOVED = 0.99
 """Share of the loss of one constant answer above which nothing is learned."""
 _PRECISE = 0.05
 """Two standard errors of a mean loss, as a share of it, above which nothing is said about small changes."""
-_FIRST_LOOK, _LAST_LOOK = 200, 1000
-"""Updates after the warm-up in which models begin to learn: at half of the run, but within these bounds. LoRA on MRPC
-begins after ... of them. Shorter runs are looked at when they end."""
+_FIRST_LOOK, _UNUSUAL_LOOK = 200, 1000
+"""Updates after the warm-up in which models begin to learn. Half of a run is looked at if it has at least so many, and
+the second number if the learning rate is not a usual one. Shorter runs are looked at when they end."""
+_ERRORS_OF_LOSS = 4.0
+"""Standard errors by which the means of two windows differ if that is no chance. A run has about 20 windows."""
 _ERRORS_OF_TURN = 2.0
 """Standard errors by which the last two evaluations are worse than the best one if a validation curve has turned."""
 _FEW_OTHERS = 0.25
 """Share of the rows with other labels than one: a model that gives another label to fewer hardly tells rows apart."""
+_LEAST_ROWS = 10
+"""Validation rows below which nothing is said of a metric."""
 _LEAST_OTHER_ROWS = 5
 """Validation rows without the commonest label, below which one answer for all rows says nothing: a model that finds
 half of them misses all of 5 in 3 % of the cases."""
@@ -154,12 +158,14 @@ class RunWatch:
         self._chance = find_chance_loss(config, prepared)
         self._window = min(max(_LEAST_WINDOW, updates // 20), _MOST_WINDOW)
         warm_up = count_warm_up_updates(updates, config.warmup_ratio, config.warmup_steps)
-        look = min((updates - warm_up) // 2, _LAST_LOOK)
+        look = (updates - warm_up) // 2
+        if _find_rate_fault(config.learning_rate):
+            look = min(look, _UNUSUAL_LOOK)
         self._look_at = warm_up + look if look >= _FIRST_LOOK else 0
         """Update after which the loss has to have fallen; 0: only the end tells."""
         self._losses, self._evaluations = list[float](), list[EvaluationLine]()
-        self._best = math.inf
-        """Smallest mean loss of a window."""
+        self._best = (math.inf, 0.0)
+        """Smallest mean loss of a window, and its standard error."""
         self._warned_of_loss = self._warned_of_turn = False
 
     def add(self, line: Line) -> str:
@@ -185,7 +191,7 @@ class RunWatch:
             return f"warning: nothing was trained, because of {given}: the model has the weights from before the run"
         if self._warned_of_loss:
             return ""
-        last = self._losses[-min(max(1, count // 10), self._window) :]
+        last = self._losses[-min(max(10, count // 10), self._window) :]
         return self._warn_of_divergence(last) or self._warn_of_chance(self._losses[-max(_LEAST_WINDOW, count // 4) :])
 
     def _look_at_losses(self) -> str:
@@ -194,15 +200,16 @@ class RunWatch:
             window = self._losses[-self._window :]
             if warning := self._warn_of_divergence(window) or self._warn_of_collapse(window):
                 return warning
-            self._best = min(self._best, statistics.fmean(window))
+            self._best = min(self._best, _average(window))
         return self._warn_of_chance(self._losses[-(self._look_at // 2) :]) if count == self._look_at else ""
 
     def _warn_of_divergence(self, last: Sequence[float]) -> str:
         """Return a warning if the last losses are far above the first ones; a median, as single losses may be huge."""
-        # The first loss is that of the untrained model. It may be small because the model was trained before, or by
-        # chance.
-        usual = self._chance if self.prepared.kind not in TEXT_KINDS and self._chance > 0 else math.log(2)
-        first, now = statistics.median(self._losses[:3]), statistics.median(last)
+        # The first loss may be small because the model was trained before, or by chance.
+        share = 1 / 4 if self.prepared.kind in TEXT_KINDS else 1
+        usual = share * self._chance if self._chance > 0 else math.log(2)
+        first = self._losses[0] if self._chance > 0 else statistics.median(self._losses[:10])
+        now = statistics.median(last)
         if not now > _DIVERGED * max(first, usual):
             return ""
         return (
@@ -213,11 +220,13 @@ class RunWatch:
 
     def _warn_of_collapse(self, window: Sequence[float]) -> str:
         """Return a warning if a model that had learned something has lost it."""
-        now, error = statistics.fmean(window), statistics.stdev(window) / math.sqrt(len(window))
-        if not (now >= _MOVED * self._chance and self._best < min(_LEARNED * self._chance, now - 4 * error)):
+        (now, error), (best, best_error) = _average(window), self._best
+        # A window without rare hard examples has a small loss and a small error.
+        noise = _ERRORS_OF_LOSS * math.sqrt(2) * max(error, best_error)
+        if not (now >= _MOVED * self._chance and best < min(_LEARNED * self._chance, now - noise)):
             return ""
         return (
-            f"warning: the model has lost what it had learned: the loss rose from {self._best:.4g} to {now:.4g} by "
+            f"warning: the model has lost what it had learned: the loss rose from {best:.4g} to {now:.4g} by "
             f"update {len(self._losses):,}, and {self._describe_chance()}: try a third of --learning-rate "
             f"{self.config.learning_rate:g}, or --warmup-ratio 0.1"
         )
@@ -226,12 +235,15 @@ class RunWatch:
         """Return a warning if the model has learned nothing: its losses are those of one answer for every example."""
         if len(window) < _LEAST_WINDOW or not self._chance > 0:
             return ""
-        now, error = statistics.fmean(window), statistics.stdev(window) / math.sqrt(len(window))
+        now, error = _average(window)
         if now < _MOVED * self._chance or 2 * error > _PRECISE * now:
+            return ""
+        # Scores far from 0 take many updates until their mean is learned, which one answer knows.
+        if self.prepared.kind == "score" and now < (1 - _PRECISE) * self._losses[0]:
             return ""
         return (
             f"warning: the model has learned nothing in {len(self._losses):,} updates: the loss is {now:.4g}, and "
-            f"{self._describe_chance()}: {_advise_rate(self.config.learning_rate)}"
+            f"{self._describe_chance()}: {_advise_rate(self.config)}"
         )
 
     def _describe_chance(self) -> str:
@@ -251,18 +263,29 @@ class RunWatch:
         if not all(is_better(limit, one, self._metric) for one in last):
             return ""
         epochs = best.step / self._updates_per_epoch
+        less = f"--max-steps {best.step}" if self.config.max_steps else f"--epochs {epochs:.2g}"
         return (
             f"warning: since update {best.step:,} the model has become worse on validation rows: {self._metric} was "
             f"{value:.4f}, and after update {self._evaluations[-1].step:,} is {last[-1]:.4f} (standard error "
-            f"{error:.4f}): add --save-best, or train less (--epochs {epochs:.2g})"
+            f"{error:.4f}): add --save-best, or train less ({less})"
         )
 
 
-def _advise_rate(rate: float) -> str:
+def _average(losses: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of two or more losses and its standard error."""
+    return statistics.fmean(losses), statistics.stdev(losses) / math.sqrt(len(losses))
+
+
+def _find_rate_fault(rate: float) -> str:
     low, high = _USUAL_RATES
-    if rate < low or rate > high:
-        return f"--learning-rate {rate:g} is too {'low' if rate < low else 'high'}, try 2e-5"
-    return f"--learning-rate {rate:g} may be too high or too low, or the texts do not tell their labels"
+    return "low" if rate < low else "high" if rate > high else ""
+
+
+def _advise_rate(config: TrainConfig) -> str:
+    rate = f"--learning-rate {config.learning_rate:g}"
+    if fault := _find_rate_fault(config.learning_rate):
+        return f"{rate} is too {fault}, try {2e-4 if config.lora_rank > 0 else 2e-5:g}"
+    return f"{rate} may be too high or too low, or the texts do not tell what is to be learned"
 
 
 def find_standard_error(prepared: Prepared, metric: str, value: float) -> float:
@@ -334,7 +357,9 @@ def find_result_warning(
 
     `columns` are those of `Objective.list_predictions` for the first validation split, or none.
     """
-    advice = f"there were too few updates, or {_advise_rate(config.learning_rate)}"
+    if len(prepared.validation[""]) < _LEAST_ROWS:
+        return ""
+    advice = f"there were too few updates, or {_advise_rate(config)}"
     constant = _list_constant_answers(objective, prepared, metrics)
     for answer, found in constant.items():
         if all(math.isclose(metrics[name], value, abs_tol=1e-12) for name, value in found.items()):
