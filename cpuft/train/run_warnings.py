@@ -285,7 +285,7 @@ def _advise_rate(config: TrainConfig) -> str:
     rate = f"--learning-rate {config.learning_rate:g}"
     if fault := _find_rate_fault(config.learning_rate):
         return f"{rate} is too {fault}, try {2e-4 if config.lora_rank > 0 else 2e-5:g}"
-    return f"{rate} may be too high or too low, or the texts do not tell what is to be learned"
+    return f"train longer, or with a higher or lower {rate}, unless the texts do not tell what is to be learned"
 
 
 def find_standard_error(prepared: Prepared, metric: str, value: float) -> float:
@@ -359,17 +359,17 @@ def find_result_warning(
     """
     if len(prepared.validation[""]) < _LEAST_ROWS:
         return ""
-    advice = f"there were too few updates, or {_advise_rate(config)}"
+    advice = _advise_rate(config)
     constant = _list_constant_answers(objective, prepared, metrics)
     for answer, found in constant.items():
         if all(math.isclose(metrics[name], value, abs_tol=1e-12) for name, value in found.items()):
             listed = ", ".join(f"{name} {metrics[name]:.4f}" for name in found)
             return (
-                f"warning: the model does not tell the rows apart: {listed} is what {answer} for every row gives; "
+                f"warning: the model does not tell the rows apart, as {listed} is what {answer} for every row gives: "
                 f"{advice}"
             )
     if prepared.kind == "class" and columns and (rows := _describe_main_answer(columns)):
-        return f"warning: the model hardly tells the rows apart: {rows}; {advice}"
+        return f"warning: the model hardly tells the rows apart, as {rows}: {advice}"
     others = {"the baseline": baseline} if baseline else {}
     # Class weights ask for a model that gives up some accuracy, in order to find rare classes.
     if constant and not config.class_weights:
@@ -380,7 +380,7 @@ def find_result_warning(
             error = find_standard_error(prepared, name, metrics[name])
             return (
                 f"warning: the model is not clearly better than {other}: {name} {metrics[name]:.4f} (standard error "
-                f"{error:.4f}) against {found[name]:.4f}; {advice}"
+                f"{error:.4f}) against {found[name]:.4f}: {advice}"
             )
     return ""
 
@@ -394,7 +394,9 @@ def _describe_main_answer(columns: Mapping[str, Any]) -> str:
     # A model that finds half of the others finds so few of them by chance in 2 % of the cases (a normal distribution).
     if found > min(_FEW_OTHERS * others, others / 2 - math.sqrt(others)):
         return ""
-    return f"it calls {counts.max():,} of {len(labels):,} rows {main}, and {len(labels) - others:,} of them are"
+    return (
+        f"it calls {counts.max():,} of {len(labels):,} rows {main}, and {len(labels) - others:,} rows have this label"
+    )
 
 
 def _find_hardly_better(prepared: Prepared, metrics: Mapping[str, float], other: Mapping[str, float]) -> str:

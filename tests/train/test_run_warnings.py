@@ -67,7 +67,7 @@ PERFECT = [NO, YES, YES, YES]
         (CLASSES, [NO] * 4, "accuracy 0.2500, f1 0.0000 is what the label no for every row gives"),
         (CLASSES, PERFECT, ""),
         # 12 of 240 rows get the other label, where 60 have it.
-        (CLASSES, [*PERFECT, *[YES] * 16], "it calls 228 of 240 rows yes, and 180 of them are"),
+        (CLASSES, [*PERFECT, *[YES] * 16], "it calls 228 of 240 rows yes, and 180 rows have this label"),
         # As many rows get each label as have it, but not the right ones: 0.75 for yes, and 0.67.
         (CLASSES, [YES, NO, YES, YES, *[NO, YES, YES, YES] * 2], "better than the label yes for every row: accuracy"),
         (CLASSES, [YES, NO, YES, YES, *[NO, YES, YES, YES] * 3], ""),
@@ -199,7 +199,7 @@ def test_a_loss_that_does_not_move_is_said_at_half_of_a_run_or_at_its_end() -> N
         "example is 0.5623: "
     )
     [warning] = watch(draw([0.565] * 600))
-    assert warning.startswith(f"300: {said}--learning-rate 2e-05 may be too high or too low, or the texts do not tell")
+    assert warning.startswith(f"300: {said}train longer, or with a higher or lower --learning-rate 2e-05, unless")
     assert watch(draw([0.565] * 600), learning_rate=1e-9, lora_rank=8)[0].endswith("1e-09 is too low, try 0.0002")
     [warning] = watch(draw([0.565] * 600), warmup_ratio=0.25)
     assert warning.startswith("375: ")
