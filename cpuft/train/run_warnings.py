@@ -45,7 +45,7 @@ _LEARNED = 0.8
 _MOVED = 0.99
 """Share of the loss of one constant answer above which nothing is learned."""
 _PRECISE = 0.05
-"""Two standard errors of a mean loss, as a share of it, above which nothing is said about small changes."""
+"""Two standard errors of a mean loss, as a share of it, above which nothing is said of one near that of an answer."""
 _FIRST_LOOK, _UNUSUAL_LOOK = 200, 1000
 """Updates after the warm-up in which models begin to learn. Half of a run is looked at if it has at least so many, and
 the second number if the learning rate is not a usual one. Shorter runs are looked at when they end."""
@@ -236,7 +236,8 @@ class RunWatch:
         if len(window) < _LEAST_WINDOW or not self._chance > 0:
             return ""
         now, error = _average(window)
-        if now < _MOVED * self._chance or 2 * error > _PRECISE * now:
+        least, noise = _MOVED * self._chance, 2 * error
+        if now < least or (noise > _PRECISE * now and now - noise < least):
             return ""
         # Scores far from 0 take many updates until their mean is learned, which one answer knows.
         if self.prepared.kind == "score" and now < (1 - _PRECISE) * self._losses[0]:

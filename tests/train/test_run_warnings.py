@@ -67,7 +67,7 @@ PERFECT = [NO, YES, YES, YES]
         (CLASSES, [NO] * 4, "accuracy 0.2500, f1 0.0000 is what the label no for every row gives"),
         (CLASSES, PERFECT, ""),
         # 12 of 240 rows get the other label, where 60 have it.
-        (CLASSES, [*PERFECT, *[YES] * 16], "it calls 228 of 240 rows yes, and 180 rows have this label"),
+        (CLASSES, [*PERFECT, *[YES] * 16], "it calls 228 of 240 rows yes, a label of 180 rows"),
         # As many rows get each label as have it, but not the right ones: 0.75 for yes, and 0.67.
         (CLASSES, [YES, NO, YES, YES, *[NO, YES, YES, YES] * 2], "better than the label yes for every row: accuracy"),
         (CLASSES, [YES, NO, YES, YES, *[NO, YES, YES, YES] * 3], ""),
