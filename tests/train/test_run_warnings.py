@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from itertools import chain
@@ -163,6 +164,31 @@ def watch(losses: Any, prepared: Prepared = CLASSES, **options: Any) -> list[str
 def draw(means: Any) -> Any:
     """Losses with these means, with the noise of batches of 16 examples."""
     return np.asarray(means) * np.random.default_rng(0).normal(1, 0.12, len(means))
+
+
+CURVES = json.loads(Path(__file__).parents[1].joinpath("data", "losses.json").read_text(encoding="utf-8"))
+"""Losses of runs of MiniLM on GLUE's tasks in batches of 16 examples, of long runs every second one, with options, and
+the number of examples of each class, or mean and standard deviation of the scores."""
+
+
+@pytest.mark.parametrize(
+    "name, warning",
+    [
+        ("mrpc-low", "learned nothing in 115 updates: the loss is 0.6"),
+        ("mrpc-high", "learned nothing in 75 updates: the loss is 0.7"),
+        ("mrpc-lora", ""),
+        ("mrpc-smooth", ""),
+        ("tiny", ""),
+    ],
+)
+def test_losses_of_real_runs(name: str, warning: str) -> None:
+    curve = CURVES[name]
+    numbers = curve["labels"]
+    is_score = curve["kind"] == "score"
+    labels = np.add(numbers[0], [-numbers[1], numbers[1]]) if is_score else np.repeat(range(len(numbers)), numbers)
+    prepared = prepare(curve["kind"], labels, tuple("ab"), ("accuracy",), 1)
+    found = watch(curve["losses"], prepared, **curve["options"])
+    assert [warning in one for one in found] == [True] * bool(warning)
 
 
 def test_a_loss_that_diverges_is_said_once() -> None:
