@@ -144,8 +144,12 @@ class Progress:
     def show_metrics(self, line: EvaluationLine) -> None:
         """Print the metrics of the trained model in one line on standard output."""
         self._end_bar()
+        self.show_result(format_metrics(line.metrics))
+
+    def show_result(self, text: str) -> None:
+        """Print a line on standard output, where the metrics are."""
         if self._is_shown:
-            print(format_metrics(line.metrics), flush=True)
+            print(text, flush=True)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,22 @@ from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import choose_precision
+from cpuft.judge.baseline import KINDS
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.world import parse_world
-from cpuft.record import EarlierMeasurements, Header, RecordedRank, Writer, describe_products, format_line
+from cpuft.record import (
+    EarlierMeasurements,
+    Header,
+    RecordedRank,
+    Writer,
+    describe_products,
+    format_baseline,
+    format_line,
+)
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
+from cpuft.train.baseline_process import BaselineProcess
 from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
 from cpuft.train.checkpoint.model_card import write_model_card
@@ -137,6 +147,10 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
             # Only ranks that work in a folder of their host, from which the launcher fetches, keep checkpoints.
             users_run_dir = "" if worker.keep_checkpoints else worker.run_dir
             stack.enter_context(TrackerProcess(config.report_to, worker.run_dir, users_run_dir, progress.show))
+        baseline = None
+        if reporter.record and not worker.independent and prepared.kind in KINDS:
+            baseline = stack.enter_context(BaselineProcess(config, worker.is_measured, progress.show))
+            setup.observers.append(baseline)
         with setup.exchange.full_weights():
             prove_equal_parameters(model, "before the first step")
         resume_garbage_collection()
@@ -156,14 +170,18 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
                 kept = result.predictions
                 if warning := save_predictions(folder, config, prepared, result.evaluation, kept):
                     progress.show(warning)
+            found = baseline.finish() if baseline else None
+            if reporter.record and found:
+                progress.show_result(format_baseline(found))
+                reporter.record.write(found)
         if reporter.record:
             footer = make_footer(result, peak_memory, time.perf_counter() - started)
             if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
-                write_model_card(folder, header, result.evaluation, footer)
+                write_model_card(folder, header, result.evaluation, footer, found)
             reporter.record.write(footer)
         if reporter.watch:
-            evaluation, predictions = result.evaluation, result.predictions
-            if last := find_last_warning(reporter.watch, objective, evaluation, predictions):
+            simple = found.metrics if found else None
+            if last := find_last_warning(reporter.watch, objective, result.evaluation, result.predictions, simple):
                 progress.show(last)
         finish(checkpoints, worker, world.local_rank)
         if result.difference:

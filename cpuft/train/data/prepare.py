@@ -31,6 +31,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
 from cpuft.files import cache_folder, hash_text, write_atomically
 from cpuft.host_memory import split_run_memory
+from cpuft.judge.ranking import LEAST_RELEVANT
 from cpuft.secret_variables import take_secrets
 from cpuft.tasks import EMBEDDING_KINDS, LABEL_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.trackers import check_trackers
@@ -57,7 +58,7 @@ from cpuft.train.data.chat import (
 )
 from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
-from cpuft.train.data.relevance import LEAST_RELEVANT, read_relevance
+from cpuft.train.data.relevance import read_relevance
 from cpuft.train.data.sources import MISSING, SCORE_KINDS, Examples, FileExamples, TaskData, is_blank, read_data
 from cpuft.train.data.texts import (
     Packer,

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
+from cpuft.judge.label_metrics import compute_label_metrics
 from cpuft.train.data.archive import Tokens, hash_sequences
 from cpuft.train.data.order import Indices
 from cpuft.train.embedder import normalize, pool
@@ -20,7 +21,7 @@ from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.joint import deal_examples, make_joint_batches, run_joint_batch
 from cpuft.train.model import load_model
 from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
-from cpuft.train.objective.labels import compute_label_metrics, list_scores
+from cpuft.train.objective.labels import list_scores
 from cpuft.train.passes import Passes
 from cpuft.train.retrieval_metrics import compute_retrieval_metrics, measure_queries
 
