@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
-from cpuft.judge.tables import list_tables
 from cpuft.judge.predictions import FILE_NAME as PREDICTIONS_FILE
 from cpuft.judge.predictions import read_predictions
+from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
 from cpuft.report.comparison import Comparison, compare, group_repeats
 from cpuft.report.estimate import Estimate

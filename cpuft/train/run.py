@@ -52,7 +52,7 @@ from cpuft.train.checkpoint.policy import (
 )
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.prepare import describe_data, prepare, warn_of_unknown
+from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.engines import check_engine
 from cpuft.train.loop import train_and_evaluate, train_independently
@@ -67,8 +67,8 @@ from cpuft.train.ranks import (
     prove_equal_parameters,
     share_random_weights,
 )
-from cpuft.train.remarks import find_remark, warn_of_learning_rate
 from cpuft.train.reporter import Progress, RunReporter, make_footer, make_header, make_resumed_line
+from cpuft.train.run_warnings import RunWatch, find_early_warnings, find_last_warning
 from cpuft.train.saved_predictions import save_predictions
 from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
@@ -135,11 +135,16 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         progress.show(describe_data(prepared, config))
         progress.show(f"fast path: {header.fast_path}")
         compression = setup.compression_reason and f"gradients as {setup.compression}: {setup.compression_reason}"
-        rate = warn_of_learning_rate(setup.config)
-        for warning in (lora_reason, warn_of_unknown(prepared), kernel_warning, compression, rate):
+        early = find_early_warnings(setup.config, prepared)
+        for warning in (lora_reason, kernel_warning, compression, *early):
             if warning:
                 progress.show(warning)
         checkpoints, done = begin(reporter, setup, worker, header, stack)
+        if world.rank == 0:
+            watch = RunWatch(setup.config, prepared, setup.updates, setup.global_batch, setup.best_metric)
+            for line in (*reporter.earlier_steps, *reporter.earlier_evaluations):
+                watch.add(line)  # what it warns of was shown before the run was resumed
+            reporter.watch = watch
         if reporter.record and not worker.independent:
             # Only ranks that work in a folder of their host, from which the launcher fetches, keep checkpoints.
             users_run_dir = "" if worker.keep_checkpoints else worker.run_dir
@@ -178,8 +183,10 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
             reporter.record.write(footer)
             for line in describe_predictions(Path(worker.run_dir)):
                 progress.show(line)
-            if remark := find_remark(setup.config, objective, prepared, result.steps, result.evaluation):
-                progress.show(remark)
+        if reporter.watch:
+            simple = found.metrics if found else None
+            if last := find_last_warning(reporter.watch, objective, result.evaluation, result.predictions, simple):
+                progress.show(last)
         finish(checkpoints, worker, world.local_rank)
         if result.difference:
             saved = "the model of rank 0 was saved" if config.save_model else "no model was to be saved"
