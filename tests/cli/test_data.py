@@ -38,8 +38,9 @@ def test_what_is_wrong_with_examples_is_named(tmp_path: Path) -> None:
         "problem: 50.0 % of the validation examples are training examples, too, so that the metric is better than on "
         "new examples: remove them from one of the two",
     ]
-    found = json.loads(run_cpuft("data", "show", *files, "--json", settings=settings).stdout)
+    found = json.loads(run_cpuft("data", "show", *files, "--json", "--baseline", settings=settings).stdout)
     assert found["unknown_labels"] == {"tool": 1}
+    assert [(one["rows"], one["metrics"]["accuracy"]) for one in found["baselines"]] == [(4, 0.5)]
     assert [split["labels"] for split in found["splits"]] == [
         {"animal": 3, "colour": 1, "tool": 0},
         {"animal": 1, "colour": 0, "tool": 1},
