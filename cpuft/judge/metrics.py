@@ -498,11 +498,13 @@ def _use_pairs(predictions: RunPredictions) -> _Units:
 def _use_means(values: dict[str, Numbers], first_rows: Indices) -> _Units:
     """Return the units of queries, each of which has a value of each metric."""
     names, columns = tuple(values), np.column_stack([*values.values()])
+    # Of the first K documents of a query, one is relevant or none.
+    proportion = next((name for name in names if name.startswith("accuracy@")), "")
 
     def select(queries: Indices) -> _Sample:
         chosen = columns[queries]
         measure = partial(_measure_means, chosen)
-        return _Sample(names, np.ones(len(queries), np.int64), measure, len(names))
+        return _Sample(names, np.ones(len(queries), np.int64), measure, len(names), proportion)
 
     return _Units(len(columns), select, name="queries", first_rows=first_rows)
 

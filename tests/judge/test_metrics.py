@@ -183,8 +183,9 @@ def test_queries_are_drawn_as_a_whole() -> None:
     for judgement in (reranked, searched):
         assert (judgement.unit, judgement.rows, judgement.lengths) == ("queries", 20, [])
         assert judgement.metrics == searched.metrics
-    found_means = {one.name: (one.rows, one.metrics["ndcg@10"].value) for one in reranked.slices}
-    assert found_means == {"en": (10, np.mean(wanted[:10])), "de": (10, np.mean(wanted[10:]))}
+    means = {one.name: (one.rows, one.metrics["ndcg@10"].value) for one in reranked.slices}
+    assert means["en"] == pytest.approx((10, np.mean(wanted[:10])))
+    assert means["de"] == pytest.approx((10, np.mean(wanted[10:])))
 
 
 def test_calibration_is_that_of_scikit_learn_and_of_its_definition() -> None:
@@ -270,7 +271,8 @@ def test_ten_thousand_classes_take_little_memory() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 250e6  # a confusion matrix of all classes takes 800 MB
-    assert judgement.metrics["f1_macro"].value == f1_score(label, found, average="macro", zero_division=0)
+    macro = f1_score(label, found, average="macro", zero_division=0)  # adds the classes in another order
+    assert judgement.metrics["f1_macro"].value == pytest.approx(macro, rel=1e-14)
     assert (len(judgement.confusions), len(judgement.classes)) == (20, len({*label, *found}))
 
 
