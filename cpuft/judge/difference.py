@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from cpuft.errors import CpuftError, counted, install_command
@@ -29,7 +28,9 @@ class Difference:
     smallest: float | None
     """About the smallest difference that these rows can show; None if they can show none, however large."""
     is_real: bool
-    """Whether chance alone is unlikely to make such a difference: p is below 5 %, and the interval holds no 0."""
+    """Whether chance alone is unlikely to make such a difference: p is below 5 %, and 0 is not in the interval."""
+    is_same: bool
+    """Whether each row counts the same for both."""
     rows: int
     """Number of validation rows; of queries in search."""
     better: tuple[int, int] | None
@@ -74,13 +75,15 @@ def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
         a, b = _sort_rows(a), _sort_rows(b)
         for name in _SAME:
             if name in a.table.column_names and not a.table.column(name).equals(b.table.column(name)):
-                raise ValueError(f"they differ in the column {name}")
+                raise CpuftError(
+                    f"the two runs have read different values of {name} from the same validation rows: train both with "
+                    "the same --max-length and other options of the data"
+                )
         found = []
         for name, metric in list_paired_metrics(a, b).items():
             chance = judge_chance(metric.paired)
             rows = int(metric.paired.counts.sum())
-            values = (chance.a, chance.b, chance.interval, chance.p, chance.smallest, chance.is_real)
-            found.append(Difference(name, *values, rows, metric.better))
+            found.append(Difference(name, **vars(chance), rows=rows, better=metric.better))
     except (KeyError, TypeError, ValueError) as error:
         raise CpuftError(f"the predictions of the two runs do not fit together ({error}): train them again") from None
     if not found:
@@ -88,8 +91,6 @@ def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
             f"the two runs report no metric ({', '.join(a.about.metrics)}) that can be compared row by row: compare "
             f"their {FILE_NAME} yourself"
         )
-    if not all(math.isfinite(one.difference) for one in found):
-        raise CpuftError("one of the runs predicts no numbers (NaN): train it again with a smaller --learning-rate")
     return Differences(a.about.kind, tuple(found))
 
 
@@ -120,11 +121,11 @@ def _sort_rows(predictions: RunPredictions) -> RunPredictions:
     return replace(predictions, table=kept.sort_by([("split", "ascending"), ("row", "ascending")]))
 
 
-def describe_difference(differences: Differences, a: str = "A", b: str = "B", metric: str = "") -> str:
+def describe_difference(differences: Differences, a: str = "A", b: str = "B", metric: Difference | None = None) -> str:
     """Return in plain words whether the difference of a metric, the first one by default, is real."""
-    one = next((one for one in differences.found if one.metric == metric), differences.first)
+    one = metric or differences.first
     name, rows = one.metric.replace("_", " "), differences.count(one.rows)
-    if one.difference == 0 and one.better in (None, (0, 0)):
+    if one.is_same:
         return f"No difference: {name} is {one.a:.4f} in both, and the same in each of {rows}"
     change = f"{name} {one.a:.4f} -> {one.b:.4f} ({one.difference:+.4f}"
     change += f", 95 % interval {format_interval(one)})" if one.interval else ")"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.sparse import csr_array
 
+from cpuft.errors import CpuftError
 from cpuft.judge.predictions import RunPredictions
 from cpuft.judge.ranking import LEAST_RELEVANT, measure_queries
 from cpuft.judge.resampling import (
@@ -44,8 +45,12 @@ class PairedMetric:
 def list_paired_metrics(a: RunPredictions, b: RunPredictions) -> dict[str, PairedMetric]:
     """Return by name the metrics that both runs have reported and whose rows tell them, in the order of A's.
 
-    The rows of both have the same order.
+    The rows of both have the same order. Raises CpuftError: a prediction is NaN or infinite.
     """
+    for table in (a.table, b.table):
+        numbers = (one.to_numpy() for one in table.columns if str(one.type) in ("float", "double"))
+        if not all(np.isfinite(one).all() for one in numbers):
+            raise CpuftError("one of the runs predicts no numbers (NaN): train it again with a smaller --learning-rate")
     splits = a.column("split").astype(str)
     suffixes = sorted(set(splits.tolist()), key=len, reverse=True)
     found = dict[str, PairedMetric]()

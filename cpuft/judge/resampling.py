@@ -56,7 +56,9 @@ class Chance:
     smallest: float | None
     """About the smallest difference that these rows can show; None if they can show none, however large."""
     is_real: bool
-    """Whether both the test and the interval say that there is a difference."""
+    """Whether the test finds a difference, and the interval does not contradict it."""
+    is_same: bool
+    """Whether each row counts the same for both models."""
 
 
 def divide(sums: Numbers) -> Numbers:
@@ -149,8 +151,9 @@ def judge_chance(paired: Paired) -> Chance:
     interval, p, smallest = judge(paired, b - a)
     if interval and p >= _LEVEL:
         interval = (min(interval[0], 0.0), max(interval[1], 0.0))
-    is_real = p < _LEVEL and interval is not None and not interval[0] <= 0 <= interval[1]
-    return Chance(a, b, interval, p, smallest if paired.counts.sum() >= _LEAST_ROWS else None, is_real)
+    is_real = p < _LEVEL and not (interval and interval[0] <= 0 <= interval[1])
+    is_same = not abs(paired.b - paired.a).sum()
+    return Chance(a, b, interval, p, smallest if paired.counts.sum() >= _LEAST_ROWS else None, is_real, is_same)
 
 
 _Found = tuple[tuple[float, float] | None, float, float]
@@ -184,7 +187,8 @@ def _judge_by_resampling(paired: Paired, difference: float) -> _Found:
     swapped = np.abs(_permute(paired))
     as_large = int((swapped >= abs(difference) - _ROUNDING).sum())
     p = (1 + as_large) / (1 + len(swapped))
-    return (float(low), float(high)) if np.ptp(found) > _ROUNDING else None, p, float(np.quantile(swapped, 1 - _LEVEL))
+    # Where nearly all rows are alike, all resamples may be: then nothing is known about others.
+    return (float(low), float(high)) if high - low > _ROUNDING else None, p, float(np.quantile(swapped, 1 - _LEVEL))
 
 
 def _bootstrap(paired: Paired) -> Numbers:

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from cpuft.cli import cli
@@ -14,7 +15,8 @@ from cpuft.judge.metrics import judge
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, write_predictions
 from cpuft.record import EvaluationLine
 from cpuft.report.judgement import judgement_to_json
-from cpuft.train.run import describe_predictions
+from cpuft.train.reporter import Progress
+from cpuft.train.run import show_judgement
 from tests.judge.made import make_classes, make_five_classes
 from tests.records import make_record
 from tests.report.test_comparison import write_record
@@ -75,11 +77,19 @@ def test_a_run_is_shown_without_predictions_that_are_not_its_own(tmp_path: Path)
     assert "cannot be judged" in report(str(run)).stderr
 
 
-def test_a_run_that_has_trained_ends_well_whatever_its_predictions_are(tmp_path: Path) -> None:
-    assert describe_predictions(tmp_path) == []
+def test_a_run_that_has_trained_ends_well_whatever_its_predictions_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress("log", 0)
+    show_judgement(tmp_path, progress)
+    assert capsys.readouterr() == ("", "")
     made = make_five_classes()
     write_predictions(tmp_path, made.about, {"split": [""], "label": ["complaint"]})
-    (line,) = describe_predictions(tmp_path)
-    assert line.startswith("warning: where the model fails could not be found out (")
+    show_judgement(tmp_path, progress)
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("warning: where the model fails could not be found out (")
+    assert error.count("\n") == 1
     write_predictions(tmp_path, made.about, {name: made.table[name] for name in made.table.column_names})
-    assert "praise (159)" in describe_predictions(tmp_path)[2]
+    show_judgement(tmp_path, progress)
+    assert "praise (159)" in capsys.readouterr().out
