@@ -24,8 +24,8 @@ _MOST_CONFUSIONS = 20
 _MOST_SLICES = 20
 _BINS = 15
 _SAMPLES, _LEAST_SAMPLES = 1000, 200
-"""Samples of the bootstrap; fewer than the first number of them with more than 10,000 different rows."""
-_MOST_DRAWN = 10_000_000
+"""Samples of the bootstrap; fewer than the first number of them with more than 5,000 different rows."""
+_MOST_DRAWN = 5_000_000
 _MOST_NUMBERS = 2_000_000
 """Largest number of entries of the arrays of a block of samples: 16 MB each."""
 
@@ -133,7 +133,7 @@ class _Sample:
     """Rows from which the bootstrap draws, those that count alike as one."""
 
     names: tuple[str, ...]
-    """Names of the metrics, the most telling ones first."""
+    """Names of the metrics."""
     counts: Indices
     """How often each row occurs."""
     measure: Callable[[Numbers], Numbers]
@@ -141,7 +141,7 @@ class _Sample:
     width: int = 1
     """Number of entries of the largest array that measuring a sample takes."""
     proportion: str = ""
-    """Name of the metric that is a share of independent rows, whose interval is known without the bootstrap."""
+    """Name of a metric, maybe of another one, that is a share of independent rows: its interval needs no bootstrap."""
     table: Any = None
     """Counts of classes by row (`_make_table`); None for kinds without classes."""
 
@@ -151,8 +151,10 @@ class _Units:
     """What the bootstrap draws: rows, or queries."""
 
     count: int
-    select: Callable[[Indices], _Sample]
-    """Returns the sample of some of them."""
+    names: tuple[str, ...]
+    """Names of the metrics, the most telling ones first."""
+    select: Callable[[Indices, tuple[str, ...]], _Sample]
+    """Returns the sample of some of them, with the metrics of these names."""
     classes: tuple[str, ...] = ()
     """Names of the classes that `select` can measure."""
     name: str = "rows"
@@ -169,7 +171,7 @@ def judge(predictions: RunPredictions) -> Judgement:
     """
     about, predictions = predictions.about, _select_first_split(predictions)
     units = _UNITS[about.kind](predictions)
-    everything = units.select(np.arange(units.count))
+    everything = units.select(np.arange(units.count), units.names)
     with np.errstate(divide="ignore", invalid="ignore"):
         estimates = _estimate(everything)
         metrics = dict(zip(everything.names, estimates))
@@ -216,7 +218,7 @@ def _estimate(sample: _Sample) -> list[Estimate]:
     # Samples that are all alike, such as those of a model without errors, say nothing about other rows.
     ends[:, ends[0] == ends[1]] = math.nan
     estimates = [Estimate(*map(float, one)) for one in zip(values, *ends)]
-    if sample.proportion:
+    if sample.proportion in sample.names:
         place = sample.names.index(sample.proportion)
         right = round(values[place] * size)
         interval = binomtest(right, size).proportion_ci(method="wilson")
@@ -237,7 +239,7 @@ def _use_classes(predictions: RunPredictions) -> _Units:
     more += tuple(name for name in ("matthews_correlation",) if name in predictions.about.metrics)
     names = ("accuracy", "f1_macro", "f1_weighted", *more)
 
-    def select(rows: Indices) -> _Sample:
+    def select(rows: Indices, names: tuple[str, ...]) -> _Sample:
         pairs, counts = np.unique(labels[rows] * len(known) + found[rows], return_counts=True)
         cells = np.arange(len(pairs))
         wanted, predicted = pairs // len(known), pairs % len(known)
@@ -247,7 +249,7 @@ def _use_classes(predictions: RunPredictions) -> _Units:
         return _count_sample(names, counts, table, len(known), "accuracy", positive)
 
     classes = tuple(predictions.about.classes[number] for number in known)
-    return _Units(len(labels), select, classes)
+    return _Units(len(labels), names, select, classes)
 
 
 def _number_classes(predictions: RunPredictions) -> tuple[Indices, Indices]:
@@ -323,11 +325,11 @@ def _use_table(
     proportion: str = "",
     all_classes: bool = False,
 ) -> _Units:
-    def select(rows: Indices) -> _Sample:
+    def select(rows: Indices, names: tuple[str, ...]) -> _Sample:
         ones = np.ones(len(rows), np.int64)
         return _count_sample(names, ones, table[rows], len(classes), proportion, None, all_classes)
 
-    return _Units(table.shape[0], select, classes, unit)
+    return _Units(table.shape[0], names, select, classes, unit)
 
 
 def _count_sample(
@@ -457,12 +459,12 @@ def _use_scores(predictions: RunPredictions) -> _Units:
     if predictions.about.kind == "score":
         names = ("mean_absolute_error", "mean_error", "pearson", "spearman", "root_mean_squared_error")
 
-    def select(rows: Indices) -> _Sample:
+    def select(rows: Indices, names: tuple[str, ...]) -> _Sample:
         pair = labels[rows], found[rows]
         measure = partial(_measure_scores, names, *pair, *map(Ranks, pair))
         return _Sample(names, np.ones(len(rows), np.int64), measure)
 
-    return _Units(len(labels), select)
+    return _Units(len(labels), names, select)
 
 
 def _measure_scores(
@@ -497,14 +499,15 @@ def _use_pairs(predictions: RunPredictions) -> _Units:
 
 def _use_means(values: dict[str, Numbers], first_rows: Indices) -> _Units:
     """Return the units of queries, each of which has a value of each metric."""
-    names, columns = tuple(values), np.column_stack([*values.values()])
+    # Of the first K documents of a query, one is relevant or none.
+    proportion = next((name for name in values if name.startswith("accuracy@")), "")
 
-    def select(queries: Indices) -> _Sample:
-        chosen = columns[queries]
+    def select(queries: Indices, names: tuple[str, ...]) -> _Sample:
+        chosen = np.column_stack([values[name][queries] for name in names])
         measure = partial(_measure_means, chosen)
-        return _Sample(names, np.ones(len(queries), np.int64), measure, len(names))
+        return _Sample(names, np.ones(len(queries), np.int64), measure, len(names), proportion)
 
-    return _Units(len(columns), select, name="queries", first_rows=first_rows)
+    return _Units(len(first_rows), tuple(values), select, name="queries", first_rows=first_rows)
 
 
 def _measure_means(columns: Numbers, times: Numbers) -> Numbers:
@@ -532,9 +535,9 @@ def _judge_parts(units: _Units, groups: Groups) -> list[Part]:
     """Return the two most telling metrics of each part; one part alone says nothing."""
     if len(groups) < 2:
         return []
-    samples = [(name, units.select(members)) for name, members in groups]
+    names = units.names[:2]
     return [
-        Part(name, int(sample.counts.sum()), dict(zip(sample.names[:2], _estimate(sample)))) for name, sample in samples
+        Part(name, len(members), dict(zip(names, _estimate(units.select(members, names))))) for name, members in groups
     ]
 
 

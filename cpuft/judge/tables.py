@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a report without predictions is also made where NumPy is no
 
 _MOST_LINES = 6
 """Largest number of classes at the end of a run."""
-_LONGEST_NAME = 30
+_LONGEST_NAME = 24
 _NAMES = {
     "f1": "F1",
     "f1_macro": "macro F1",
@@ -40,7 +40,7 @@ class JudgementTable:
 
 def describe_judgement(judgement: Judgement) -> list[str]:
     """Return the few lines that tell at the end of a run how sure its metrics are, and where the model fails."""
-    lines = [_describe_metrics(judgement)]
+    lines = _describe_metrics(judgement)
     classes = judgement.classes
     worst = sorted(classes, key=_count_missed, reverse=True)
     if judgement.kind == "class" and len(classes) <= 2:
@@ -52,22 +52,23 @@ def describe_judgement(judgement: Judgement) -> list[str]:
             lines += [f"and {more} more, which cpuft report shows"] if more > 0 else []
         if worst[0].mistaken and judgement.kind == "class":
             lines.append(f"the most frequent mistake: {_describe_mistake(max(classes, key=lambda one: one.mistaken))}")
-    if judgement.ranges:
-        lines.append(_describe_range(judgement.ranges))
+    if ranges := [one for one in judgement.ranges if math.isfinite(one.metrics["mean_absolute_error"].value)]:
+        lines.append(_describe_range(ranges))
     return lines
 
 
-def _describe_metrics(judgement: Judgement) -> str:
-    """Return the first metrics with their intervals, such as "accuracy 0.5977 (0.523 to 0.668)"."""
+def _describe_metrics(judgement: Judgement) -> list[str]:
+    """Return a line with the first metrics that have intervals, such as "accuracy 0.5977 (0.523 to 0.668)"."""
     several = len(judgement.classes) > 2
     parts = [
         f"{name_metric(name)} {_format(one.value)} ({_format_interval(one)})"
         for name, one in judgement.metrics.items()
-        if math.isfinite(one.low) and not (several and name in ("f1_weighted", "precision", "recall"))
+        if math.isfinite(one.low)
+        and name not in ("f1_weighted", "mean_error")
+        and not (several and name in ("precision", "recall"))
     ]
     unit = "queries" if judgement.unit == "queries" else "rows"
-    shown = f"95 % intervals with {judgement.rows:,} validation {unit}"
-    return f"{shown}: {', '.join(parts[:3])}" if parts else f"{shown}: none, because no metric varies"
+    return [f"95 % intervals with {judgement.rows:,} validation {unit}: {', '.join(parts[:3])}"] if parts else []
 
 
 def _count_missed(one: ClassScore) -> int:

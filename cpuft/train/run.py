@@ -181,8 +181,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
             if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
                 write_model_card(folder, header, result.evaluation, footer, found)
             reporter.record.write(footer)
-            for line in describe_predictions(Path(worker.run_dir)):
-                progress.show(line)
+            show_judgement(Path(worker.run_dir), progress)
         if reporter.watch:
             simple = found.metrics if found else None
             if last := find_last_warning(reporter.watch, objective, result.evaluation, result.predictions, simple):
@@ -250,17 +249,18 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
         remove_all(Path(worker.run_dir, FOLDER))
 
 
-def describe_predictions(folder: Path) -> list[str]:
-    """Return lines that tell where the saved model fails, none without predictions. Whatever fails is a warning."""
+def show_judgement(folder: Path, progress: Progress) -> None:
+    """Show where the saved model fails, if there are predictions. Whatever goes wrong, the run is complete."""
     if not (folder / FILE_NAME).is_file():
-        return []
+        return
     try:
         from cpuft.judge.metrics import judge  # imports SciPy, for which no rank should wait at its start
 
-        return describe_judgement(judge(read_predictions(str(folder))))
+        for line in describe_judgement(judge(read_predictions(str(folder)))):
+            progress.show_result(line)
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        return [f"warning: where the model fails could not be found out ({reason}): the run is complete"]
+        progress.show(f"warning: where the model fails could not be found out ({reason}): the run is complete")
 
 
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:

@@ -104,9 +104,9 @@ OTHER_WAYS = [("--lora-rank", "4"), ("--sync-every", "3"), ()]
 def test_the_saved_model_is_that_of_the_best_evaluation(how: tuple[str, ...], tmp_path: Path) -> None:
     # A high learning rate, so that the best evaluation is not the last one.
     model = save_tiny(tmp_path / "tiny")
-    options = ("--np", "2", "--learning-rate", "2e-2", "--eval-every", "5", "--save-best", "--best-metric", "f1")
+    options = ("--np", "2", "--learning-rate", "2e-2", "--eval-every", "5", "--save-best", "--best-metric", "macro-f1")
     record = train("run", *options, *how, "--model", model)
-    values = [line.metrics["f1"] for line in record.evaluations]
+    values = [line.metrics["f1_macro"] for line in record.evaluations]
     best = record.evaluations[values.index(max(values))]
     assert record.footer is not None
     assert record.footer.saved_step == (best.step if best.step != record.evaluations[-1].step else 0)

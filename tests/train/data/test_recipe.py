@@ -11,7 +11,8 @@ import pytest
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import UNTAGGED, Prepared
-from cpuft.train.data.recipe import check_recipe, find_best_metric, find_class_weights
+from cpuft.train.data.recipe import check_recipe, find_best_metric, find_class_weights, find_metrics
+from cpuft.train.objective.table import make_objective
 from tests.train.tokens import make_tokens
 
 TOKENS = replace(make_tokens([1, 1, 1, 1]), labels=np.asarray([0, 1, 1, 1], np.float32))
@@ -46,6 +47,19 @@ def test_the_metric_is_the_first_of_the_task_or_the_given_one() -> None:
     assert find_best_metric(TrainConfig(best_metric="f1_other"), DATA) == "f1_other"
     with pytest.raises(CpuftError, match=r"the task demo has no metric 'loss': choose one of accuracy, .* f1_other$"):
         find_best_metric(TrainConfig(best_metric="loss"), DATA)
+
+
+@pytest.mark.parametrize("name", ["macro-f1", "f1_macro"])
+def test_all_classes_have_the_mean_f1(name: str) -> None:
+    config = TrainConfig(best_metric=name)
+    assert find_best_metric(config, DATA) == "f1_macro"
+    assert make_objective(config, DATA).metrics == ("accuracy", "f1", "f1_macro")
+    assert find_best_metric(TrainConfig(best_metric=f"{name}_other"), DATA) == "f1_macro_other"
+    several = replace(DATA, kind="labels", metrics=("f1_micro", "f1_macro"))
+    assert (find_best_metric(config, several), find_metrics(config, several)) == ("f1_macro", several.metrics)
+    assert find_metrics(TrainConfig(), DATA) == DATA.metrics
+    with pytest.raises(CpuftError, match="has no metric"):
+        find_best_metric(config, replace(DATA, kind="score", metrics=("pearson",)))
 
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"class_weights": "balanced"}])
