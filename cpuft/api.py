@@ -5,7 +5,6 @@ Both functions plan and execute what the commands of the same names do. Errors a
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import os
@@ -135,7 +134,8 @@ class Run:
         -------
         For an embedding model, an array of embeddings, fp32, shape (rows, dimensions). Else a dict for each row, by the
         task: with `label` (the most likely class) and `probabilities` (by class), with `score`, with `labels` (those
-        above 0.5) and `probabilities`, or with `tags` (for each word a tag, empty if it was cut off).
+        above the option `threshold`) and `probabilities`, or with `tags` (for each word a tag, empty if it was cut
+        off).
 
         Raises
         ------
@@ -152,10 +152,11 @@ class Run:
             task = self.record.header.task
             is_embedding = is_embedding_task(task)
             file = Path(folder, "rows.jsonl")
-            output = Path(folder, "embeddings.npy" if is_embedding else "predictions.csv")
+            output = Path(folder, "embeddings.npy" if is_embedding else "predictions.jsonl")
             columns = write_rows(rows, file)
             fixed = {"run": str(self.folder), "file": str(file), "output": str(output)}
             _refuse_options(dict.fromkeys((*fixed, "split"), "is what predict itself chooses"), options)
+            _refuse_options(dict.fromkeys(("id_column", "with_input"), "is for files of predictions"), options)
             given = parse_options({"text_columns": ",".join(columns)} | options, PredictConfig) | fixed
             request = PredictConfig(**given)
             check_request(request, self.record.header)
@@ -592,36 +593,18 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
 
 
 def read_predictions(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the predictions in a CSV file of `cpuft predict` as dicts, one for each of `count` examples."""
-    with path.open(encoding="utf-8", newline="") as file:
-        table = list(csv.DictReader(file))
-    if table and "token" in table[0]:
-        tagged: list[dict[str, Any]] = [{"tags": []} for _ in range(count)]
-        for row in table:
-            tagged[int(row["index"])]["tags"].append(_unguard(row["tag"], _names(row)))
-        return tagged
-    return [_read_prediction(row) for row in table]
-
-
-def _read_prediction(row: Mapping[str, str]) -> dict[str, Any]:
-    if "score" in row:
-        return {"score": float(row["score"])}
-    probabilities = {name: float(row[f"p_{name}"]) for name in _names(row)}
-    if "labels" in row:
-        return {
-            "labels": [name for name, probability in probabilities.items() if probability > 0.5],
-            "probabilities": probabilities,
-        }
-    return {"label": _unguard(row["label"], list(probabilities)), "probabilities": probabilities}
-
-
-def _names(row: Mapping[str, str]) -> list[str]:
-    return [name.removeprefix("p_") for name in row if name.startswith("p_")]
-
-
-def _unguard(label: str, names: Sequence[str]) -> str:
-    """Return the label without the apostrophe that protects spreadsheets from formulas."""
-    return label if label in names else label.removeprefix("'")
+    """Return the predictions in a JSON lines file of `cpuft predict` as dicts, one for each of `count` examples."""
+    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    for row in map(json.loads, path.read_text(encoding="utf-8").split("\n")[:-1]):
+        one, prediction = found[row["index"]], row["prediction"]
+        probabilities = {name.removeprefix("p_"): value for name, value in row.items() if name.startswith("p_")}
+        if "token" in row:
+            one.setdefault("tags", []).append(prediction or "")
+        elif probabilities:
+            one |= {"labels" if isinstance(prediction, list) else "label": prediction, "probabilities": probabilities}
+        else:
+            one["score"] = prediction
+    return found
 
 
 def _make_figure(panels: Sequence[Any]) -> Any:

@@ -289,32 +289,41 @@ def test_what_is_predicted_are_rows(
 
 
 @pytest.mark.parametrize(
-    "table, found",
+    "rows, found",
     [
         (
-            "index,label,p_no,p_=yes\n0,'=yes,0.25,0.75\n1,no,0.9,0.1\n",
+            [{"prediction": "=yes", "p_no": 0.25, "p_=yes": 0.75}, {"prediction": "no", "p_no": 0.9, "p_=yes": 0.1}],
             [
                 {"label": "=yes", "probabilities": {"no": 0.25, "=yes": 0.75}},
                 {"label": "no", "probabilities": {"no": 0.9, "=yes": 0.1}},
             ],
         ),
-        ("index,score\n0,3.5\n1,1\n", [{"score": 3.5}, {"score": 1.0}]),
         (
-            "index,labels,p_a,p_b\n0,a|b,0.6,0.7\n1,,0.1,0.2\n",
+            [{"label": 2.5, "prediction": 3.5}, {"label": 2.0, "prediction": 1.0}],
+            [{"score": 3.5}, {"score": 1.0}],
+        ),
+        (
+            [{"prediction": ["a", "b"], "p_a": 0.4, "p_b": 0.7}, {"prediction": [], "p_a": 0.1, "p_b": 0.2}],
             [
-                {"labels": ["a", "b"], "probabilities": {"a": 0.6, "b": 0.7}},
+                {"labels": ["a", "b"], "probabilities": {"a": 0.4, "b": 0.7}},
                 {"labels": [], "probabilities": {"a": 0.1, "b": 0.2}},
             ],
         ),
         (
-            "index,token,tag,p_O,p_B\n0,x,B,0.1,0.9\n0,y,,,\n1,z,O,0.8,0.2\n",
+            [
+                {"token": "x", "prediction": "B", "p_O": 0.1, "p_B": 0.9},
+                {"token": "y", "prediction": None, "p_O": None, "p_B": None},
+                {"index": 1, "token": "z", "prediction": "O", "p_O": 0.8, "p_B": 0.2},
+            ],
             [{"tags": ["B", ""]}, {"tags": ["O"]}],
         ),
     ],
 )
-def test_predictions_are_read_by_task(table: str, found: list[dict[str, Any]], tmp_path: Path) -> None:
-    path = tmp_path / "predictions.csv"
-    path.write_text(table)
+def test_predictions_are_read_by_task(rows: list[dict[str, Any]], found: list[dict[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "predictions.jsonl"
+    is_tags = "token" in rows[0]
+    numbered = [{"index": 0 if is_tags else number, **row} for number, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in numbered))
     assert read_predictions(path, 2) == found
 
 

@@ -11,7 +11,8 @@ import click
 from cpuft.cli.common import compute_settings, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, make_options, pick
 from cpuft.config.fields import format_arguments
-from cpuft.config.mine import MINED_ENDINGS, MineConfig
+from cpuft.config.mine import MineConfig
+from cpuft.config.table_files import OUTPUT_ENDINGS
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def check_mining(asked: MineConfig) -> None:
     if not asked.file:
         raise CpuftError("there is no --file: give a file with rows of an anchor and a positive")
     if not asked.output:
-        raise CpuftError(f"there is no --output: give a file that ends in {', '.join(MINED_ENDINGS)}")
+        raise CpuftError(f"there is no --output: give a file that ends in {', '.join(OUTPUT_ENDINGS)}")
     if asked.corpus_column and not asked.corpus:
         raise CpuftError("--corpus-column names a column of --corpus: add --corpus, or leave it out")
     if 0 < asked.search_depth < asked.skip_top + asked.negatives:

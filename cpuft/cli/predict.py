@@ -51,9 +51,9 @@ def predict(dry_run: bool, **values: Any) -> None:
     """Predict with the model of a finished run, or compute embeddings.
 
     RUN is the folder of the run. The labels and probabilities of the examples in --file or --split are written to a CSV
-    file, or for the test split of a GLUE task in the format that GLUE accepts. If the examples have labels, the metrics
-    are printed as well. A text that begins with =, +, - or @ is written with an apostrophe in front, so that no
-    spreadsheet runs it as a formula.
+    file or one of another format, or for the test split of a GLUE task in the format that GLUE accepts. If the examples
+    have labels, these are written beside the predictions, and the metrics are printed. In CSV and TSV files, a text
+    that begins with =, +, - or @ gets an apostrophe in front, so that no spreadsheet runs it as a formula.
 
     If RUN has trained a decoder with --task chat or --causal, it answers or continues the prompts in --file; prompts
     and answers are written to the file.
@@ -141,7 +141,7 @@ def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | N
         find_model_folder(asked.run)
         return
     _refuse_generation_options(asked, f"--task {header.task} trains no decoder")
-    for name in ("id_column", "normalize", "dimensions", "prompt"):
+    for name in ("normalize", "dimensions", "prompt"):
         if value := getattr(asked, name):
             raise CpuftError(
                 f"{format_flag(name, value)} is for embeddings, and --task {header.task} trains no embedding model: "
@@ -165,6 +165,8 @@ def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | N
         raise CpuftError(
             "--with-input adds columns that GLUE does not accept for its test examples: leave it out, or use --file"
         )
+    if asked.id_column and not asked.file:
+        raise CpuftError("--id-column names a column of --file: give --file in place of --split, or leave it out")
     if asked.data_dir and (asked.file or header.task in _NOT_GLUE):
         raise CpuftError(
             "--data-dir is for a GLUE task, of whose data --split chooses a part: add --split, or leave out --data-dir"
@@ -176,8 +178,9 @@ def _check_embedding_request(asked: PredictConfig) -> None:
     _refuse_generation_options(asked, "this model computes embeddings")
     if asked.split or not asked.file:
         raise CpuftError("an embedding model needs --file, without --split: give a file of texts")
-    for name in ("label_column", "data_dir", "with_input"):
-        if value := getattr(asked, name):
+    default = PredictConfig()
+    for name in ("label_column", "data_dir", "with_input", "threshold"):
+        if (value := getattr(asked, name)) != getattr(default, name):
             flag = format_flag(name, value)
             raise CpuftError(f"{flag} is for predictions, and this model computes embeddings: leave it out")
 
@@ -186,7 +189,7 @@ def _check_generation_request(asked: PredictConfig) -> None:
     if asked.split or not asked.file:
         raise CpuftError("a decoder answers prompts, and needs --file, without --split: give a file of prompts")
     default = PredictConfig()
-    for name in ("label_column", "data_dir", "with_input", "id_column", "normalize", "dimensions", "prompt", "np"):
+    for name in ("label_column", "data_dir", "with_input", "threshold", "normalize", "dimensions", "prompt", "np"):
         if (value := getattr(asked, name)) != getattr(default, name):
             raise CpuftError(f"{format_flag(name, value)} is not for decoders, which answer prompts: leave it out")
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from cpuft.config.fields import option
 from cpuft.config.table_files import delimiter_option, encoding_option, quoting_option
 
-MINED_ENDINGS = (".csv", ".jsonl", ".parquet")
-
 
 @dataclass(frozen=True)
 class MineConfig:
@@ -28,7 +26,7 @@ class MineConfig:
     output: str = option(
         "",
         "File to write (required) with the columns anchor, positive, negative_1, negative_2 and so on; it ends in "
-        ".csv, .jsonl or .parquet",
+        ".csv, .tsv, .jsonl or .parquet",
         takes="FILE",
     )
     text_columns: str = option(

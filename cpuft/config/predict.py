@@ -28,9 +28,9 @@ class PredictConfig:
     )
     output: str = option(
         "",
-        "CSV file to write (default: predictions.csv in RUN; for GLUE's test examples the file name that GLUE "
-        "expects). With an embedding model, a file of embeddings that ends in .npy or .parquet (default: "
-        "embeddings.npy in RUN). With a decoder, prompts and answers as CSV or, if it ends in .jsonl, JSON lines",
+        "File to write, as CSV, TSV, JSON lines or Parquet by its ending: .csv, .tsv, .jsonl or .parquet (default: "
+        "predictions.csv in RUN; for GLUE's test examples the file name that GLUE expects). With an embedding model, a "
+        "file of embeddings that ends in .npy or .parquet (default: embeddings.npy in RUN)",
         takes="FILE",
     )
     text_columns: str = option(
@@ -40,8 +40,8 @@ class PredictConfig:
     )
     label_column: str = option(
         "",
-        "Column of the labels in --file, with which the metrics are computed (default: as in the run, if the file has "
-        "that column)",
+        "Column of the labels in --file, which are written beside the predictions, and with which the metrics are "
+        "computed (default: as in the run, if the file has that column)",
         takes="NAME",
     )
     delimiter: str = delimiter_option()
@@ -59,7 +59,8 @@ class PredictConfig:
     )
     id_column: str = option(
         "",
-        "Column of --file with the ids that a Parquet file of embeddings gets (default: the numbers of the rows)",
+        "Column of --file with an id of each example, which is written beside the prediction or, with an embedding "
+        "model, into a Parquet file in place of the row's number; several rows may have the same id",
         takes="NAME",
     )
     normalize: bool = option(False, "Scale embeddings to length 1, if the model does not do so anyway")
@@ -77,6 +78,12 @@ class PredictConfig:
         "Number of processes that compute embeddings: ranks on all hosts together with --hostfile, --cluster or in a "
         "job on several hosts, else processes of this host, which share its cores",
         least=1,
+    )
+    threshold: str = option(
+        "0.5",
+        "With a run of several labels for each example, the probability above which a label is predicted; auto takes "
+        "the number from 0 to 1 with the best f1_micro on the run's validation examples",
+        takes="N|auto",
     )
     with_input: bool = option(False, "Also write the texts of each example, beside its prediction")
     max_new_tokens: int = option(

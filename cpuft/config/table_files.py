@@ -1,4 +1,4 @@
-"""The options that say how files of tables are read, which several commands have."""
+"""How files of tables are read, as options that several commands have, and in which formats they are written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from cpuft.config.fields import option
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
 """The values of --delimiter, apart from auto, and the characters that they stand for."""
 QUOTINGS = ("auto", "csv", "none")
+OUTPUT_ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
+"""Endings of the names of tables that are written, which tell their formats."""
 
 
 def delimiter_option(section: str = "") -> Any:

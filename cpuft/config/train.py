@@ -433,8 +433,8 @@ class TrainConfig:
     )
     best_metric: str = evaluation_option(
         "",
-        "With --eval-every, metric by which --save-best and --early-stopping compare evaluations, such as f1 "
-        "(default: the first metric of the task)",
+        "With --eval-every, metric by which --save-best and --early-stopping compare evaluations, such as f1, or "
+        "macro-f1, which any classes have (default: the first metric of the task)",
         takes="NAME",
     )
     save_best: bool = evaluation_option(
@@ -576,6 +576,7 @@ class WorkerConfig:
     restart_reason: str = option("", "Why the run was restarted")
     global_batch: int = option(0, "Examples per update on all ranks (default: --batch-size on each rank)", least=0)
     measurements: str = option("", "What the first start of the run has measured, as JSON (default: measure now)")
+    is_measured: bool = option(False, "The speed of the training is measured, so that nothing may run beside it")
     keep_checkpoints: bool = option(
         False, "Keep the checkpoints at the end of the run; the launcher removes them after it has fetched the results"
     )

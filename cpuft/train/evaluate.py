@@ -98,7 +98,7 @@ def _run_on_first(compute: Callable[[], dict[str, float]] | None, interval: floa
                 return found
 
 
-def _is_better(value: float, than: float, metric: str) -> bool:
+def is_better(value: float, than: float, metric: str) -> bool:
     """Return whether a metric's value is better than another one; of equal ones, and of nan, neither is better."""
     return value < than if metric.startswith(LOWER_IS_BETTER) else value > than
 
@@ -107,7 +107,7 @@ def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationL
     """Return the evaluation with the best value of a metric, of equal ones the first; None without evaluations."""
     best = None
     for line in evaluations:
-        if best is None or _is_better(line.metrics[metric], best.metrics[metric], metric):
+        if best is None or is_better(line.metrics[metric], best.metrics[metric], metric):
             best = line
     return best
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,28 @@ from typing import Any
 from cpuft.config.fields import parse_arguments
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.files import write_atomically
 from cpuft.train.data.chat import Message, find_end_of_turn, is_conversation, parse_messages, render, set_chat_template
-from cpuft.train.data.tables import JSON_SUFFIXES, get_suffix, list_json_lines, read_tables
+from cpuft.train.data.sources import get_id
+from cpuft.train.data.tables import (
+    JSON_SUFFIXES,
+    find_column,
+    get_suffix,
+    list_json_lines,
+    parse_json_cells,
+    read_tables,
+)
 from cpuft.train.data.texts import find_document_marks
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
+from cpuft.train.data.write_tables import Column, write_table
 from cpuft.train.model import load_model
 from cpuft.train.predict import (
     FinishedRun,
+    Table,
     check_output,
     choose_run_precision,
-    guard_formula,
+    give_ids,
+    name_given,
     read_finished_run,
-    write_table,
 )
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 
@@ -43,6 +52,8 @@ class Prompt:
     """The text; of a conversation its messages as JSON."""
     messages: list[Message]
     """The messages of a conversation up to the last one that is not the assistant's; empty for a text to continue."""
+    id: str = ""
+    """The cell of --id-column."""
 
 
 def generate(request: PredictConfig) -> None:
@@ -51,17 +62,14 @@ def generate(request: PredictConfig) -> None:
     """
     run = read_finished_run(request.run)
     path = Path(request.output or Path(request.run, "predictions.csv"))
-    check_output(path, request.overwrite, path.suffix in JSON_SUFFIXES)
+    check_output(path, request.overwrite, request.run)
     prompts = read_prompts(request, run.task.kind == "chat")
     tokenizer = load_tokenizer(str(run.model))
     if run.task.kind == "chat":
         set_chat_template(tokenizer, "", str(run.model))
     encoded = encode_prompts(prompts, tokenizer)
     answers = _compute_answers(request, run, tokenizer, prompts, encoded)
-    if path.suffix in JSON_SUFFIXES:
-        _write_json_lines(path, prompts, answers)
-    else:
-        write_table(path, _format_answers(prompts, answers))
+    write_table(path, *_tabulate_answers(prompts, answers, request.id_column, path.suffix == ".jsonl"))
     print(f"predictions: {path}")
 
 
@@ -71,7 +79,7 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
     A conversation that ends with an answer is read without it. For a chat, a text is the one message of a user. Raises
     CpuftError: there is no such column, or no prompt, or one is not valid.
     """
-    if is_chat and not request.text_columns and (found := _read_conversations(Path(request.file))):
+    if is_chat and not request.text_columns and (found := _read_conversations(request)):
         return found
     table = read_tables(request.file, "--file", request)
     wanted = [name.strip() for name in request.text_columns.split(",")] if request.text_columns else _PROMPT_COLUMNS
@@ -82,23 +90,26 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
             f"{request.file} has no column {' or '.join(wanted)} (its columns are {has}): name the column of the "
             f"prompts with --text-columns"
         )
+    if request.id_column:
+        find_column(table.columns, request.id_column, table.source)
     prompts = []
     for where, row in table.rows:
         text = row.get(column, "")
         if not isinstance(text, str) or not text.strip():
             raise CpuftError(f"{where} has no text in {column!r}: correct or remove that line")
-        prompts.append(Prompt(where, text, [{"role": "user", "content": text}] if is_chat else []))
+        own = get_id(row, request.id_column, where) if request.id_column else ""
+        prompts.append(Prompt(where, text, [{"role": "user", "content": text}] if is_chat else [], own))
     if not prompts:
         raise CpuftError(f"{request.file} has no rows: give a file with at least one prompt")
     return prompts
 
 
-def _read_conversations(path: Path) -> list[Prompt]:
+def _read_conversations(request: PredictConfig) -> list[Prompt]:
     """Return the conversations of JSON lines; nothing if the first line is none."""
     prompts: list[Prompt] = []
-    if get_suffix(path) not in JSON_SUFFIXES:
+    if get_suffix(Path(request.file)) not in JSON_SUFFIXES:
         return prompts
-    for where, line in list_json_lines(str(path), "--file"):
+    for where, line in list_json_lines(request.file, "--file"):
         if not prompts and not is_conversation(line):
             return prompts
         messages = parse_messages(line, where)
@@ -106,7 +117,8 @@ def _read_conversations(path: Path) -> list[Prompt]:
             messages = messages[:-1]
         if not messages:
             raise CpuftError(f"{where} has no message to answer: correct or remove that line")
-        prompts.append(Prompt(where, json.dumps(messages, ensure_ascii=False), messages))
+        own = get_id(parse_json_cells(line, where), request.id_column, where) if request.id_column else ""
+        prompts.append(Prompt(where, json.dumps(messages, ensure_ascii=False), messages, own))
     return prompts
 
 
@@ -202,17 +214,14 @@ def generate_batch(
     return [row[:end] for row, end in zip(rows, ends)]
 
 
-def _format_answers(prompts: Sequence[Prompt], answers: Sequence[str]) -> Iterator[tuple[object, ...]]:
-    yield ("index", "prompt", "answer")
-    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        yield (index, guard_formula(prompt.text), guard_formula(answer))
-
-
-def _write_json_lines(path: Path, prompts: Sequence[Prompt], answers: Sequence[str]) -> None:
-    with write_atomically(path) as beside, beside.open("w", encoding="utf-8") as file:
-        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            content = {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
-            file.write(json.dumps({"index": index, **content, "answer": answer}, ensure_ascii=False) + "\n")
+def _tabulate_answers(prompts: Sequence[Prompt], answers: Sequence[str], id_column: str, as_messages: bool) -> Table:
+    """Return the table of prompts and answers; `as_messages` if conversations need not be texts."""
+    as_messages = as_messages and bool(prompts[0].messages)
+    asked = [prompt.messages if as_messages else prompt.text for prompt in prompts]
+    own = [Column("messages" if as_messages else "prompt"), Column("answer")]
+    given = give_ids(id_column, [prompt.id for prompt in prompts])
+    columns = [*name_given(own, given), *own]
+    return columns, zip(range(len(prompts)), *(cells for _, cells in given), asked, answers, strict=True)
 
 
 def main() -> None:

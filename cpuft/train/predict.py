@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import csv
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +18,19 @@ from cpuft.config.fields import option_names, parse_arguments
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.files import refuse_special, write_atomically
+from cpuft.files import refuse_special
 from cpuft.hardware import Precision, choose_precision
+from cpuft.judge.predictions import FILE_NAME
+from cpuft.judge.threshold import DEFAULT, find_threshold
 from cpuft.record import format_metrics, read_record
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TASKS, Task, find_task
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
+from cpuft.train.data.columnar import list_columns
 from cpuft.train.data.prepare import tokenize
 from cpuft.train.data.relevance import read_documents_to_predict
 from cpuft.train.data.sources import (
-    LABEL_SEPARATOR,
     SCORE_KINDS,
     Examples,
     choose_metrics,
@@ -37,6 +40,7 @@ from cpuft.train.data.sources import (
     read_splits,
 )
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
+from cpuft.train.data.write_tables import Column, check_ending, write_table
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 
 if TYPE_CHECKING:
@@ -44,73 +48,109 @@ if TYPE_CHECKING:
 
 Outputs = NDArray[np.float32]
 """A head's outputs for all examples: shape (examples, classes); for tags (examples, longest example, classes)."""
-Cells = tuple[object, ...]
+Cells = tuple[Any, ...]
 """A row of a table: its cells in the order of the columns."""
+Table = tuple[list[Column], Iterator[Cells]]
+Given = Sequence[tuple[str, Sequence[Any]]]
+"""Columns of the input that are written beside the predictions: their names, and a cell for each example."""
 
-_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+_INDEX = Column("index", "int64")
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_BEGINS = {".csv": b"index,", ".tsv": b"index\t", ".jsonl": b'{"index":'}
+"""The first bytes of files of predictions, by the endings of their names."""
 _MAX_SCORE = 5.0
 """The scores of STS-B, GLUE's only regression task, are from 0 to this."""
 
 
-def format_predictions(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """Yield the table of the predictions for examples, or of tags for their words; first its header.
+def tabulate_predictions(
+    task: Task, examples: Examples, outputs: Outputs, tokens: Tokens, given: Given, threshold: float = DEFAULT
+) -> Table:
+    """Return the columns and rows of a file of predictions: a row for each example, or for each word that has a tag.
 
-    Scores of rerankers have nine digits, which tell all fp32 numbers apart. Words that were cut off, or that the
-    tokenizer drops, have empty cells in place of tag and probabilities. `tokens` has effect for tags only: the tokens
-    of these examples with the numbers of words as labels, made from `number_words`.
+    `given` are columns of the input. Examples with labels have a column of them. Words that were cut off, or that the
+    tokenizer drops, have no prediction. `tokens` has effect for tags only: the tokens of these examples with the
+    numbers of words as labels, made from `number_words`.
     """
-    labels = [guard_formula(label) for label in task.labels]
-    classes = [f"p_{label}" for label in task.labels]
-    if task.kind in SCORE_KINDS:
-        digits = 9 if task.kind == "relevance" else 6
-        yield ("index", "score")
-        for index, (score,) in enumerate(outputs.tolist()):
-            yield (index, f"{score:.{digits}g}")
-    elif task.kind == "class":
-        yield ("index", "label", *classes)
-        for index, probabilities in enumerate(_softmax(outputs)):
-            yield (index, labels[probabilities.argmax()], *_format(probabilities))
-    elif task.kind == "labels":
-        yield ("index", "labels", *classes)
-        for index, probabilities in enumerate(1 / (1 + np.exp(-outputs.astype(np.float64)))):
-            likely = (label for label, probability in zip(task.labels, probabilities) if probability > 0.5)
-            yield (index, guard_formula(LABEL_SEPARATOR.join(likely)), *_format(probabilities))
-    else:
-        yield ("index", "token", "tag", *classes)
-        for index, words in enumerate(examples.texts):
+    kind = {"labels": "list", **dict.fromkeys(SCORE_KINDS, "float64")}.get(task.kind, "string")
+    # Nine digits tell all fp32 numbers apart, so that documents keep their order.
+    form = ".9g" if task.kind == "relevance" else ".6g" if kind == "float64" else ""
+    own = [
+        *([Column("token")] if task.kind == "tags" else []),
+        *([Column("label", kind)] if examples.has_labels else []),
+        Column("prediction", kind, form),
+        *(Column(f"p_{label}", "float32", ".6f") for label in task.labels),
+    ]
+    columns = [*name_given(own, given), *own]
+
+    def list_rows() -> Iterator[Cells]:
+        for index, (output, label) in enumerate(zip(outputs, examples.labels, strict=True)):
+            first = (index, *(cells[index] for _, cells in given))
+            truth = (_name_labels(task, label),) if examples.has_labels else ()
+            if task.kind != "tags":
+                yield (*first, *truth, *_predict(task, output, threshold))
+                continue
             numbers = tokens.labels[tokens.offsets[index] : tokens.offsets[index + 1]]
-            places = np.flatnonzero(numbers != UNTAGGED)
-            seen = zip(numbers[places].tolist(), _softmax(outputs[index, places]))
-            predicted = {number: (labels[one.argmax()], *_format(one)) for number, one in seen}
-            for number, word in enumerate(words):
-                yield (index, guard_formula(word), *predicted.get(number, [""] * (1 + len(labels))))
+            seen = {int(numbers[place]): output[place] for place in np.flatnonzero(numbers != UNTAGGED)}
+            for number, word in enumerate(examples.texts[index]):
+                tag = (truth[0][number],) if truth else ()
+                cells = _predict(task, seen[number]) if number in seen else (None,) * (1 + len(task.labels))
+                yield (*first, word, *tag, *cells)
+
+    return columns, list_rows()
 
 
-def guard_formula(text: str) -> str:
-    """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula; numbers stay."""
-    if len(text) < 2 or not text.startswith(_FORMULA_STARTS):
-        return text
-    try:
-        float(text)
-    except ValueError:
-        return f"'{text}"
-    return text
+def name_given(own: Sequence[Column], given: Given) -> list[Column]:
+    """Return the column of the index and those of the input, before `own`; a name that is taken becomes input_NAME."""
+    columns, taken = [_INDEX], {column.name for column in (_INDEX, *own)}
+    for name, cells in given:
+        while name in taken:
+            name = f"input_{name}"
+        taken.add(name)
+        columns.append(Column(name, "int64" if isinstance(cells[0], int) else "string"))
+    return columns
 
 
-def add_input(examples: Examples, names: Sequence[str], table: Iterator[Cells]) -> Iterator[Cells]:
-    """Yield a table with the texts of each example after its index; a column name that is taken becomes input_NAME."""
-    header = next(table)
-    yield (header[0], *(guard_formula(f"input_{name}" if name in header else name) for name in names), *header[1:])
-    for texts, cells in zip(examples.texts, table, strict=True):
-        yield (cells[0], *map(guard_formula, texts), *cells[1:])
+def give_ids(id_column: str, ids: Sequence[str]) -> Given:
+    """Return the column of the ids, if there is one: as whole numbers, if all of them are."""
+    if not id_column:
+        return []
+    return [(id_column, [*map(int, ids)] if all(map(_WHOLE_NUMBER.fullmatch, ids)) else ids)]
 
 
-def format_submission(task: Task, outputs: Outputs) -> Iterator[Cells]:
-    """Yield the table that the GLUE benchmark takes, with a header: each label as in its files, or a score, 0 to 5."""
-    yield ("index", "prediction")
-    for index, output in enumerate(outputs):
-        score = f"{min(max(float(output[0]), 0.0), _MAX_SCORE):.3f}"
-        yield (index, task.labels[int(output.argmax())] if task.labels else score)
+def _name_labels(task: Task, label: Any) -> Any:
+    """Return an example's true label as it is written: a class name, a list of them, or a score."""
+    if task.kind in SCORE_KINDS:
+        return float(label[0] if task.kind == "relevance" else label)
+    if task.kind == "class":
+        return task.labels[int(label)]
+    return [task.labels[number] for number in label]
+
+
+def _predict(task: Task, output: Outputs, threshold: float = DEFAULT) -> Cells:
+    """Return the prediction for the outputs of an example or word, and the probabilities of all classes."""
+    if task.kind in SCORE_KINDS:
+        return (float(output[0]),)
+    if task.kind == "labels":
+        likely = [label for label, is_likely in zip(task.labels, shift(output, threshold) > 0) if is_likely]
+        return (likely, *(1 / (1 + np.exp(-output.astype(np.float64)))).tolist())
+    powers = np.exp(output - output.max(), dtype=np.float64)
+    return (task.labels[int(output.argmax())], *(powers / powers.sum()).tolist())
+
+
+def shift(outputs: Outputs, threshold: float) -> NDArray[np.float64]:
+    """Return outputs from which those whose probability is above the threshold are above 0."""
+    shifted: NDArray[np.float64] = outputs.astype(np.float64) - np.log(threshold / (1 - threshold))
+    return shifted
+
+
+def tabulate_submission(task: Task, outputs: Outputs) -> Table:
+    """Return the table that the GLUE benchmark takes: each label as in its files, or a score from 0 to 5."""
+    if task.labels:
+        predictions: Iterator[Any] = (task.labels[number] for number in outputs.argmax(-1))
+    else:
+        predictions = (min(max(float(score), 0.0), _MAX_SCORE) for (score,) in outputs)
+    prediction = Column("prediction") if task.labels else Column("prediction", "float64", ".3f")
+    return [_INDEX, prediction], enumerate(predictions)
 
 
 def name_submission(task: Task, suffix: str) -> str:
@@ -119,36 +159,35 @@ def name_submission(task: Task, suffix: str) -> str:
     return f"{task.folder}{part}.tsv"
 
 
-def _softmax(outputs: Outputs) -> NDArray[np.float64]:
-    powers = np.exp(outputs - outputs.max(-1, keepdims=True), dtype=np.float64)
-    probabilities: NDArray[np.float64] = powers / powers.sum(-1, keepdims=True)
-    return probabilities
-
-
-def _format(probabilities: NDArray[np.float64]) -> list[str]:
-    return [f"{probability:.6f}" for probability in probabilities]
-
-
-def check_output(path: Path, overwrite: bool = False, has_json_lines: bool = False) -> None:
+def check_output(path: Path, overwrite: bool = False, run: str = "") -> None:
     """Raise CpuftError if predictions may not be written to `path`; with `overwrite`, predictions may be replaced."""
+    check_ending(path)
     refuse_special(path)
+    if run and path.resolve() == Path(run, FILE_NAME).resolve():
+        raise CpuftError(
+            f"{path} is where a run keeps the predictions for its validation examples: give another --output"
+        )
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            begin = file.read(9)
+        if not path.stat().st_size:
+            return
+        is_ours = _holds_predictions(path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise CpuftError(f"{path} cannot be written ({error.strerror}): give another --output") from None
-    if begin and not begin.startswith('{"index":' if has_json_lines else ("index,", "index\t")):
-        raise CpuftError(f"{path} exists and holds no predictions: give another --output")
-    if begin and not overwrite:
+    if not is_ours:
+        raise CpuftError(f"{path} exists, and no cpuft predict has written it: give another --output")
+    if not overwrite:
         raise CpuftError(f"{path} holds predictions already: add --overwrite to replace them, or give another --output")
 
 
-def write_table(path: Path, rows: Iterator[Cells]) -> None:
-    """Write a table completely or not at all: as CSV, or with tabs if the name ends in .tsv."""
-    with write_atomically(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, "excel-tab" if path.suffix == ".tsv" else "excel", lineterminator="\n").writerows(rows)
+def _holds_predictions(path: Path) -> bool:
+    if path.suffix == ".parquet":
+        with suppress(CpuftError):
+            return list_columns(path, "--output")[:1] == [_INDEX.name]
+        return False
+    with path.open("rb") as file:
+        return file.read(9).startswith(_BEGINS[path.suffix])
 
 
 _TASK_KINDS = {
@@ -224,7 +263,9 @@ def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[
     Returns the task with the columns of the examples, and the examples of each split, by the suffix of its metrics'
     names (`""`, and for MNLI also `_mismatched`). Raises CpuftError: they cannot be read, or do not fit the task.
     """
-    glue_examples = read_glue_file(run.task, Path(request.file)) if request.file and not request.text_columns else None
+    glue_examples = None
+    if request.file and not request.text_columns:
+        glue_examples = read_glue_file(run.task, Path(request.file), request.id_column)
     if glue_examples:
         return run.task, {"": glue_examples}
     if run.task.kind == "relevance":
@@ -248,7 +289,7 @@ def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str])
             is_test = request.split == "test"
             name = name_submission(run.task, suffix) if is_test else f"predictions{suffix}.csv"
             paths[suffix] = Path(request.run, name)
-        check_output(paths[suffix], request.overwrite)
+        check_output(paths[suffix], request.overwrite, request.run)
     return paths
 
 
@@ -259,19 +300,54 @@ def predict(request: PredictConfig) -> None:
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
     paths = _name_outputs(request, run, list(splits))
+    threshold = choose_threshold(request, task)
     numbered = {suffix: number_words(split) if task.kind == "tags" else split for suffix, split in splits.items()}
     prepared = tokenize_splits(run, task, numbered)
-    tokens = prepared.validation
-    outputs, metrics = _compute_predictions(request, run, prepared, splits)
+    outputs, metrics = _compute_predictions(request, run, prepared, splits, threshold)
     for suffix, examples in splits.items():
-        table = format_predictions(task, examples, outputs[suffix], tokens[suffix])
-        # A table of tags contains the words anyway.
-        if request.with_input and task.kind != "tags":
-            table = add_input(examples, task.texts, table)
-        write_table(paths[suffix], format_submission(task, outputs[suffix]) if request.split == "test" else table)
+        given = give_ids(request.id_column, examples.ids)
+        if request.with_input and task.kind != "tags":  # a table of tags contains the words anyway
+            given = [*given, *zip(task.texts, zip(*examples.texts))]
+        table = tabulate_predictions(task, examples, outputs[suffix], prepared.validation[suffix], given, threshold)
+        write_table(paths[suffix], *(tabulate_submission(task, outputs[suffix]) if request.split == "test" else table))
     if metrics:
         print(format_metrics(metrics))
     print(f"predictions: {', '.join(map(str, paths.values()))}")
+
+
+def choose_threshold(request: PredictConfig, task: Task) -> float:
+    """Return the threshold of --threshold, and say on standard error which one it is and why. Raises CpuftError: it is
+    no number from 0 to 1, or the task has no use for it.
+    """
+    asked, value, reason = request.threshold, DEFAULT, ""
+    if task.kind != "labels":
+        if asked != PredictConfig().threshold:
+            raise CpuftError(f"--threshold is for several labels, and {request.run} predicts none: leave it out")
+        return value
+    if asked != "auto":
+        value = _parse_threshold(asked)
+    try:
+        found = find_threshold(request.run)
+        gain = f"f1_micro {found.f1:.4f} on the run's {counted(found.examples, 'validation example')}"
+        if found.value != DEFAULT:
+            gain += f", and 0.5 has {found.usual_f1:.4f}"
+        if asked == "auto":
+            value, reason = found.value, f": of all thresholds it has the best {gain}"
+            if request.split:
+                reason += "; it was chosen on these examples, so that their metrics are too good"
+        elif value == DEFAULT != found.value:
+            reason = f"; --threshold auto would take {found.value:g}, which has {gain}"
+    except CpuftError as error:
+        reason = f", because {error}" if asked == "auto" else ""
+    print(f"labels above {value:g} are predicted{reason}", file=sys.stderr, flush=True)
+    return value
+
+
+def _parse_threshold(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < 1:
+            return value
+    raise CpuftError(f"--threshold {text!r:.40} is not valid: give auto, or a number above 0 and below 1")
 
 
 def tokenize_splits(run: FinishedRun, task: Task, splits: dict[str, Examples]) -> Prepared:
@@ -312,7 +388,7 @@ def use_fast_path(run: FinishedRun, model: Any, precision: str) -> None:
 
 
 def _compute_predictions(
-    request: PredictConfig, run: FinishedRun, prepared: Prepared, splits: dict[str, Examples]
+    request: PredictConfig, run: FinishedRun, prepared: Prepared, splits: dict[str, Examples], threshold: float
 ) -> tuple[dict[str, Outputs], dict[str, float]]:
     """Return the outputs of each split by its suffix, and the metrics of splits with labels; print the speed."""
     # Imported here because it imports torch, for which an error about bad input should not wait.
@@ -328,7 +404,9 @@ def _compute_predictions(
         outputs[suffix] = compute_outputs(model, objective, tokens, size, run.ranks, precision.name)
         if splits[suffix].has_labels:
             labelled = tag_tokens(tokens, splits[suffix]) if prepared.kind == "tags" else tokens
-            found = objective.compute_metrics(objective.reduce_outputs(outputs[suffix]), labelled)
+            reduced = objective.reduce_outputs(outputs[suffix])
+            reduced = shift(reduced, threshold) if prepared.kind == "labels" else reduced
+            found = objective.compute_metrics(reduced, labelled)
             metrics |= {name + suffix: value for name, value in found.items()}
     count, seconds = sum(map(len, prepared.validation.values())), time.perf_counter() - start
     reason = f": {precision.reason}" * (precision.name == "bf16")

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpuft.judge.search_metrics import average_searches, measure_searches
+
 _QUERIES_AT_ONCE, _DOCUMENTS_AT_ONCE = 256, 16_384
 """Size of the blocks in which scores are computed: 16 MB of them at a time."""
 
@@ -26,12 +28,7 @@ def compute_retrieval_metrics(
     effect. Queries without relevant documents are left out. Raises ValueError: there are no others, or a metric or the
     similarity is unknown.
     """
-    _, values = measure_queries(names, queries, documents, relevant, similarity)
-    return {
-        # The evaluator adds reciprocal ranks one after another.
-        name: float(np.cumsum(found)[-1]) / len(found) if name.startswith("mrr@") else float(np.mean(found))
-        for name, found in values.items()
-    }
+    return average_searches(measure_queries(names, queries, documents, relevant, similarity)[1])
 
 
 def measure_queries(
@@ -44,43 +41,11 @@ def measure_queries(
     """Return the numbers of the queries that have relevant documents, and each metric of each of them, fp64,
     (queries,). Arguments and errors are those of `compute_retrieval_metrics`.
     """
-    depths = [(metric, int(depth)) for metric, _, depth in (name.partition("@") for name in names)]
-    pairs = np.unique(relevant[relevant[:, 2] > 0, :2].astype(np.int64), axis=0)
-    asked, counts = np.unique(pairs[:, 0], return_counts=True)
-    if not len(asked):
-        raise ValueError("no query has a relevant document")
-    best = rank_documents(queries[asked], documents, max((depth for _, depth in depths), default=1), similarity)
-    hits = np.isin(asked[:, None] * len(documents) + best, pairs[:, 0] * len(documents) + pairs[:, 1])
-    return asked, {name: _measure(metric, depth, hits, counts) for name, (metric, depth) in zip(names, depths)}
 
+    def rank(asked: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        return rank_documents(queries[asked], documents, count, similarity)
 
-def _measure(metric: str, depth: int, hits: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a metric of each query, with the additions in the evaluator's order, so that no digit differs.
-
-    `hits` tells whether each of the best documents is relevant, best first, (queries, documents); `counts` is the
-    number of relevant documents of each query.
-    """
-    hits = hits[:, :depth]
-    ranks = np.arange(1, hits.shape[1] + 1)
-    found: NDArray[np.float64]
-    if metric == "accuracy":
-        found = hits.any(1).astype(np.float64)
-    elif metric == "precision":
-        found = hits.sum(1) / depth
-    elif metric == "recall":
-        found = hits.sum(1) / counts
-    elif metric == "mrr":
-        found = np.where(hits.any(1), 1.0 / (hits.argmax(1) + 1), 0.0)
-    elif metric == "ndcg":
-        discounts = np.asarray([1 / np.log2(rank + 1) for rank in range(1, depth + 1)])
-        ideal = np.cumsum(discounts)[np.minimum(counts, depth) - 1]
-        found = np.cumsum(hits * discounts[: hits.shape[1]], axis=1)[:, -1] / ideal
-    elif metric == "map":
-        precisions = np.cumsum(hits, axis=1) / ranks
-        found = np.cumsum(hits * precisions, axis=1)[:, -1] / np.minimum(counts, depth)
-    else:
-        raise ValueError(f"{metric} is no metric of retrieval")
-    return found
+    return measure_searches(names, relevant, len(documents), rank)
 
 
 def rank_documents(

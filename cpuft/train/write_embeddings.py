@@ -7,7 +7,6 @@ before they import it.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -29,9 +28,10 @@ from numpy.typing import NDArray
 from cpuft.config.fields import parse_arguments
 from cpuft.config.predict import PredictConfig
 from cpuft.embedding_files import name_embeddings
-from cpuft.errors import CpuftError, counted, install_command, suggest_names
+from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import write_atomically
 from cpuft.train.data.tables import Table, find_column, read_tables
+from cpuft.train.data.write_tables import check_pyarrow
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 
@@ -120,12 +120,6 @@ def choose_embeddings_file(request: PredictConfig) -> Path:
     path = name_embeddings(request)
     check_pyarrow(path)
     return path
-
-
-def check_pyarrow(path: Path) -> None:
-    """Raise CpuftError if a file to write is a Parquet file and pyarrow is not installed."""
-    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise CpuftError(f"writing {path} needs pyarrow: {install_command('train')}")
 
 
 def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> str:

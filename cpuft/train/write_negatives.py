@@ -6,8 +6,6 @@ Importing this module imports no torch (see `cpuft.train.write_embeddings`).
 
 from __future__ import annotations
 
-import csv
-import json
 import sys
 import tempfile
 import time
@@ -18,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cpuft.config.fields import parse_arguments
-from cpuft.config.mine import MINED_ENDINGS, MineConfig
+from cpuft.config.mine import MineConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.files import refuse_special, write_atomically
+from cpuft.files import refuse_special
 from cpuft.train.data.embedding_pairs import choose_pair_columns
 from cpuft.train.data.tables import find_column, read_tables
+from cpuft.train.data.write_tables import Column, check_ending, write_table
 from cpuft.train.embedding_form import find_embedding_model, read_form
 from cpuft.train.startup import run_as_process
 from cpuft.train.write_embeddings import (
     Computer,
     Window,
-    check_pyarrow,
     choose_column,
     open_npy,
     read_windows,
@@ -50,12 +48,7 @@ _PROGRESS_SECONDS = 10.0
 def _choose_negatives_file(request: MineConfig) -> Path:
     """Return the file to write; raise CpuftError if it may not or cannot be written."""
     path = Path(request.output)
-    if path.suffix not in MINED_ENDINGS:
-        raise CpuftError(
-            f"--output {request.output!r:.80} has none of the endings {', '.join(MINED_ENDINGS)}: give a file with one "
-            f"of them"
-        )
-    check_pyarrow(path)
+    check_ending(path)
     refuse_special(path)
     if path.exists() and not request.overwrite:
         raise CpuftError(f"{path} exists: give another --output, or replace the file with --overwrite")
@@ -124,24 +117,6 @@ def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
             yield (task.anchors[place], task.documents[positive], *negatives)
 
 
-def write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[str, ...]], ending: str) -> None:
-    """Write rows of texts by the ending: .parquet, .csv (with a header), or else JSON lines."""
-    if ending == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
-
-        with parquet.ParquetWriter(path, pyarrow.schema([(name, pyarrow.string()) for name in columns])) as writer:
-            for start in range(0, len(rows), _ROWS_AT_ONCE):
-                block = [dict(zip(columns, row)) for row in rows[start : start + _ROWS_AT_ONCE]]
-                writer.write_table(pyarrow.Table.from_pylist(block, writer.schema))
-        return
-    with path.open("w", encoding="utf-8", newline="") as file:
-        if ending == ".csv":
-            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
-        else:
-            file.writelines(json.dumps(dict(zip(columns, row)), ensure_ascii=False) + "\n" for row in rows)
-
-
 def write_negatives(request: MineConfig) -> None:
     """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file.
     Makes the output's folder. Raises CpuftError: file, model or output cannot be used, or no anchor has enough
@@ -174,8 +149,7 @@ def write_negatives(request: MineConfig) -> None:
         raise CpuftError(f"{why}: loosen --max-score, --min-score or the margins, or lower --negatives")
     columns = [*_COLUMNS, *(f"negative_{number}" for number in range(1, request.negatives + 1))]
     rows = list(list_rows(task, found))
-    with write_atomically(path) as beside:
-        write_rows(beside, columns, rows, path.suffix)
+    write_table(path, [Column(name) for name in columns], rows, guards=False)
     print(f"negatives: {path} ({counted(len(rows), 'row')} of {counted(request.negatives, 'negative')}; {why})")
 
 

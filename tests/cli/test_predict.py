@@ -56,6 +56,13 @@ def make_run(folder: Path, task: str = "mrpc") -> PredictConfig:
             {"file": "x", "normalize": True},
             "--normalize is for embeddings, and --task mrpc trains no embedding",
         ),
+        (
+            "mrpc",
+            {"split": "validation", "id_column": "id"},
+            "--id-column names a column of --file: give --file in place of --split, or leave it out",
+        ),
+        ("chat", {"file": "x", "threshold": "auto"}, "--threshold is not for decoders, which answer prompts: leave it"),
+        ("pairs", {"file": "x", "threshold": "0.4"}, "--threshold is for predictions, and this model computes embeddi"),
         ("pairs", {"split": "validation"}, "an embedding model needs --file, without --split: give a file of texts"),
         (
             "pairs",
@@ -304,7 +311,7 @@ def test_tags_are_learned_and_foretold_from_the_command_line(tmp_path: Path) -> 
     done = run_cpuft("predict", "run", "--split", "validation")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{metrics}\npredictions: run/predictions.csv\n"
-    assert Path("run/predictions.csv").read_text().startswith("index,token,tag,p_B-ANI,p_B-COL,p_O\n")
+    assert Path("run/predictions.csv").read_text().startswith("index,token,label,prediction,p_B-ANI,p_B-COL,p_O\n")
 
 
 @pytest.mark.proof

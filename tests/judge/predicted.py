@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
+from sklearn.metrics import f1_score
 
-from cpuft.judge.predictions import About, RunPredictions
+from cpuft.judge.predictions import About, RunPredictions, write_predictions
 
 
 def make_predictions(
@@ -32,3 +35,15 @@ def make_classes(both: int, only_a: int, only_b: int, neither: int = 0) -> tuple
     found = (predict(True, True, False, False), predict(True, False, True, False))
     first, second = (make_predictions("class", prediction=one, **shared) for one in found)
     return first, second
+
+
+def write_classes(folders: tuple[Path, Path], counts: tuple[int, ...], **changes: Any) -> list[dict[str, float]]:
+    """Write the predictions of `make_classes` into two folders; return the metrics of both, for their records."""
+    metrics = list[dict[str, float]]()
+    for folder, made in zip(folders, make_classes(*counts)):
+        label, found = (made.column(name) for name in ("label", "prediction"))
+        f1 = f1_score(label, found, pos_label="yes", zero_division=0.0)
+        metrics.append({"accuracy": float((label == found).mean()), "f1": float(f1)})
+        about = replace(made.about, metrics=metrics[-1], **changes)
+        write_predictions(folder, about, {name: made.table.column(name) for name in made.table.column_names})
+    return metrics

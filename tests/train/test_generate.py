@@ -92,23 +92,25 @@ def test_answers_to_a_column_of_prompts_are_written_beside_them(lora: int, tmp_p
     run = save_run(tmp_path / "run", config)
     (tmp_path / "chat.jinja").unlink()  # the template is beside the model
     (tmp_path / "p.csv").write_text("n,prompt\n1,Who barks?\n2,=1+1\n")
-    request = PredictConfig(run=run, file="p.csv", max_new_tokens=4)
+    request = PredictConfig(run=run, file="p.csv", max_new_tokens=4, id_column="n")
     generate(request)
     assert capsys.readouterr().out == f"predictions: {run}/predictions.csv\n"
     with Path(run, "predictions.csv").open(newline="") as file:
         rows = list(csv.reader(file))
-    assert [row[:2] for row in rows] == [["index", "prompt"], ["0", "Who barks?"], ["1", "'=1+1"]]
-    assert rows[0][2] == "answer"
+    assert [row[:3] for row in rows] == [["index", "n", "prompt"], ["0", "1", "Who barks?"], ["1", "2", "'=1+1"]]
+    assert rows[0][3] == "answer"
     with pytest.raises(CpuftError, match="holds predictions already: add --overwrite"):
         generate(request)
     generate(replace(request, overwrite=True))
     chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Who barks?", "=1+1")]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps(chat | {"n": f"id{n}"}) + "\n" for n, chat in enumerate(chats))
+    )
     request = replace(request, file="p.jsonl", output="out.jsonl")
     generate(request)
     found = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    wanted = [row[2].removeprefix("'") for row in rows[1:]]
-    assert found == [{"index": n, **chats[n], "answer": wanted[n]} for n in range(2)]
+    wanted = [row[3].removeprefix("'") for row in rows[1:]]
+    assert found == [{"index": n, "n": f"id{n}", **chats[n], "answer": wanted[n]} for n in range(2)]
     with pytest.raises(CpuftError, match=r"out\.jsonl holds predictions already: add --overwrite"):
         generate(request)
     generate(replace(request, overwrite=True))

@@ -14,60 +14,84 @@ import pytest
 from numpy.typing import NDArray
 
 from cpuft.config.predict import PredictConfig
+from cpuft.config.table_files import OUTPUT_ENDINGS
 from cpuft.errors import CpuftError
+from cpuft.judge.predictions import FILE_NAME, About, write_predictions
+from cpuft.judge.threshold import find_threshold
 from cpuft.record import format_metrics
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import UNTAGGED
 from cpuft.train.data.sources import Examples
+from cpuft.train.data.tables import read_table
+from cpuft.train.data.write_tables import write_table
 from cpuft.train.evaluate import compute_outputs, plan_batches
 from cpuft.train.objective.base import Objective
 from cpuft.train.predict import (
-    add_input,
+    Table,
     check_output,
-    format_predictions,
-    format_submission,
-    guard_formula,
+    choose_threshold,
+    give_ids,
     name_submission,
     number_words,
     predict,
+    shift,
+    tabulate_predictions,
+    tabulate_submission,
     tag_tokens,
-    write_table,
 )
 from tests.train.tiny import MAKERS, learn, make_config
 from tests.train.tokens import make_tokens
 
 pytestmark = pytest.mark.usefixtures("alone", "plain")
 LOGITS = np.log(np.asarray([[0.25, 0.75], [0.9, 0.1]], np.float32))
-AWKWARD = ('a,"b', "no\nmore")
 
 
 def make_task(kind: str, labels: tuple[str, ...]) -> Task:
     return replace(TASKS["files"], kind=kind, labels=labels)
 
 
-def table(task: Task, outputs: object, path: Path, rows: int = 2) -> str:
-    texts = Examples([("x",)] * rows, [0.0] * rows)
-    write_table(path, format_predictions(task, texts, np.asarray(outputs, np.float32), make_tokens([1] * rows)))
+def table(task: Task, outputs: object, path: Path, labels: list[Any] | None = None, threshold: float = 0.5) -> str:
+    rows = len(np.asarray(outputs))
+    examples = Examples([("x",)] * rows, labels or [0.0] * rows, labels is not None)
+    made = tabulate_predictions(task, examples, np.asarray(outputs, np.float32), make_tokens([1] * rows), [], threshold)
+    write_table(path, *made)
     return path.read_text(encoding="utf-8")
 
 
+def names(table: Table) -> list[str]:
+    return [column.name for column in table[0]]
+
+
 def test_classes(tmp_path: Path) -> None:
-    wanted = "index,label,p_ham,p_spam\n0,spam,0.250000,0.750000\n1,ham,0.900000,0.100000\n"
-    assert table(make_task("class", ("ham", "spam")), LOGITS, tmp_path / "x.csv") == wanted
-
-
-def test_awkward_classes_are_quoted(tmp_path: Path) -> None:
-    wanted = 'index,label,"p_a,""b","p_no\nmore"\n0,"no\nmore",0.250000,0.750000\n1,"a,""b",0.900000,0.100000\n'
-    assert table(make_task("class", AWKWARD), LOGITS, tmp_path / "x.csv") == wanted
+    task = make_task("class", ("ham", "spam"))
+    wanted = "index,prediction,p_ham,p_spam\n0,spam,0.250000,0.750000\n1,ham,0.900000,0.100000\n"
+    assert table(task, LOGITS, tmp_path / "x.csv") == wanted
+    wanted = "index,label,prediction,p_ham,p_spam\n0,ham,spam,0.250000,0.750000\n1,ham,ham,0.900000,0.100000\n"
+    assert table(task, LOGITS, tmp_path / "x.csv", [0.0, 0.0]) == wanted
 
 
 def test_scores(tmp_path: Path) -> None:
-    assert table(make_task("score", ()), [[3.25], [-1e-3]], tmp_path / "x.csv") == "index,score\n0,3.25\n1,-0.001\n"
+    outputs = [[3.25], [-1e-3]]
+    assert table(make_task("score", ()), outputs, tmp_path / "x.csv") == "index,prediction\n0,3.25\n1,-0.001\n"
+    wanted = "index,label,prediction\n0,3.125,3.25\n1,0.0,-0.001\n"
+    assert table(make_task("score", ()), outputs, tmp_path / "x.csv", [3.125, 0.0]) == wanted
+    labels = [(1.0, 0.0), (0.5, 0.0)]
+    wanted = "index,label,prediction\n0,1.0,0.123456784\n1,0.5,0.123456791\n"
+    outputs = [[0.12345678], [0.12345679]]
+    assert table(make_task("relevance", ()), outputs, tmp_path / "x.csv", labels) == wanted
 
 
 def test_several_labels_or_none(tmp_path: Path) -> None:
-    wanted = "index,labels,p_a,p_b\n0,a|b,0.500312,0.880797\n1,,0.500000,0.119203\n"
-    assert table(make_task("labels", ("a", "b")), [[1.25e-3, 2], [0, -2]], tmp_path / "x.csv") == wanted
+    task, outputs = make_task("labels", ("a", "b")), [[1.25e-3, 2], [0, -2]]
+    wanted = "index,prediction,p_a,p_b\n0,a|b,0.500312,0.880797\n1,,0.500000,0.119203\n"
+    assert table(task, outputs, tmp_path / "x.csv") == wanted
+    wanted = "index,label,prediction,p_a,p_b\n0,b,b,0.500312,0.880797\n1,,,0.500000,0.119203\n"
+    assert table(task, outputs, tmp_path / "x.csv", [(1,), ()], 0.6) == wanted
+    wanted = (
+        '{"index": 0, "label": ["b"], "prediction": ["a", "b"], "p_a": 0.500312, "p_b": 0.880797}\n'
+        '{"index": 1, "label": [], "prediction": ["a", "b"], "p_a": 0.5, "p_b": 0.119203}\n'
+    )
+    assert table(task, outputs, tmp_path / "x.jsonl", [(1,), ()], 0.1) == wanted
 
 
 def test_words_have_their_tags_and_those_that_were_cut_off_none(tmp_path: Path) -> None:
@@ -75,15 +99,16 @@ def test_words_have_their_tags_and_those_that_were_cut_off_none(tmp_path: Path) 
     tokens = replace(make_tokens([3, 2]), labels=np.asarray([0, UNTAGGED, 2, UNTAGGED, 0], np.int32))
     outputs = np.zeros((2, 3, 2), np.float32)
     outputs[[0, 0, 1], [0, 2, 1]] = LOGITS[[0, 1, 0]]
-    rows = Examples([("New", "\u200e", "a,b"), ("x", "y")], [0.0, 0.0])
-    write_table(tmp_path / "x.csv", format_predictions(make_task("tags", ("B-X", "O")), rows, outputs, tokens))
+    rows = Examples([("New", "\u200e", "a,b"), ("x", "y")], [(0, 1, 1), (1, 0)])
+    made = tabulate_predictions(make_task("tags", ("B-X", "O")), rows, outputs, tokens, give_ids("n", ["7", "x"]))
+    write_table(tmp_path / "x.csv", *made)
     assert (tmp_path / "x.csv").read_text(encoding="utf-8") == (
-        "index,token,tag,p_B-X,p_O\n"
-        "0,New,O,0.250000,0.750000\n"
-        "0,\u200e,,,\n"
-        '0,"a,b",B-X,0.900000,0.100000\n'
-        "1,x,O,0.250000,0.750000\n"
-        "1,y,,,\n"
+        "index,n,token,label,prediction,p_B-X,p_O\n"
+        "0,7,New,B-X,O,0.250000,0.750000\n"
+        "0,7,\u200e,O,,,\n"
+        '0,7,"a,b",O,B-X,0.900000,0.100000\n'
+        "1,x,x,O,O,0.250000,0.750000\n"
+        "1,x,y,B-X,,,\n"
     )
 
 
@@ -97,7 +122,7 @@ def test_words_have_their_tags_and_those_that_were_cut_off_none(tmp_path: Path) 
     ],
 )
 def test_what_glue_takes(name: str, outputs: NDArray[Any], wanted: str, tmp_path: Path) -> None:
-    write_table(tmp_path / "x.tsv", format_submission(TASKS[name], outputs.astype(np.float32)))
+    write_table(tmp_path / "x.tsv", *tabulate_submission(TASKS[name], outputs.astype(np.float32)))
     assert (tmp_path / "x.tsv").read_text() == wanted
 
 
@@ -110,49 +135,104 @@ def test_glue_s_names_of_files() -> None:
     ]
 
 
-def test_only_predictions_are_written_over(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
+@pytest.mark.parametrize("ending", OUTPUT_ENDINGS)
+def test_only_predictions_are_written_over(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x{ending}"
     check_output(path)
-    answer = '{"index": 0, "prompt": "a", "answer": "b"}\n'
-    for text, has_json_lines in (("index,label,p_a\n", False), ("index\tprediction\n", False), (answer, True)):
-        path.write_text(text)
-        check_output(path, True, has_json_lines)
-        with pytest.raises(CpuftError, match=r"x\.csv holds predictions already: add --overwrite to replace them, or"):
-            check_output(path, False, has_json_lines)
-        with pytest.raises(CpuftError, match=r"x\.csv exists and holds no predictions: give another --output"):
-            check_output(path, True, not has_json_lines)
-    path.write_text("")
+    path.touch()
     check_output(path)
-    for text in ("text,label\n", "indexes\n"):
-        path.write_text(text)
-        with pytest.raises(CpuftError, match=r"x\.csv exists and holds no predictions: give another --output"):
+    task, rows = make_task("class", ("ham", "spam")), Examples([("x",)] * 2, [0.0, 1.0])
+    write_table(path, *tabulate_predictions(task, rows, LOGITS, make_tokens([1, 1]), give_ids("id", ["a", "b"])))
+    check_output(path, True)
+    with pytest.raises(CpuftError, match=r"holds predictions already: add --overwrite to replace them, or give anoth"):
+        check_output(path)
+    others = [b"text,label\n", b"indexes\n", b'{"text": 1}\n', b"PAR1 but no table"]
+    if ending == ".parquet":
+        write_predictions(tmp_path, About("class", (), {}, "", 1), {"split": [""], "row": [0]})
+        others.append((tmp_path / FILE_NAME).read_bytes())
+    for content in others:
+        path.write_bytes(content)
+        with pytest.raises(CpuftError, match=r"exists, and no cpuft predict has written it: give another --output"):
             check_output(path, overwrite=True)
+
+
+def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").mkdir()
     with pytest.raises(CpuftError, match="is a folder, and only a regular file can be written: give another file"):
-        check_output(tmp_path)
+        check_output(tmp_path / "x.csv")
+    with pytest.raises(CpuftError, match=r"x\.json has the ending '\.json': give an --output that ends in \.csv, "):
+        check_output(tmp_path / "x.json")
+    with pytest.raises(CpuftError, match="is where a run keeps the predictions for its validation examples: give ano"):
+        check_output(Path("y/../run") / FILE_NAME, run=str(tmp_path / "run"))
 
 
-def test_no_text_of_a_table_is_a_formula(tmp_path: Path) -> None:
-    """Numbers, lone characters and probabilities stay as they are."""
-    texts = ["=1+2", "+cmd|x", "-x", "@SUM(A1)", "\t=1", "-1", "+1.5e3", "-", "--", "a=b", "", "'=1"]
-    guarded = ["'=1+2", "'+cmd|x", "'-x", "'@SUM(A1)", "'\t=1", "-1", "+1.5e3", "-", "'--", "a=b", "", "'=1"]
-    assert [guard_formula(text) for text in texts] == guarded
-    wanted = "index,label,p_=a(),p_ham\n0,ham,0.250000,0.750000\n1,'=a(),0.900000,0.100000\n"
-    assert table(make_task("class", ("=a()", "ham")), LOGITS, tmp_path / "x.csv") == wanted
-    rows, tokens = Examples([("=a()", "-")], [0.0]), replace(make_tokens([2]), labels=np.asarray([0, 1], np.int32))
-    outputs = np.asarray([[[0, 1], [0, 1]]], np.float32)
-    found = list(format_predictions(make_task("tags", ("O", "@X")), rows, outputs, tokens))
-    assert [cells[1:3] for cells in found[1:]] == [("'=a()", "'@X"), ("-", "'@X")]
-
-
-def test_texts_stand_beside_what_was_predicted() -> None:
+def test_what_is_given_stands_beside_what_was_predicted() -> None:
     task = replace(make_task("class", ("ham", "spam")), texts=("question", "label"))
     rows = Examples([("=a", "b"), ("c", "d")], [0.0, 0.0])
-    found = list(add_input(rows, task.texts, format_predictions(task, rows, LOGITS, make_tokens([1, 1]))))
-    assert [cells[:4] for cells in found] == [
-        ("index", "question", "input_label", "label"),
-        (0, "'=a", "b", "spam"),
-        (1, "c", "d", "ham"),
+    given = [*give_ids("index", ["7", "-10"]), ("question", ["=a", "c"]), ("label", ["b", "d"]), ("label", ["e", "f"])]
+    made = tabulate_predictions(task, rows, LOGITS, make_tokens([1, 1]), given)
+    wanted = ["index", "input_index", "question", "input_label", "input_input_label", "label", "prediction"]
+    assert names(made)[:7] == wanted
+    assert [cells[:7] for cells in made[1]] == [
+        (0, 7, "=a", "b", "e", "ham", "spam"),
+        (1, -10, "c", "d", "f", "ham", "ham"),
     ]
+    assert made[0][1].type == "int64"
+
+
+@pytest.mark.parametrize("ids", [["7", "x"], ["7", "07"], ["1.0"], [""], ["1", " 2"], [str(10**18)]])
+def test_ids_that_are_not_all_whole_numbers_stay_as_they_are(ids: list[str]) -> None:
+    assert give_ids("id", ids) == [("id", ids)]
+
+
+def save_predictions(
+    folder: Path, probabilities: list[list[float]], labels: list[list[str]], classes: tuple[str, ...] = ("a", "b")
+) -> None:
+    """The predictions of a run with several labels for its validation examples."""
+    about = About("labels", classes, {"f1_micro": 0.0}, "", 1)
+    columns = {"label": labels, "prediction": labels, "probabilities": np.asarray(probabilities, np.float32).tolist()}
+    write_predictions(folder, about, {"row": range(len(labels)), **columns})
+
+
+def test_the_threshold_is_said_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two rows, 0.5 predicts nothing, and anything between 0.2 and 0.3 all labels."""
+    task, asked = make_task("labels", ("a", "b")), PredictConfig(run="run")
+    auto = replace(asked, threshold="auto")
+
+    def choose(request: PredictConfig) -> tuple[float, str]:
+        return choose_threshold(request, task), capsys.readouterr().err
+
+    (tmp_path / "run").mkdir()
+    assert choose(asked) == (0.5, "labels above 0.5 are predicted\n")
+    value, said = choose(auto)
+    assert value == 0.5
+    assert said.startswith("labels above 0.5 are predicted, because run has no predictions.parquet: give")
+    save_predictions(tmp_path / "run", [[0.3, 0.1], [0.2, 0.4]], [["a"], ["b"]])
+    gain = "f1_micro 1.0000 on the run's 2 validation examples, and 0.5 has 0.0000"
+    offer = f"labels above 0.5 are predicted; --threshold auto would take 0.25, which has {gain}\n"
+    assert choose(asked) == (0.5, offer)
+    best = f"labels above 0.25 are predicted: of all thresholds it has the best {gain}"
+    assert choose(auto) == (0.25, f"{best}\n")
+    own = "it was chosen on these examples, so that their metrics are too good"
+    assert choose(replace(auto, split="validation")) == (0.25, f"{best}; {own}\n")
+    assert choose(replace(asked, threshold="0.4")) == (0.4, "labels above 0.4 are predicted\n")
+    save_predictions(tmp_path / "run", [[0.7, 0.1], [0.2, 0.6]], [["a"], ["b"]])
+    best = "of all thresholds it has the best f1_micro 1.0000 on the run's 2 validation examples"
+    assert choose(auto) == (0.5, f"labels above 0.5 are predicted: {best}\n")
+    assert choose(asked) == (0.5, "labels above 0.5 are predicted\n")
+    for wrong in ("0", "1", "nan", "-1", "best"):
+        with pytest.raises(CpuftError, match=f"--threshold '{wrong}' is not valid: give auto, or a number above 0 and"):
+            choose(replace(asked, threshold=wrong))
+    with pytest.raises(CpuftError, match="--threshold is for several labels, and run predicts none: leave it out"):
+        choose_threshold(auto, make_task("class", ("a", "b")))
+
+
+def test_outputs_are_shifted_by_the_threshold() -> None:
+    outputs = np.linspace(-5, 5, 1000, dtype=np.float32)
+    for threshold in (0.01, 0.3, 0.5, 0.9):
+        probabilities = 1 / (1 + np.exp(-outputs.astype(np.float64)))
+        assert ((shift(outputs, threshold) > 0) == (probabilities > threshold)).all()
+    assert (shift(outputs, 0.5) == outputs).all()
 
 
 def read_csv(path: str) -> list[dict[str, str]]:
@@ -161,10 +241,10 @@ def read_csv(path: str) -> list[dict[str, str]]:
 
 
 WANTED = {
-    "class": ({"accuracy": 0.95, "f1": 0.9}, {"index", "label", "p_red", "p_not red"}),
-    "score": ({"pearson": 0.8, "spearman": 0.8}, {"index", "score"}),
-    "labels": ({"f1_micro": 0.6, "f1_macro": 0.6, "accuracy": 0.3}, {"labels", "p_green", "p_red"}),
-    "tags": ({"f1": 0.95, "precision": 0.95, "recall": 0.95, "accuracy": 0.95}, {"token", "tag", "p_O"}),
+    "class": ({"accuracy": 0.95, "f1": 0.9}, {"index", "label", "prediction", "p_red", "p_not red"}),
+    "score": ({"pearson": 0.8, "spearman": 0.8}, {"index", "label", "prediction"}),
+    "labels": ({"f1_micro": 0.6, "f1_macro": 0.6, "accuracy": 0.3}, {"label", "prediction", "p_green", "p_red"}),
+    "tags": ({"f1": 0.95, "precision": 0.95, "recall": 0.95, "accuracy": 0.95}, {"token", "label", "prediction"}),
 }
 """Metrics, at least, and columns of the predictions."""
 
@@ -186,6 +266,25 @@ def test_a_kind_is_learned_and_its_metric_foretold(
     rows = map(json.loads, Path("validation.jsonl").read_text().splitlines())
     assert len(found) == sum(len(row.get("tokens", ["one line"])) for row in rows)
     assert columns <= found[0].keys()
+    if kind == "labels":
+        check_best_threshold(found, capsys)
+
+
+def check_best_threshold(found: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is predicted is above the threshold that is said, and the metrics are those of what is predicted."""
+    names = ("green", "red")
+    probabilities = [[float(row[f"p_{name}"]) for name in names] for row in found]
+    save_predictions(
+        Path("run"), probabilities, [row["label"].split("|") if row["label"] else [] for row in found], names
+    )
+    best = find_threshold("run")
+    predict(PredictConfig(run="run", file="validation.jsonl", threshold="auto", output="x.jsonl"))
+    said = capsys.readouterr()
+    assert said.out.startswith(f"f1_micro {best.f1:.4f}  ")
+    assert said.err.startswith(f"labels above {best.value:g} are predicted: ")
+    rows = [json.loads(line) for line in Path("x.jsonl").read_text().splitlines()]
+    for row, own in zip(rows, probabilities, strict=True):
+        assert row["prediction"] == [name for name, one in zip(names, own) if one > best.value]
 
 
 @pytest.mark.parametrize("kind", ["class", "tags"])
@@ -206,8 +305,8 @@ def test_rows_of_a_file_are_answered_in_their_order(tmp_path: Path, capsys: pyte
     found = read_csv("out/x.csv")
     told = [(int(row["index"]), row["token"]) for row in found]
     assert told == [(number, word) for number, words in enumerate(sentences) for word in words]
-    assert [row["tag"] for row in found] == ["O", "O", "B-COL", "B-ANI", "B-ANI", "B-COL", "O", "B-COL"]
-    assert all(float(row[f"p_{row['tag']}"]) > 0.5 for row in found)
+    assert [row["prediction"] for row in found] == ["O", "O", "B-COL", "B-ANI", "B-ANI", "B-COL", "O", "B-COL"]
+    assert all(float(row[f"p_{row['prediction']}"]) > 0.5 for row in found)
 
 
 def test_predictions_replace_earlier_ones_only_when_that_is_asked_for(tmp_path: Path, trained: Path) -> None:
@@ -220,18 +319,31 @@ def test_predictions_replace_earlier_ones_only_when_that_is_asked_for(tmp_path: 
     os.mkfifo("x.csv")  # to open it would wait for somebody who reads it
     with pytest.raises(CpuftError, match=r"x\.csv is a named pipe, and only a regular file can be written"):
         predict(asked)
-    with pytest.raises(CpuftError, match="/dev/null is a device, and only a regular file can be written"):
-        predict(replace(asked, output="/dev/null", overwrite=True))
+    os.symlink("/dev/null", "null.csv")
+    with pytest.raises(CpuftError, match=r"null\.csv is a device, and only a regular file can be written"):
+        predict(replace(asked, output="null.csv", overwrite=True))
 
 
 def test_texts_are_written_beside_their_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learn(make_config(tmp_path, "class", max_steps=2), "fp32", tmp_path / "run")
-    Path("new.csv").write_text("text\nthe cat\n=red()\n")
-    predict(PredictConfig(run="run", file="new.csv", with_input=True))
+    Path("new.csv").write_text("number,text,label\n7,the cat,not red\n9,=red(),red\n")
+    request = PredictConfig(run="run", file="new.csv", with_input=True, id_column="number")
+    predict(request)
     found = read_csv("run/predictions.csv")
-    assert [(row["index"], row["text"]) for row in found] == [("0", "the cat"), ("1", "'=red()")]
-    predict(PredictConfig(run="run", file="new.csv", overwrite=True))
-    assert "text" not in read_csv("run/predictions.csv")[0]
+    assert [(row["index"], row["number"], row["text"], row["label"]) for row in found] == [
+        ("0", "7", "the cat", "not red"),
+        ("1", "9", "'=red()", "red"),
+    ]
+    predict(replace(request, overwrite=True, with_input=False, id_column=""))
+    assert read_csv("run/predictions.csv")[0].keys() == {"index", "label", "prediction", "p_red", "p_not red"}
+    for ending in (".tsv", ".jsonl", ".parquet"):
+        predict(replace(request, output=f"x{ending}"))
+        cells = {name: text.removeprefix("'") for name, text in found[1].items()}
+        (*_, (_, row)) = read_table(Path(f"x{ending}")).rows
+        assert {name: row[name] for name in ("index", "number", "label", "prediction")} == {
+            name: cells[name] for name in ("index", "number", "label", "prediction")
+        }
+        assert float(str(row["p_red"])) == pytest.approx(float(cells["p_red"]), abs=1e-6)
 
 
 def test_batches_are_those_of_the_evaluation() -> None:
@@ -279,13 +391,20 @@ def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
             "x.csv, line 2: label 'blue' is not one of not red, red: correct that line",
         ),
         ("x.csv", "text\na\n", {"label_column": "colour"}, "x.csv has no column 'colour'"),
+        ("x.csv", "text\na\n", {"id_column": "id"}, "x.csv has no column 'id': "),
+        (
+            "x.jsonl",
+            '{"text": "a", "id": [1]}\n',
+            {"id_column": "id"},
+            "x.jsonl, line 1 has no text in the column",
+        ),
         (
             "x.csv",
             "text\na\n",
             {"text_columns": "txt"},
             "x.csv has no column 'txt' (its columns are",
         ),
-        ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv exists and holds no predictions: give another"),
+        ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv exists, and no cpuft predict has written it: give another"),
         ("x.jsonl", '{"text": ["a"]}\n', {}, "x.jsonl, line 1: 'text' must be one text, as in the other lines"),
     ],
 )

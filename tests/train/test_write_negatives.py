@@ -67,7 +67,10 @@ def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsy
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"output": "out.txt"}, "--output 'out.txt' has none of the endings .csv, .jsonl, .parquet: give a file with"),
+        (
+            {"output": "out.txt"},
+            "out.txt has the ending '.txt': give an --output that ends in .csv, .tsv, .jsonl",
+        ),
         ({"output": "pairs.csv"}, "pairs.csv exists: give another --output, or replace the file with --overwrite"),
         ({"text_columns": "anchor,answer"}, "pairs.csv has no column 'answer': "),
         (

@@ -193,9 +193,9 @@ def _refuse_equal_positives(examples: FileExamples) -> None:
 
 def _make_retrieval_examples(retrieval: RetrievalSet, form: EmbeddingForm) -> RetrievalExamples:
     """Return the texts of a retrieval set with the prompts of a model in front: the queries, then the documents."""
-    plain = [(text,) for text in (*retrieval.queries, *retrieval.documents)]
+    plain: list[tuple[str, ...]] = [(text,) for text in (*retrieval.queries, *retrieval.documents)]
     labels, queries = [0.0] * len(plain), tuple(retrieval.queries)
     rows_checksum = RetrievalExamples(plain, labels, False, retrieval.relevant).checksum
     prompts = [form.query_prompt] * len(queries) + [form.document_prompt] * len(retrieval.documents)
-    texts = [(prompt + text,) for prompt, (text,) in zip(prompts, plain)]
+    texts: list[tuple[str, ...]] = [(prompt + text,) for prompt, (text,) in zip(prompts, plain)]
     return RetrievalExamples(texts, labels, False, retrieval.relevant, queries, rows_checksum)

@@ -33,7 +33,7 @@ from cpuft.files import cache_folder, hash_text, write_atomically
 from cpuft.host_memory import split_run_memory
 from cpuft.judge.ranking import LEAST_RELEVANT
 from cpuft.secret_variables import take_secrets
-from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
+from cpuft.tasks import EMBEDDING_KINDS, LABEL_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.trackers import check_trackers
 from cpuft.train.data.archive import (
     EMPTY,
@@ -42,6 +42,7 @@ from cpuft.train.data.archive import (
     UNTAGGED,
     Prepared,
     Tokens,
+    count_repeated,
     explain_cache_failures,
     read_prepared,
     write_prepared,
@@ -309,7 +310,10 @@ def prepare(config: TrainConfig) -> Path:
             if isinstance(split, RetrievalExamples):
                 tokens[key] = replace(tokens[key], labels=split.relevant)
         meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens)
-        meta |= {"cut": cut, "note": "; ".join((*data.notes, *notes))}
+        repeated = 0
+        if data.task.kind in LABEL_KINDS:
+            repeated = sum(count_repeated(tokens["train"], split) for key, split in tokens.items() if key != "train")
+        meta |= {"cut": cut, "note": "; ".join((*data.notes, *notes)), "repeated": repeated}
         kept = {name: beginnings[f"validation{name}"].finish(values) for name, values in slices.items()}
         meta |= {"rows": checksum_rows(data), "slice_values": {name: rows.slice_values for name, rows in kept.items()}}
         arrays = {f"validation{name}.{part}": getattr(kept[name], part) for name in kept for part in ROW_ARRAYS}
@@ -515,17 +519,6 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     if prepared.note and prepared.kind != "chat":
         parts.append(prepared.note)
     return "; ".join(parts)
-
-
-def warn_of_unknown(prepared: Prepared) -> str:
-    """Return a warning if the tokenizer does not know more than 5 % of the training texts' tokens; else ""."""
-    if prepared.unknown_share <= MAX_UNKNOWN_SHARE:
-        return ""
-    return (
-        f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer (more "
-        f"than {MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts by "
-        f"--tokenizer, or a --model that was made for them"
-    )
 
 
 def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:

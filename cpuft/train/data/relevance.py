@@ -159,7 +159,7 @@ def _name_columns(columns: RelevanceColumns) -> tuple[str, str, str]:
 
 
 def _list_examples(table: Table, columns: RelevanceColumns) -> Table:
-    """Return a table of a row for each query and document, with a score as text."""
+    """Return a table of a row for each query and document, with a score as text; its rows also have all other cells."""
     names = _name_columns(columns)
     return Table(table.source, list(names), Rows(partial(_list_rows, table, columns, names)))
 
@@ -170,14 +170,14 @@ def _list_rows(table: Table, columns: RelevanceColumns, names: tuple[str, str, s
         if columns.label:
             score = _check_score(row.get(columns.label, ""), where)
             cells = {query_name: row.get(columns.query, ""), document_name: row.get(columns.document, "")}
-            yield where, {**cells, label_name: score}
+            yield where, {**row, **cells, label_name: score}
             continue
         found = [(text, "1") for text in split_cell(row.get(columns.document, ""))]
         if not found:
             raise CpuftError(f"{where} has no {columns.document!r}: correct or remove that line")
         found += [(text, "0") for name in columns.negatives for text in split_cell(row.get(name, ""))]
         for text, score in found:
-            yield where, {query_name: row.get(columns.query, ""), document_name: text, label_name: score}
+            yield where, {**row, query_name: row.get(columns.query, ""), document_name: text, label_name: score}
 
 
 def _check_score(cell: Cell, where: str) -> str:
@@ -275,9 +275,11 @@ def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainCon
     if not config.text_columns and any(name.strip() not in table.columns for name in wanted.split(",")):
         wanted = ",".join(wanted.split(",")[:2]) if wanted else ""
     columns = _choose_columns(table, wanted, label)
+    if config.id_column:
+        find_column(table.columns, config.id_column, table.source)
     if columns.label or columns.negatives:
         task = _complete(task, columns)
-        examples = make_examples(check_rows(_list_examples(table, columns), task), task)
+        examples = make_examples(check_rows(_list_examples(table, columns), task), task, True, config.id_column)
         return task, number_queries(examples)
     task = replace(task, texts=(columns.query, columns.document), label="")
-    return task, make_examples(check_rows(table, task, False), task, False)
+    return task, make_examples(check_rows(table, task, False), task, False, config.id_column)

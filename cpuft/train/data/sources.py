@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -51,6 +51,8 @@ class Examples:
     """Class numbers (as floats) or scores; for the kinds tags and labels, tuples of class numbers."""
     has_labels: bool = True
     """Whether the labels were read. If not, each is 0.0, or () for the kinds tags and labels."""
+    ids: list[str] = field(default_factory=list, kw_only=True)
+    """The id of each example, for `cpuft predict --id-column`; else empty."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -186,9 +188,9 @@ def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
     return parse_glue_tsv(read_text(path), task, str(path))
 
 
-def read_glue_file(task: Task, path: Path) -> Examples | None:
-    """Read a file in the layout of the task's own GLUE files with a header line; None if it is no such file. Raises
-    CpuftError: a line does not fit.
+def read_glue_file(task: Task, path: Path, id_column: str = "") -> Examples | None:
+    """Read a file in the layout of the task's own GLUE files with a header line, and the ids in a column of it; None if
+    it is no such file. Raises CpuftError: a line does not fit.
     """
     if not task.folder or path.suffix != ".tsv":
         return None
@@ -197,10 +199,10 @@ def read_glue_file(task: Task, path: Path) -> Examples | None:
     if not set(task.texts) <= set(columns):
         return None
     label = task.label if task.label in columns else ""
-    return parse_glue_tsv(text, replace(task, columns=(), label=label), str(path))
+    return parse_glue_tsv(text, replace(task, columns=(), label=label), str(path), id_column)
 
 
-def parse_glue_tsv(text: str, task: Task, source: str) -> Examples:
+def parse_glue_tsv(text: str, task: Task, source: str, id_column: str = "") -> Examples:
     """Parse a GLUE file: columns separated by tabs, without quoting (a quotation mark is part of the text).
 
     With an empty `task.label`, the examples have no labels. With `task.columns`, the file has no header line. Raises
@@ -209,7 +211,7 @@ def parse_glue_tsv(text: str, task: Task, source: str) -> Examples:
     lines = text.split("\n")
     start = 0 if task.columns else 1
     columns = list(task.columns) or [column.strip() for column in lines[0].rstrip("\r").split("\t")]
-    places = [find_column(columns, name, source) for name in (*task.texts, task.label) if name]
+    places = [find_column(columns, name, source) for name in (*task.texts, id_column, task.label) if name]
     examples = Examples([], [], has_labels=bool(task.label))
     for number, line in enumerate(lines[start:], start=start + 1):
         if not line.strip():
@@ -221,6 +223,8 @@ def parse_glue_tsv(text: str, task: Task, source: str) -> Examples:
                 f"{max(places) + 1}: correct or remove that line"
             )
         examples.texts.append(tuple(cells[place] for place in places[: len(task.texts)]))
+        if id_column:
+            examples.ids.append(cells[places[len(task.texts)]])
         where = f"{source}, line {number}"
         examples.labels.append(parse_label(cells[places[-1]], task, where) if task.label else 0.0)
     _refuse_empty(examples.labels, source)
@@ -469,13 +473,15 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
         find_column(table.columns, name, table.source, _NAME_TEXTS)
     if config.label_column:
         find_column(table.columns, label, table.source, _NAME_LABEL)
+    if config.id_column:
+        find_column(table.columns, config.id_column, table.source)
     if task.texts and len(texts) != len(task.texts):
         count = counted(len(task.texts), "text column")
         raise CpuftError(f"--task {task.name} has {count}: give as many with --text-columns, separated by a comma")
     task = replace(task, texts=texts, label=label)
     every = any if task.kind == "labels" else all
     has_labels = label in table.columns and every(_has_text(row.get(label, "")) for _, row in table.rows)
-    return task, make_examples(check_rows(table, task, has_labels), task, has_labels)
+    return task, make_examples(check_rows(table, task, has_labels), task, has_labels, config.id_column)
 
 
 def _choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
@@ -749,9 +755,9 @@ def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
     return ("accuracy", "f1") if len(labels) == 2 else ("accuracy",)
 
 
-def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True) -> Examples:
+def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True, id_column: str = "") -> Examples:
     """Make examples of rows that `check_rows` has yielded; without `has_labels`, cells of labels are not read. Raises
-    CpuftError: a label is not one of the task's, or no number.
+    CpuftError: a label is not one of the task's, or no number; or an id is missing.
     """
     has_labels = has_labels and bool(task.label)
     examples = Examples([], [], has_labels)
@@ -760,6 +766,8 @@ def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True) -> E
     for where, row in rows:
         cells = [row[name] for name in task.texts]
         examples.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))
+        if id_column:
+            examples.ids.append(get_id(row, id_column, where))
         labels = _split_label(row[task.label], task) if has_labels else []
         numbers = [
             numbers_by_label[label] if label in numbers_by_label else parse_label(label, task, where)
@@ -767,6 +775,13 @@ def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True) -> E
         ]
         examples.labels.append(tuple(map(int, numbers)) if several else numbers[0] if has_labels else 0.0)
     return examples
+
+
+def get_id(row: Mapping[str, Cell], id_column: str, where: str) -> str:
+    """Return the id of a row, which may be empty or that of other rows, too. Raises CpuftError: it has none."""
+    if not isinstance(cell := row.get(id_column), str):
+        raise CpuftError(f"{where} has no text in the column {id_column!r}: correct that row, or name another column")
+    return cell
 
 
 # The demo: do both sentences of a pair tell the same event?
@@ -834,10 +849,10 @@ def _make_pair(generator: random.Random) -> tuple[str, str, int]:
 
 def _change_facts(event: Event, generator: random.Random) -> Event:
     sizes = {"agent": _PEOPLE, "action": _ACTIONS, "place": _PLACES, "time": _TIMES}
-    for field in generator.sample(sorted(sizes), 2):
-        taken = {event.agent, event.patient} if field == "agent" else {getattr(event, field)}
-        choices = [index for index in range(len(sizes[field])) if index not in taken]
-        event = replace(event, **{field: generator.choice(choices)})
+    for fact in generator.sample(sorted(sizes), 2):
+        taken = {event.agent, event.patient} if fact == "agent" else {getattr(event, fact)}
+        choices = [index for index in range(len(sizes[fact])) if index not in taken]
+        event = replace(event, **{fact: generator.choice(choices)})
     return event
 
 

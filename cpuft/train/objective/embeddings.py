@@ -13,14 +13,15 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
-from cpuft.train.data.archive import Tokens
+from cpuft.judge.label_metrics import compute_label_metrics
+from cpuft.train.data.archive import Tokens, hash_sequences
 from cpuft.train.data.order import Indices
 from cpuft.train.embedder import normalize, pool
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.joint import deal_examples, make_joint_batches, run_joint_batch
 from cpuft.train.model import load_model
 from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
-from cpuft.train.objective.labels import compute_label_metrics, list_scores
+from cpuft.train.objective.labels import list_scores
 from cpuft.train.passes import Passes
 from cpuft.train.retrieval_metrics import compute_retrieval_metrics, measure_queries
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 COSENT_SCALE = 20.0
 """By which CoSENT multiplies cosines (Su 2022, https://kexue.fm/archives/8847; sentence-transformers' default)."""
-_KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 divided by the golden ratio: an odd number whose powers spread over all bits (Knuth, TAOCP 3, section 6.4)."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +148,7 @@ class Pairs(EmbeddingObjective):
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
         """Return a key of each text, by which equal texts are found; int64, shape (examples, texts)."""
         lengths, places, _ = self._find_texts(tokens, examples)
-        ends = lengths.cumsum()
-        place_in_text = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-        factors = np.full(int(lengths.max()), _KEY_FACTOR, np.uint64).cumprod()[place_in_text]
-        products = (tokens.ids[places].astype(np.uint64) + np.uint64(1)) * factors
-        # Different texts have the same key by chance in one of 2**64 cases.
-        keys = np.add.reduceat(products, ends - lengths)
+        keys = hash_sequences(tokens.ids[places], lengths)
         return torch.from_numpy(keys.view(np.int64).reshape(len(examples), -1))
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ def test_validation_labels_are_scores_with_the_numbers_of_queries() -> None:
 
 def read_scores(path: str) -> list[float]:
     with open(path, encoding="utf-8", newline="") as file:
-        return [float(row["score"]) for row in csv.DictReader(file)]
+        return [float(row["prediction"]) for row in csv.DictReader(file)]
 
 
 @pytest.mark.usefixtures("alone", "plain")

@@ -1,0 +1,78 @@
+"""The threshold above which one of several labels is predicted, chosen on a run's validation predictions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cpuft.errors import CpuftError
+from cpuft.judge.predictions import FILE_NAME, MOST_PROBABILITIES, read_predictions
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DEFAULT = 0.5
+"""The threshold of a run's own metrics."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The threshold for all labels with the best f1_micro on the validation examples."""
+
+    value: float
+    f1: float
+    """f1_micro with this threshold."""
+    usual_f1: float
+    """f1_micro with the threshold 0.5."""
+    examples: int
+    """Number of validation examples."""
+
+
+def find_threshold(run: str) -> Threshold:
+    """Choose the threshold for the several labels of a run. Raises CpuftError: its predictions do not allow that."""
+    import numpy as np
+
+    found = read_predictions(run)
+    classes, table = found.about.classes, found.table
+    if found.about.kind != "labels" or len(classes) > MOST_PROBABILITIES:
+        raise CpuftError(f"{run}/{FILE_NAME} has no probabilities of several labels: give a threshold with --threshold")
+    try:
+        flat = table.column("probabilities").combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        probabilities = flat.reshape(len(table), len(classes)).astype(np.float64)
+        numbers = {name: number for number, name in enumerate(classes)}
+        truth = np.zeros(probabilities.shape, bool)
+        for row, labels in enumerate(table.column("label").to_pylist()):
+            truth[row, [numbers[label] for label in labels]] = True
+    except Exception as error:  # PyArrow and NumPy raise many kinds of errors
+        raise CpuftError(f"{run}/{FILE_NAME} is damaged ({error!r:.100}): fetch or train the run again") from None
+    return choose_threshold(truth, probabilities)
+
+
+def choose_threshold(truth: NDArray[Any], probabilities: NDArray[Any]) -> Threshold:
+    """Return the threshold with the best f1_micro, of equal ones that nearest to 0.5; shapes (examples, labels).
+
+    All numbers between two neighbouring probabilities predict the same labels, and a short one of them is taken.
+    """
+    import numpy as np
+
+    order = np.argsort(-probabilities, axis=None, kind="stable")
+    descending, hits = probabilities.ravel()[order], np.cumsum(truth.ravel()[order])
+    # The n-th is that of a threshold between `lows` and `highs`, which predicts the n most likely labels.
+    f1 = np.concatenate([[0.0], 2 * hits / (np.arange(1, len(order) + 1) + truth.sum())])
+    lows, highs = np.concatenate([descending, [0.0]]), np.concatenate([[1.0], descending])
+    usual = int((probabilities > DEFAULT).sum())
+    cuts = np.flatnonzero((lows < highs) & (f1 == f1[lows < highs].max()))
+    value = DEFAULT
+    if usual not in cuts:
+        best = cuts[np.maximum(lows[cuts] - DEFAULT, DEFAULT - highs[cuts]).argmin()]
+        value = _shorten(float(lows[best]), float(highs[best]))
+    return Threshold(value, float(f1[cuts[0]]), float(f1[usual]), len(truth))
+
+
+def _shorten(low: float, high: float) -> float:
+    """Return the number nearest to the middle with the fewest decimal places that is above `low` and below `high`."""
+    middle = (low + high) / 2
+    for places in range(1, 9):
+        if low < round(middle, places) < high:
+            return round(middle, places)
+    return middle
