@@ -27,6 +27,8 @@ ROWS = {"mrpc": 4076, "sst2": 6000}
 """How many of the training examples are used."""
 PLANTED, LOOKED_AT, LEAST_FOUND = 0.05, 0.1, 0.5
 PLANTINGS = 20
+PARTS = 4
+"""Of the training rows; each is predicted by a model of the others."""
 OPTIONS = ("--learning-rate", "1e-4", "--np", "1", "--no-save-model")
 
 
@@ -89,20 +91,15 @@ def check_validation_rows(glue: Path, folder: Path, task: str) -> list[float]:
 
 
 def check_training_rows(glue: Path, folder: Path, task: str) -> list[float]:
-    """Return the share that is found in each half of the training rows by a model of the other half."""
+    """Return the share that is found in each part of the training rows by a model of the other parts."""
     rows = read_rows(glue / TASKS[task].folder / "train.tsv", task, ROWS[task])
     planted = choose_rows(len(rows), 0)
     rows = [turn_label(row) if number in planted else row for number, row in enumerate(rows)]
-    middle, shares = len(rows) // 2, list[float]()
-    halves = (
-        (rows[:middle], {one for one in planted if one < middle}),
-        (
-            rows[middle:],
-            {one - middle for one in planted if one >= middle},
-        ),
-    )
-    for number, (training, _), (looked_at, wrong) in ((1, *halves), (2, *reversed(halves))):
-        shares.append(measure_share(train(folder / f"{task}-half-{number}", training, looked_at), wrong))
+    shares = []
+    for part in range(PARTS):
+        others = [row for number, row in enumerate(rows) if number % PARTS != part]
+        found = train(folder / f"{task}-part-{part}", others, rows[part::PARTS])
+        shares.append(measure_share(found, {number // PARTS for number in planted if number % PARTS == part}))
     return shares
 
 
