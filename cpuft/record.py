@@ -1,8 +1,8 @@
 """The run record and the record of measurements: JSON lines with a version, their writer and their reader.
 
 A record begins with a header. Then come lines for updates, evaluations, interruptions and restarts, perhaps one with
-the times at which gradients become ready, and a footer if the run is complete. Reports, comparisons and estimates read
-nothing else.
+the times at which gradients become ready and one with a baseline, and a footer if the run is complete. Reports,
+comparisons and estimates read nothing else.
 """
 
 from __future__ import annotations
@@ -263,6 +263,22 @@ class EvaluationLine:
 
 
 @dataclass(frozen=True)
+class BaselineLine:
+    """What simple counts of words reach on the same validation examples without a model."""
+
+    name: str
+    """What was fitted, such as "BM25"."""
+    metrics: dict[str, float]
+    """By the names of the model's metrics."""
+    seconds: float
+    """Processor time of fitting and predicting."""
+    rows: int = 0
+    """Training examples to which it was fitted; 0 for a method that learns nothing from them."""
+    examples: int = 0
+    """Training examples that there are."""
+
+
+@dataclass(frozen=True)
 class GradientTime:
     """When one gradient becomes ready in the backward pass, and when its parameter is needed in the forward pass."""
 
@@ -337,6 +353,8 @@ class Record:
     resumptions: list[ResumedLine] = field(default_factory=list)
     layer_times: LayerTimesLine | None = None
     """None unless scripts/record-layer-times has measured them."""
+    baseline: BaselineLine | None = None
+    """None in a record of an older version, and where it could not be computed."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -351,6 +369,17 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
+def format_baseline(line: BaselineLine) -> str:
+    """Return a baseline as one line: "baseline (BM25, 1.2 s): ndcg@10 0.7034  mrr@10 0.6512"."""
+    return f"baseline ({describe_baseline(line)}): {format_metrics(line.metrics)}"
+
+
+def describe_baseline(line: BaselineLine) -> str:
+    """Return what a baseline is: "BM25, 1.2 s", and to how many examples it was fitted if that is not all of them."""
+    some = f", {line.rows:,} of {line.examples:,} examples" if 0 < line.rows < line.examples else ""
+    return f"{line.name}{some}, {line.seconds:.1f} s"
+
+
 def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:
     """Return the steps without the first tenth (rounded down), in which caches and kernels warm up."""
     return steps[len(steps) // 10 :]
@@ -362,6 +391,7 @@ Line = (
     | ResumedLine
     | InterruptedLine
     | EvaluationLine
+    | BaselineLine
     | LayerTimesLine
     | Footer
     | MeasuredHeader
@@ -374,6 +404,7 @@ _KINDS: dict[str, type[Line]] = {
     "resumed": ResumedLine,
     "interrupted": InterruptedLine,
     "evaluation": EvaluationLine,
+    "baseline": BaselineLine,
     "layer_times": LayerTimesLine,
     "footer": Footer,
     "measured": MeasuredHeader,
@@ -475,6 +506,7 @@ def parse_record(text: str, path: str = "record") -> Record:
         next((line for line in parsed if isinstance(line, Footer)), None),
         [line for line in parsed if isinstance(line, ResumedLine)],
         next((line for line in parsed if isinstance(line, LayerTimesLine)), None),
+        next((line for line in parsed if isinstance(line, BaselineLine)), None),
     )
 
 

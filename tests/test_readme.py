@@ -25,6 +25,7 @@ from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.launch.run_folder import choose_run_dir
 from cpuft.launch.run_state import PHASES
 from cpuft.launch.settings import plan_settings
+from scripts.benchmarks import bench_alternatives
 from scripts.benchmarks.figures import format_contestants, format_figures, format_shares, read_figures
 from scripts.reference import format_reference
 from tests.conftest import run_cpuft
@@ -254,6 +255,16 @@ def format_parts() -> str:
     return f"\n{format_shares(read_figures(ROOT / 'scripts/figures'))}\n\n"
 
 
+def format_ways() -> str:
+    kept = bench_alternatives.read_figures(ROOT / "scripts/figures")
+    return f"\n{bench_alternatives.format_alternatives(kept)}\n\n{bench_alternatives.format_machine(kept)}\n\n"
+
+
+def format_prices() -> str:
+    kept = bench_alternatives.read_figures(ROOT / "scripts/figures")
+    return f"\n{bench_alternatives.format_gpu_hours(kept)}\n\n"
+
+
 def format_codes() -> str:
     rows = [f"| {one.code} | {one.title} |" for one in CHECKS]
     return "\n".join(["", "| code | what the doctor has found |", "| --- | --- |", *rows, "", ""])
@@ -268,6 +279,8 @@ def format_codes() -> str:
         ("docs/contributing/measurements.md", "contestants", format_rows),
         ("docs/contributing/measurements.md", "shares", format_parts),
         ("docs/troubleshooting.md", "codes", format_codes),
+        ("docs/when-not-to-fine-tune.md", "alternatives", format_ways),
+        ("docs/when-not-to-fine-tune.md", "gpu-hours", format_prices),
     ],
 )
 def test_tables_are_made_from_the_code(path: str, mark: str, made: Any, request: pytest.FixtureRequest) -> None:

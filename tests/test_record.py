@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cpuft.comm.bench import format_record
 from cpuft.errors import CpuftError, describe_path_error
 from cpuft.record import (
+    BaselineLine,
     EvaluationLine,
     Footer,
     Header,
@@ -42,6 +43,10 @@ def test_what_is_written_reads_back(steps: list[StepLine], evaluations: list[Eva
     lines: list[Line] = [whole.header, *steps, *evaluations]
     record = parse_record("".join(format_line(line) + "\n" for line in lines))
     assert (record.header, record.steps, record.evaluations, record.footer) == (whole.header, steps, evaluations, None)
+    assert record.baseline is None
+    baseline = BaselineLine("BM25", {"map": 0.25}, 1.5, 3, 4)
+    lines.append(baseline)
+    assert parse_record("".join(format_line(line) + "\n" for line in lines)).baseline == baseline
 
 
 def test_a_line_cut_short_is_forgiven_wherever_it_was_cut() -> None:

@@ -28,6 +28,7 @@ VERBS = {
     "data": "Look at the data of a training before it starts.",
     "doctor": "Check all hosts of a cluster for problems that would stop, hang or slow down a run.",
     "env": "Print the environment variables that cpuft sets for its ranks, as export lines.",
+    "errors": "List the validation examples that a run gets most wrong, and labels that may be wrong.",
     "estimate": "Estimate time, speed, efficiency and price on 1 to 64 hosts before you rent them.",
     "export": "Export the model of a finished run to ONNX or OpenVINO.",
     "launch": "Train a model on the ranks of one or more hosts, or run your own script on them.",

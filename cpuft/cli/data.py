@@ -10,6 +10,7 @@ import click
 
 from cpuft.cli.common import compute_settings, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, Verbs, make_options, pick
+from cpuft.config.baseline import BaselineConfig
 from cpuft.config.fields import format_arguments, option_names
 from cpuft.config.train import DATA_OPTIONS, TrainConfig
 
@@ -25,6 +26,7 @@ def data() -> None:
     cls=Verb,
     params=[
         *make_options(TrainConfig, *_OTHERS),
+        *make_options(BaselineConfig),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the numbers as one JSON object"),
         DRY_RUN_HERE,
         CONFIG_FILE,
@@ -37,12 +39,13 @@ def show(dry_run: bool, as_json: bool, **values: Any) -> None:
     used, the examples of each class, a histogram of the lengths in tokens, how many examples --max-length cuts, how
     many validation examples are training examples, too, labels that only validation examples have, and the share of
     tokens that the tokenizer does not know. What cpuft launch would refuse or what harms a training is named at the
-    end.
+    end. With --baseline, it also tells what the metric would be without a training.
     """
     from cpuft.argv import module_command
     from cpuft.steps import Step
 
     config = pick(TrainConfig, values)
     form = "json" if as_json else "text"
-    command = (*module_command(sys.executable, "cpuft.train.data.show"), form, *format_arguments(config))
+    arguments = (*format_arguments(config), *format_arguments(pick(BaselineConfig, values)))
+    command = (*module_command(sys.executable, "cpuft.train.data.show"), form, *arguments)
     run_or_print(Step(f"read the data of --task {config.task}", command, compute_settings(os.environ)), dry_run)

@@ -26,6 +26,12 @@ from cpuft.errors import CpuftError
             "current folder",
         ),
         click.Option(
+            ["--no-examples"],
+            is_flag=True,
+            help="With --html, leave out the validation examples that a run gets wrong, because their texts may be "
+            "private",
+        ),
+        click.Option(
             ["--estimate"],
             default="",
             metavar="FILE",
@@ -51,7 +57,15 @@ from cpuft.errors import CpuftError
     alternatives=tuple(itertools.combinations(("to", "html", "as_json", "markdown"), 2)),
 )
 def report(
-    runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, to: str, metric: str, config: str
+    runs: tuple[str, ...],
+    as_json: bool,
+    markdown: bool,
+    html: bool,
+    no_examples: bool,
+    estimate: str,
+    to: str,
+    metric: str,
+    config: str,
 ) -> None:
     """Show recorded runs side by side, as a table or an HTML page.
 
@@ -59,12 +73,21 @@ def report(
     the same data with the same options, apart from the number of ranks and what belongs to it. If RUN is a folder of
     several runs, such as runs, unfinished ones are left out, and there is a table for each group of comparable runs.
 
+    For a single run, the report also shows how sure its metrics are, each class, what is mistaken for what, and how
+    the model does by length and by --slice-by, from the file predictions.parquet of the run.
+
+    For two runs RUN, A and B, the report also says whether the difference of their metrics is real or may be chance, if
+    they have predicted the same validation rows. Such runs may differ in the model and in any option; then only their
+    metrics are compared.
+
     If RUN is the folder of a sweep, its configurations are shown, sorted by the mean of their metric.
     """
     from cpuft.record import Record, read_record
     from cpuft.report.comparison import compare, group_jobs
-    from cpuft.report.page import find_runs, page_path, read_estimates, write_page
-    from cpuft.report.tables import format_markdown, format_text, to_json
+    from cpuft.report.judgement import format_judgement, judge_record, judgement_to_json
+    from cpuft.report.page import find_runs, page_path, read_estimates, write_page, write_quality_page
+    from cpuft.report.quality import compare_pair
+    from cpuft.report.tables import format_markdown, format_quality, format_quality_markdown, format_text, to_json
     from cpuft.sweep.results import choose_metric, format_sweep, sweep_to_json, write_sweep_page
     from cpuft.sweep.study import FILE_NAME as SWEEP_FILE
     from cpuft.sweep.study import read_sweep
@@ -89,6 +112,8 @@ def report(
         raise CpuftError("--metric is for the folder of a sweep: leave it out, because other reports show all metrics")
     if estimate and not html:
         raise CpuftError("--estimate adds estimates to the HTML page: give --html as well")
+    if no_examples and not html:
+        raise CpuftError("--no-examples leaves examples out of the HTML page: give --html as well")
     found, others = find_runs(runs)
     if others:
         say(f"skipped, because there is no record.jsonl in them: {', '.join(others)}")
@@ -110,11 +135,32 @@ def report(
             click.echo("\n".join(texts), nl=False)
             return
         records = finished or records
-    comparison = compare(records)
-    if html:
-        predictions = read_estimates(estimate) if estimate else []
-        click.echo(f"page: {write_page(records, page_path(runs), predictions, unfinished)}")
-    elif as_json:
-        click.echo(json.dumps(to_json(comparison), indent=2))
+    quality, judgement = None, None
+    if len(runs) == 2 and found == list(runs) and not estimate:
+        comparison, quality, problem = compare_pair(*records)
+        if problem:
+            say(f"metrics are not compared row by row: {problem}")
     else:
-        click.echo(format_markdown(comparison) if markdown else format_text(comparison), nl=False)
+        comparison = compare(records)
+    if len(records) == 1:
+        try:
+            judgement = judge_record(records[0])
+        except CpuftError as error:
+            say(f"where the model fails is not shown: {error}")
+    if html and comparison:
+        predictions = read_estimates(estimate) if estimate else []
+        path = page_path(runs)
+        write_page(records, path, predictions, unfinished, judgement, quality, examples=not no_examples)
+        click.echo(f"page: {path}")
+    elif html and quality:
+        click.echo(f"page: {write_quality_page(records, page_path(runs), quality)}")
+    elif as_json:
+        told = to_json(comparison) if comparison else {}
+        told |= {"quality": quality.to_json()} if quality else {}
+        told |= {"judgement": judgement_to_json(judgement)} if judgement else {}
+        click.echo(json.dumps(told, indent=2))
+    else:
+        texts = [(format_markdown if markdown else format_text)(comparison)] if comparison else []
+        texts += [(format_quality_markdown if markdown else format_quality)(quality)] if quality else []
+        texts += [format_judgement(judgement)] if judgement and not markdown else []
+        click.echo("\n".join(texts), nl=False)

@@ -86,6 +86,11 @@ def refuse_conflicts(config: TrainConfig) -> None:
             f"--label-type {config.label_type} is only for --task files, and the type of the labels of --task "
             f"{config.task} is known: leave out --label-type"
         )
+    if config.slice_by and config.task != "files":
+        raise CpuftError(
+            f"--slice-by names a column of the files of --task files, and this is --task {config.task}: leave out "
+            f"--slice-by {config.slice_by}"
+        )
     if config.precision == "int8":
         for name in ("engine", "fast_path", "compile", "lora_rank"):
             if _is_used(config, name, default):

@@ -79,6 +79,13 @@ def format_arguments(config: Any) -> list[str]:
     return [f"{format_flag(field.name)}={getattr(config, field.name)}" for field in fields]
 
 
+def split_arguments(config: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the `--name=value` arguments that are options of a configuration class, and the others."""
+    names = option_names(config)
+    is_own = {arg: arg.partition("=")[0][2:].replace("-", "_") in names for arg in arguments}
+    return [arg for arg in arguments if is_own[arg]], [arg for arg in arguments if not is_own[arg]]
+
+
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
     """Return the configuration that arguments describe; the inverse of `format_arguments`."""
     fields = _fields(config)

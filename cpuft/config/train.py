@@ -433,8 +433,8 @@ class TrainConfig:
     )
     best_metric: str = evaluation_option(
         "",
-        "With --eval-every, metric by which --save-best and --early-stopping compare evaluations, such as f1 "
-        "(default: the first metric of the task)",
+        "With --eval-every, metric by which --save-best and --early-stopping compare evaluations, such as f1, or "
+        "macro-f1, which any classes have (default: the first metric of the task)",
         takes="NAME",
     )
     save_best: bool = evaluation_option(
@@ -446,6 +446,18 @@ class TrainConfig:
         "With --eval-every, end the training after this many evaluations in a row without a better --best-metric; 0 "
         "never ends it early",
         least=0,
+    )
+    slice_by: str = evaluation_option(
+        "",
+        "With --task files, column of your files, with at most 100 different values, such as a language: how good the "
+        "model is can be told for each of its values (default: none)",
+        takes="NAME",
+    )
+    examples: bool = evaluation_option(
+        True,
+        "Keep the beginnings of the validation examples' texts in predictions.parquet of the run folder; --no-examples "
+        "keeps no text there, because texts may be private",
+        rare=True,
     )
     save_model: bool = output_option(
         True, "Save the trained model and its tokenizer in the folder model of the run", rare=True
@@ -493,6 +505,8 @@ class TrainConfig:
         return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)
 
 
+EVALUATION_ONLY = ("slice_by", "examples")
+"""Training options that change nothing about the training, only what is kept of its evaluation."""
 CHANGEABLE_ON_RESUME = (
     "backend",
     "grad_compression",
@@ -504,6 +518,7 @@ CHANGEABLE_ON_RESUME = (
     "save_model",
     "lora_merge",
     "report_to",
+    *EVALUATION_ONLY,
 )
 """Training options that may change when a run is resumed: they decide how these hosts train, not what is learned."""
 
@@ -561,6 +576,7 @@ class WorkerConfig:
     restart_reason: str = option("", "Why the run was restarted")
     global_batch: int = option(0, "Examples per update on all ranks (default: --batch-size on each rank)", least=0)
     measurements: str = option("", "What the first start of the run has measured, as JSON (default: measure now)")
+    is_measured: bool = option(False, "The speed of the training is measured, so that nothing may run beside it")
     keep_checkpoints: bool = option(
         False, "Keep the checkpoints at the end of the run; the launcher removes them after it has fetched the results"
     )

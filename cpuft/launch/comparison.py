@@ -153,7 +153,8 @@ def plan_comparison(
             options = replace(options, seed=seed)
         folder = f"{run_dir}/{name}"
         options, bundles = pack_training(cluster, options)
-        plan = plan_training(cluster, launch, options, cluster.work_dir(folder), progress, environ, independent)
+        work = cluster.work_dir(folder)
+        plan = plan_training(cluster, launch, options, work, progress, environ, independent, is_measured=True)
         # Bundles that an earlier run of the comparison sends will be there.
         missing = {host: folders - sent.get(host, set()) for host, folders in gather_missing(bundles, cluster).items()}
         sent |= {host: folders | sent.get(host, set()) for host, folders in missing.items()}

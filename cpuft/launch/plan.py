@@ -188,11 +188,13 @@ def plan_training(
     environ: Mapping[str, str],
     independent: bool = False,
     resumed: ResumedRun | None = None,
+    is_measured: bool = False,
 ) -> RunPlan:
     """Plan to make the run folder, to prepare the examples once, and then to train. Asks no host and writes nothing.
 
     The plan does not yet send or fetch files: `add_transfers` adds that. `run_dir` is the run folder as the ranks see
-    it. `independent` means that each rank trains by itself, to measure what the hosts can do without communication.
+    it. `independent` means that each rank trains by itself, to measure what the hosts can do without communication, and
+    `is_measured` that the speed is measured, so that nothing may run beside the training.
     """
     train = check_training(cluster, train, environ)
     check_engine_for_launch(train.engine, bool(config.interruption_notice), independent)
@@ -200,6 +202,7 @@ def plan_training(
     worker = WorkerConfig(run_dir, prepared, progress, independent, cluster.facts[0].cpu_quota)
     # Until the launcher has fetched the results, the checkpoints on a second host are the only other copy.
     worker = replace(worker, keep_checkpoints=cluster.works_remotely, simulated=cluster.is_simulated)
+    worker = replace(worker, is_measured=is_measured)
     if resumed:
         worker = replace(worker, recorded_updates=resumed.updates, global_batch=resumed.global_batch)
         worker = replace(worker, stopped_at=resumed.stopped_at, restart_reason=resumed.restart_reason)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from cpuft.config.train import EVALUATION_ONLY
 from cpuft.errors import CpuftError, counted
-from cpuft.record import FILE_NAME, STEP_PHASES, Record, StepLine, drop_warm_up
+from cpuft.record import FILE_NAME, STEP_PHASES, BaselineLine, Record, StepLine, describe_baseline, drop_warm_up
 from cpuft.report.significance import half_width, is_different, standard_error
 from cpuft.serialization import load
 
@@ -165,6 +166,10 @@ MOST_SECONDS = 1e9
 """A longer time in a record is impossible; `compare` refuses the record."""
 
 
+class OtherJobError(CpuftError):
+    """Two runs are not of the same job, so that their speed cannot be compared."""
+
+
 @dataclass(frozen=True)
 class SeedComparison:
     """A metric of one number of ranks over several seeds, compared with the baseline's metric with the same seeds."""
@@ -219,7 +224,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of the same job on different numbers of ranks. The first one has the fewest ranks and is the baseline."""
+    """Runs of the same job on different numbers of ranks; others are compared with the first, with the fewest ranks."""
 
     task: str
     model: str
@@ -233,6 +238,8 @@ class Comparison:
     rows: tuple[Row, ...]
     """One row per run, or per group of repeats, ordered by the number of ranks and then by the start."""
     notes: tuple[str, ...]
+    baseline: BaselineLine | None = None
+    """What simple counts reach without a model: that of the first run which has one."""
 
 
 def compare(records: list[Record]) -> Comparison:
@@ -264,6 +271,7 @@ def compare(records: list[Record]) -> Comparison:
     baseline = runs[0]
     header = baseline.header
     scaling = _find_scaling(runs)
+    found = next((run.baseline for run in runs if run.baseline), None)
     try:
         epochs = load(float, header.options.get("epochs"), "its epochs")
         max_steps = load(int, header.options.get("max_steps", 0), "its max_steps")
@@ -283,7 +291,9 @@ def compare(records: list[Record]) -> Comparison:
             *_note_repeats(rows),
             *_note_seeds(rows, runs),
             *_note_restarts(runs),
+            *([f"the baseline is what can be had without a model: {describe_baseline(found)}."] if found else []),
         ),
+        found,
     )
 
 
@@ -321,7 +331,7 @@ def _refuse_differences(records: list[Record]) -> None:
             pairs.append(("seed", _seed_of(first), _seed_of(record)))
         differing = [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]
         if differing:
-            raise CpuftError(
+            raise OtherJobError(
                 f"{first.path} and {record.path} are not the same job: they differ in {', '.join(differing)}; "
                 f"compare runs that differ in ranks and hosts only"
             )
@@ -373,11 +383,13 @@ def has_equal_cores(row: Row, base: Row) -> bool:
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
-    """Return groups of runs that differ only in their seed and in when they ran, in the order of the runs."""
+    """Return groups of runs that differ only in their seed, in what is kept of their evaluation, and in when they ran,
+    in the order of the runs.
+    """
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header
-        options = sorted(item for item in header.options.items() if item[0] != _SEED)
+        options = sorted(item for item in header.options.items() if item[0] not in (_SEED, *EVALUATION_ONLY))
         alike = (header.world_size, header.global_batch, header.ranks, header.versions, options)
         groups.setdefault(repr(alike), []).append(run)
     return list(groups.values())

@@ -7,15 +7,19 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
+from cpuft.judge.predictions import FILE_NAME as PREDICTIONS_FILE
+from cpuft.judge.predictions import read_predictions
+from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
 from cpuft.report.comparison import Comparison, compare, group_repeats
 from cpuft.report.estimate import Estimate
 from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
+from cpuft.report.judgement import draw_calibration
 from cpuft.report.plots import (
     COLOURS,
     draw_learning_curves,
@@ -25,6 +29,7 @@ from cpuft.report.plots import (
     folder_of,
     label_runs,
 )
+from cpuft.report.quality import Quality
 from cpuft.report.tables import (
     format_markdown,
     format_text,
@@ -38,16 +43,28 @@ from cpuft.report.tables import (
 )
 from cpuft.serialization import load, parse_json
 
+if TYPE_CHECKING:  # imports NumPy, without which most reports are made
+    from cpuft.judge.metrics import Judgement
+
 _TEMPLATE = Path(__file__).with_name("page.html")
 _OURS = b'<meta name="generator" content="cpuft">'
+_MOST_EXAMPLES = 20
+"""Of each sort of errors."""
 
 
 def write_page(
-    records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = (), unfinished: Sequence[Record] = ()
+    records: Sequence[Record],
+    path: Path,
+    predictions: Sequence[Estimate] = (),
+    unfinished: Sequence[Record] = (),
+    judgement: Judgement | None = None,
+    quality: Quality | None = None,
+    examples: bool = True,
 ) -> Path:
     """Write the page of these runs and their ideals to `path`, and return `path`. An older page of cpuft is replaced.
 
-    `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`.
+    `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`. A single run
+    may have a `judgement`, and with `examples` shows some that its model gets wrong; two runs may have their `quality`.
     """
     comparison = compare(list(records))
     if unfinished:
@@ -58,7 +75,31 @@ def write_page(
     for run in runs:
         if not run.steps:
             raise CpuftError(f"{run.path} has no steps to draw: leave it out of the page")
-    return render_page(path, lambda: describe(comparison, runs, predictions))
+    shows_errors = examples and len(records) == 1
+    errors, notes = _describe_errors(str(Path(records[0].path).parent)) if shows_errors else ({}, [])
+    comparison = dataclasses.replace(comparison, notes=(*comparison.notes, *notes))
+    parts = {"quality": quality, **errors}
+    return render_page(path, lambda: describe(comparison, runs, predictions, judgement) | parts)
+
+
+def write_quality_page(records: Sequence[Record], path: Path, quality: Quality) -> Path:
+    """Write the page of two runs whose speed cannot be compared to `path`, and return `path`."""
+
+    def make_parts() -> dict[str, Any]:
+        return {
+            "title": quality.title,
+            "verdict": quality.verdict,
+            "columns": quality.columns,
+            "rows": quality.rows,
+            "legend": _list_legend(records),
+            "figures": {"Loss and metric": draw_learning_curves(records)},
+            "hosts": [host_row(run) for run in records],
+            "links": [],
+            "settings": _list_settings(records)[0],
+            "notes": quality.notes,
+        }
+
+    return render_page(path, make_parts)
 
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
@@ -90,7 +131,12 @@ def _in_order(records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda record: (record.header.world_size, record.header.started))
 
 
-def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequence[Estimate]) -> dict[str, Any]:
+def describe(
+    comparison: Comparison,
+    runs: Sequence[Record],
+    predictions: Sequence[Estimate],
+    judgement: Judgement | None = None,
+) -> dict[str, Any]:
     """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
 
     A row of `legend` is (label, number of the colour, whether the line is dashed). `figures` has lists of (caption,
@@ -104,12 +150,14 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
         "rows": table_rows(comparison),
         "seed_columns": seed_columns(comparison),
         "seed_rows": seed_rows(comparison),
-        "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
+        "legend": _list_legend(runs),
         "figures": {
             "Speed": [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)],
             "Loss and metric": draw_learning_curves(runs),
             "Where the time of a step goes": [draw_phases(runs)],
         },
+        "judged": list_tables(judgement) if judgement else [],
+        "calibration": draw_calibration(judgement) if judgement else [],
         "drawings": list(
             zip(label_runs(runs), draw_hosts(runs), [max(0, len(run.header.hosts) - MOST_HOSTS) for run in runs])
         ),
@@ -119,6 +167,30 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
         "other_settings": other_settings,
         "notes": comparison.notes,
     }
+
+
+def _list_legend(runs: Sequence[Record]) -> list[tuple[str, int, bool]]:
+    return [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))]
+
+
+def _describe_errors(run: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of the page about examples that a run gets wrong, and notes; both empty if it keeps no texts.
+
+    An example is a description and its texts. Whatever fails here, the page is written.
+    """
+    if not Path(run, PREDICTIONS_FILE).is_file():
+        return {}, []
+    try:
+        predictions = read_predictions(run)
+        if "text" not in predictions.table.column_names:
+            return {}, []
+        from cpuft.judge.errors import list_errors, list_sections, summarize  # imports NumPy
+
+        found = list_errors(run, predictions, _MOST_EXAMPLES)
+        sections = [(heading, [(one, *texts) for one, texts in examples]) for heading, examples in list_sections(found)]
+        return {"errors": {"summary": summarize(found), "sections": sections}}, []
+    except Exception as error:
+        return {}, [f"the model's errors are not shown: {str(error) or type(error).__name__}"]
 
 
 def host_row(run: Record) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cpuft.errors import counted
@@ -17,6 +18,7 @@ from cpuft.report.comparison import (
     judge_seeds,
     shares_cores,
 )
+from cpuft.report.quality import Quality
 from cpuft.terminal import WIDTH, format_table
 
 _LEAST_UNLIMITED = 0.8
@@ -33,10 +35,10 @@ def table_columns(comparison: Comparison) -> list[str]:
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
-    """Return the cells of the table as texts, one list per run in the order of `table_columns`."""
+    """Return the cells of the table as texts, one list per run in the order of `table_columns`, then the baseline's."""
     names = _metric_names(comparison)
     ideals = any(row.ideal for row in comparison.rows)
-    return [
+    rows = [
         [
             str(row.np),
             f"{row.hosts} simulated" if row.simulated else str(row.hosts),
@@ -48,10 +50,18 @@ def table_rows(comparison: Comparison) -> list[list[str]]:
             f"{_with_interval(row, 'speedup', row.speedup, 2)}x",
             f"{_with_interval(row, 'efficiency', row.efficiency, 0, 100)} %",
             *(_ideal_cells(row) if ideals else ()),
-            *(f"{row.metrics[name]:.4f}" if name in row.metrics else "-" for name in names),
+            *_metric_cells(row.metrics, names),
         ]
         for row in comparison.rows
     ]
+    if comparison.baseline:
+        others = len(rows[0]) - len(names) - 1
+        rows.append(["baseline", *("-" for _ in range(others)), *_metric_cells(comparison.baseline.metrics, names)])
+    return rows
+
+
+def _metric_cells(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
+    return [f"{metrics[name]:.4f}" if name in metrics else "-" for name in names]
 
 
 def _with_interval(row: Row, name: str, value: float, digits: int, times: int = 1) -> str:
@@ -191,6 +201,19 @@ def format_markdown(comparison: Comparison) -> str:
     if over_seeds := seed_rows(comparison):
         lines += ["", *_format_markdown_table(seed_columns(comparison), over_seeds)]
     return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in comparison.notes)]) + "\n"
+
+
+def format_quality(quality: Quality) -> str:
+    """Return the comparison of two runs' metrics as text for a terminal."""
+    title = f"{quality.title}\n{textwrap.fill(quality.verdict, WIDTH)}"
+    return format_table(quality.columns, quality.rows, title, quality.notes, left=1)
+
+
+def format_quality_markdown(quality: Quality) -> str:
+    """Return the comparison of two runs' metrics as Markdown: a heading, the verdict, the table and the notes."""
+    lines = [f"## {_escape(quality.title)}", "", f"**{_escape(quality.verdict)}**", ""]
+    lines += _format_markdown_table(list(quality.columns), quality.rows)
+    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in quality.notes)]) + "\n"
 
 
 def _format_markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from cpuft.config.fields import format_flag
 from cpuft.errors import CpuftError, counted, suggest_names
+from cpuft.judge.difference import compare_predictions, describe_difference
+from cpuft.judge.predictions import read_predictions
 from cpuft.record import read_record
 from cpuft.report.page import host_row, render_page
 from cpuft.report.plots import COLOURS, Line, draw_lines
@@ -25,6 +27,8 @@ _MINIMIZED = ("perplexity", "loss", "eval_loss")
 """Beginnings of the names of metrics of which less is better."""
 _MOST_TICKS = 10
 """Most values of an option that each have a tick of their own in a plot."""
+_SMALL_DIFFERENCE = 0.01
+"""If validation rows can show such a difference, the best of many configurations is hardly better there by chance."""
 _MOST_DECADES = 2.0
 """A wider logarithmic axis has a tick for each power of ten alone, because more labels would overlap."""
 
@@ -116,10 +120,37 @@ def describe_best(configurations: Sequence[Result]) -> str:
     return f"the best configuration is not distinguishable from {which} (t-test over seeds, 5 % level)"
 
 
+def compare_best_two(sweep: Sweep, results: Sequence[Result]) -> list[str]:
+    """Return in plain words what the predictions for the validation rows tell about the best two configurations.
+
+    With several seeds, `describe_best` tells more than one run of each. Nothing is said where a run has no predictions.
+    """
+    if len(results) < 2:
+        return []
+    best, second = (one.best_run.folder for one in results[:2])
+    try:
+        told = compare_predictions(*(read_predictions(str(Path(sweep.folder, run))) for run in (second, best)))
+    except CpuftError:
+        return []
+    found = next((one for one in told.found if one.metric == sweep.metric and sweep.is_maximized), None)
+    if not found:
+        return []
+    notes, rows = list[str](), told.count(found.rows)
+    if all(len(one.metrics) == 1 for one in results[:2]):
+        verdict = describe_difference(told, f"number 2 ({second})", f"number 1 ({best})", found)
+        notes.append(f"the models of {second} and {best}, row by row: {verdict}.")
+    if found.smallest is None or found.smallest > _SMALL_DIFFERENCE:
+        notes.append(
+            f"the same {rows} have chosen the best of {len(results)} configurations and measured it, so its "
+            f"{sweep.metric} is likely to be too good: measure the model on rows that have chosen nothing."
+        )
+    return notes
+
+
 def format_sweep(sweep: Sweep) -> str:
     """Return the results of a sweep as a table for a terminal, the best configuration first, with notes."""
     results = list_results(sweep)
-    notes = [f"{describe_best(results)}."] if results else []
+    notes = [f"{describe_best(results)}.", *compare_best_two(sweep, results)] if results else []
     arrow = "larger is better" if sweep.is_maximized else "less is better"
     title = f"{sweep.metric}: {arrow}" if results else "no run has reported a metric"
     return format_table(*_make_table(sweep, results), title, [*notes, *_list_notes(sweep)])
@@ -190,7 +221,7 @@ def _describe_page(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
         "links": [],
         "hosts": _list_hosts(sweep),
         "settings": [("options of all runs", " ".join(sweep.settings.options))],
-        "notes": _list_notes(sweep),
+        "notes": [*compare_best_two(sweep, results), *_list_notes(sweep)],
     }
 
 
@@ -267,6 +298,7 @@ def _to_json(number: float) -> float | None:
 
 def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
     """Return the results of a sweep as a JSON object: metric, configurations with the best one first, and costs."""
+    results = list_results(sweep)
     return {
         "metric": sweep.metric,
         "maximized": sweep.is_maximized,
@@ -279,8 +311,9 @@ def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
                 "seconds": one.seconds,
                 "best_run": one.best_run.folder,
             }
-            for one in list_results(sweep)
+            for one in results
         ],
+        "best_two": compare_best_two(sweep, results),
         "failed": [run.values for run in sweep.list_runs(FAILED)],
         "pruned": [run.values for run in sweep.list_runs(PRUNED)],
         "host_hours": sweep.host_hours,

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 
-from cpuft.config.fields import option_names, parse_arguments
+from cpuft.config.fields import parse_arguments, split_arguments
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import RESUMABLE
 from cpuft.rank.diagnostics import start_reporting
@@ -49,9 +49,7 @@ def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
     """Return the configurations from `--name=value` arguments, each of which belongs to the class with its option.
     Raises CpuftError: one is unknown or has no valid value.
     """
-    names = option_names(WorkerConfig)
-    is_own = {arg: arg.partition("=")[0][2:].replace("-", "_") in names for arg in argv}
-    own, others = ([arg for arg in argv if is_own[arg] == wanted] for wanted in (True, False))
+    own, others = split_arguments(WorkerConfig, argv)
     return parse_arguments(TrainConfig, others), parse_arguments(WorkerConfig, own)
 
 

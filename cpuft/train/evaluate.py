@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,25 +26,61 @@ BatchPredictions = tuple[Indices, Predictions]
 """The numbers of a batch's examples in their split, and the predictions for them in the same order."""
 
 
-def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
+@dataclass
+class KeptPredictions:
+    """What the model of one update predicted, as `Objective.list_predictions` returns it; empty on ranks but 0."""
+
+    splits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Columns by the suffix of the split."""
+    problem: str = ""
+    """Why there are none; empty if there are."""
+
+    def add(self, suffix: str, objective: Objective, predictions: Predictions, tokens: Tokens) -> None:
+        """Keep the predictions for a split. A fault in what only judges the model must not end its training."""
+        try:
+            self.splits[suffix] = objective.list_predictions(predictions, tokens)
+        except Exception as error:
+            self.problem = repr(error)
+
+
+def drop_predictions(kept: dict[int, KeptPredictions], best: EvaluationLine | None) -> None:
+    """Drop the predictions of all updates but that of the best evaluation."""
+    for step in kept.keys() - ({best.step} if best else set()):
+        del kept[step]
+
+
+def evaluate(setup: TrainingSetup, step: int, kept: dict[int, KeptPredictions] | None = None) -> EvaluationLine:
     """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective. The model is
     in training mode afterwards.
+
+    `kept` gets the predictions of this update, in place of earlier ones; the keys are the same on all ranks.
     """
-    start = time.perf_counter()
+    start, found_predictions = time.perf_counter(), KeptPredictions()
     setup.model.eval()
     metrics: dict[str, float] = {}
     for suffix, tokens in setup.prepared.validation.items():
         parts = _predict_on_all_ranks(setup, tokens)
-        compute = None if parts is None else partial(_compute_metrics, setup.objective, parts, tokens)
+        keep = partial(found_predictions.add, suffix) if kept is not None else None
+        compute = None if parts is None else partial(_compute_metrics, setup.objective, parts, tokens, keep)
         found = _run_on_first(compute, setup.config.comm_timeout / 2)
         metrics |= {name + suffix: value for name, value in found.items()}
     setup.model.train()
+    if kept is not None:
+        kept[step] = found_predictions
     examples = sum(len(tokens) for tokens in setup.prepared.validation.values())
     return EvaluationLine(step, metrics, examples, time.perf_counter() - start)
 
 
-def _compute_metrics(objective: Objective, parts: list[BatchPredictions], tokens: Tokens) -> dict[str, float]:
-    return objective.compute_metrics(join(parts), tokens)
+def _compute_metrics(
+    objective: Objective,
+    parts: list[BatchPredictions],
+    tokens: Tokens,
+    keep: Callable[[Objective, Predictions, Tokens], None] | None,
+) -> dict[str, float]:
+    predictions = join(parts)
+    if keep:
+        keep(objective, predictions, tokens)
+    return objective.compute_metrics(predictions, tokens)
 
 
 def _run_on_first(compute: Callable[[], dict[str, float]] | None, interval: float) -> dict[str, float]:
@@ -60,7 +98,7 @@ def _run_on_first(compute: Callable[[], dict[str, float]] | None, interval: floa
                 return found
 
 
-def _is_better(value: float, than: float, metric: str) -> bool:
+def is_better(value: float, than: float, metric: str) -> bool:
     """Return whether a metric's value is better than another one; of equal ones, and of nan, neither is better."""
     return value < than if metric.startswith(LOWER_IS_BETTER) else value > than
 
@@ -69,7 +107,7 @@ def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationL
     """Return the evaluation with the best value of a metric, of equal ones the first; None without evaluations."""
     best = None
     for line in evaluations:
-        if best is None or _is_better(line.metrics[metric], best.metrics[metric], metric):
+        if best is None or is_better(line.metrics[metric], best.metrics[metric], metric):
             best = line
     return best
 

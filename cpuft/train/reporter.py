@@ -31,9 +31,11 @@ from cpuft.record import (
 )
 from cpuft.train.checkpoint.policy import CheckpointWriter
 from cpuft.train.engines import name_packages
+from cpuft.train.evaluate import KeptPredictions
 from cpuft.train.exchange.compression_choice import count_sent_numbers
 from cpuft.train.model import count_parameters, get_model_name
 from cpuft.train.optimizer import describe_fast_path
+from cpuft.train.run_warnings import RunWatch
 from cpuft.train.setup import TrainingSetup
 
 _PLAIN_LINES = 10
@@ -142,8 +144,12 @@ class Progress:
     def show_metrics(self, line: EvaluationLine) -> None:
         """Print the metrics of the trained model in one line on standard output."""
         self._end_bar()
+        self.show_result(format_metrics(line.metrics))
+
+    def show_result(self, text: str) -> None:
+        """Print a line on standard output, where the metrics are."""
         if self._is_shown:
-            print(format_metrics(line.metrics), flush=True)
+            print(text, flush=True)
 
 
 @dataclass(frozen=True)
@@ -163,28 +169,36 @@ class TrainingResult:
     """Update whose weights the model has now, if they are not the last ones; else 0."""
     difference: str = ""
     """How the ranks' parameters differ at the end; empty if they are equal, or if ranks trained independently."""
+    predictions: KeptPredictions | None = None
+    """Those of `evaluation`, on rank 0; None if ranks trained independently, or examples have no rows."""
 
 
 class RunReporter:
     """Reports a run as it goes on: to the user, to the record (both on rank 0), and to the record in checkpoints.
 
-    `record` and `checkpoint_writer` are None on ranks without them, and until they are set.
+    `record` and `checkpoint_writer` are None on ranks without them, and until they are set; `watch` likewise.
     """
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.record: Writer | None = None
         self.checkpoint_writer: CheckpointWriter | None = None
+        self.watch: RunWatch | None = None
+        """Warns of what the lines show."""
         self.earlier_steps: list[StepLine] = []
         """Steps of the run before it was resumed; `earlier_evaluations` likewise."""
         self.earlier_evaluations: list[EvaluationLine] = []
 
     def add(self, line: Line) -> None:
-        """Write a line to the record at once, and to the record of later checkpoints, where this rank has them."""
+        """Write a line to the record at once, and to the record of later checkpoints, where this rank has them. Show a
+        warning if the line gives reason for one.
+        """
         if self.record:
             self.record.write(line)
         if self.checkpoint_writer:
             self.checkpoint_writer.add_line(line)
+        if self.watch and (warning := self.watch.add(line)):
+            self.progress.show(warning)
 
     def add_step(self, line: StepLine, updates: int) -> None:
         """Show and record a step, out of `updates`."""

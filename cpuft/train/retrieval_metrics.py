@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpuft.judge.search_metrics import average_searches, measure_searches
+
 _QUERIES_AT_ONCE, _DOCUMENTS_AT_ONCE = 256, 16_384
 """Size of the blocks in which scores are computed: 16 MB of them at a time."""
 
@@ -26,41 +28,24 @@ def compute_retrieval_metrics(
     effect. Queries without relevant documents are left out. Raises ValueError: there are no others, or a metric or the
     similarity is unknown.
     """
-    depths = [(metric, int(depth)) for metric, _, depth in (name.partition("@") for name in names)]
-    pairs = np.unique(relevant[relevant[:, 2] > 0, :2].astype(np.int64), axis=0)
-    asked, counts = np.unique(pairs[:, 0], return_counts=True)
-    if not len(asked):
-        raise ValueError("no query has a relevant document")
-    best = rank_documents(queries[asked], documents, max((depth for _, depth in depths), default=1), similarity)
-    hits = np.isin(asked[:, None] * len(documents) + best, pairs[:, 0] * len(documents) + pairs[:, 1])
-    return {name: _compute_metric(metric, depth, hits, counts) for name, (metric, depth) in zip(names, depths)}
+    return average_searches(measure_queries(names, queries, documents, relevant, similarity)[1])
 
 
-def _compute_metric(metric: str, depth: int, hits: NDArray[np.bool_], counts: NDArray[np.int64]) -> float:
-    """Return the mean of a metric over queries, with the additions in the evaluator's order, so that no digit differs.
-
-    `hits` tells whether each of the best documents is relevant, best first, (queries, documents); `counts` is the
-    number of relevant documents of each query.
+def measure_queries(
+    names: Sequence[str],
+    queries: NDArray[np.float32],
+    documents: NDArray[np.float32],
+    relevant: NDArray[np.int32],
+    similarity: str,
+) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
+    """Return the numbers of the queries that have relevant documents, and each metric of each of them, fp64,
+    (queries,). Arguments and errors are those of `compute_retrieval_metrics`.
     """
-    hits = hits[:, :depth]
-    ranks = np.arange(1, hits.shape[1] + 1)
-    if metric == "accuracy":
-        return int(hits.any(1).sum()) / len(hits)
-    if metric == "precision":
-        return float(np.mean(hits.sum(1) / depth))
-    if metric == "recall":
-        return float(np.mean(hits.sum(1) / counts))
-    if metric == "mrr":
-        first = np.where(hits.any(1), 1.0 / (hits.argmax(1) + 1), 0.0)
-        return float(np.cumsum(first)[-1]) / len(hits)
-    if metric == "ndcg":
-        discounts = np.asarray([1 / np.log2(rank + 1) for rank in range(1, depth + 1)])
-        ideal = np.cumsum(discounts)[np.minimum(counts, depth) - 1]
-        return float(np.mean(np.cumsum(hits * discounts[: hits.shape[1]], axis=1)[:, -1] / ideal))
-    if metric == "map":
-        precisions = np.cumsum(hits, axis=1) / ranks
-        return float(np.mean(np.cumsum(hits * precisions, axis=1)[:, -1] / np.minimum(counts, depth)))
-    raise ValueError(f"{metric} is no metric of retrieval")
+
+    def rank(asked: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        return rank_documents(queries[asked], documents, count, similarity)
+
+    return measure_searches(names, relevant, len(documents), rank)
 
 
 def rank_documents(

@@ -21,12 +21,24 @@ from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import choose_precision
+from cpuft.judge.baseline import KINDS
+from cpuft.judge.predictions import FILE_NAME, read_predictions
+from cpuft.judge.tables import describe_judgement
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.world import parse_world
-from cpuft.record import EarlierMeasurements, Header, RecordedRank, Writer, describe_products, format_line
+from cpuft.record import (
+    EarlierMeasurements,
+    Header,
+    RecordedRank,
+    Writer,
+    describe_products,
+    format_baseline,
+    format_line,
+)
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
+from cpuft.train.baseline_process import BaselineProcess
 from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
 from cpuft.train.checkpoint.model_card import write_model_card
@@ -40,7 +52,7 @@ from cpuft.train.checkpoint.policy import (
 )
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.prepare import describe_data, prepare, warn_of_unknown
+from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.engines import check_engine
 from cpuft.train.loop import train_and_evaluate, train_independently
@@ -55,8 +67,9 @@ from cpuft.train.ranks import (
     prove_equal_parameters,
     share_random_weights,
 )
-from cpuft.train.remarks import find_remark, warn_of_learning_rate
 from cpuft.train.reporter import Progress, RunReporter, make_footer, make_header, make_resumed_line
+from cpuft.train.run_warnings import RunWatch, find_early_warnings, find_last_warning
+from cpuft.train.saved_predictions import save_predictions
 from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
 from cpuft.train.tracking import TrackerProcess
@@ -122,15 +135,24 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         progress.show(describe_data(prepared, config))
         progress.show(f"fast path: {header.fast_path}")
         compression = setup.compression_reason and f"gradients as {setup.compression}: {setup.compression_reason}"
-        rate = warn_of_learning_rate(setup.config)
-        for warning in (lora_reason, warn_of_unknown(prepared), kernel_warning, compression, rate):
+        early = find_early_warnings(setup.config, prepared)
+        for warning in (lora_reason, kernel_warning, compression, *early):
             if warning:
                 progress.show(warning)
         checkpoints, done = begin(reporter, setup, worker, header, stack)
+        if world.rank == 0:
+            watch = RunWatch(setup.config, prepared, setup.updates, setup.global_batch, setup.best_metric)
+            for line in (*reporter.earlier_steps, *reporter.earlier_evaluations):
+                watch.add(line)  # what it warns of was shown before the run was resumed
+            reporter.watch = watch
         if reporter.record and not worker.independent:
             # Only ranks that work in a folder of their host, from which the launcher fetches, keep checkpoints.
             users_run_dir = "" if worker.keep_checkpoints else worker.run_dir
             stack.enter_context(TrackerProcess(config.report_to, worker.run_dir, users_run_dir, progress.show))
+        baseline = None
+        if reporter.record and not worker.independent and prepared.kind in KINDS:
+            baseline = stack.enter_context(BaselineProcess(config, worker.is_measured, progress.show))
+            setup.observers.append(baseline)
         with setup.exchange.full_weights():
             prove_equal_parameters(model, "before the first step")
         resume_garbage_collection()
@@ -145,13 +167,26 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
                 # sentence-transformers loads whole models.
                 merged = config.lora_merge or prepared.kind in SENTENCE_TRANSFORMERS_KINDS
                 save_model(model, source, worker.run_dir, merged, prepared.tokenizer, objective.finish_folder)
+            if reporter.record and result.evaluation and result.predictions:
+                folder = Path(worker.run_dir)
+                kept = result.predictions
+                if warning := save_predictions(folder, config, prepared, result.evaluation, kept):
+                    progress.show(warning)
+            found = baseline.finish() if baseline else None
+            if reporter.record and found:
+                progress.show_result(format_baseline(found))
+                reporter.record.write(found)
         if reporter.record:
             footer = make_footer(result, peak_memory, time.perf_counter() - started)
             if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
-                write_model_card(folder, header, result.evaluation, footer)
+                write_model_card(folder, header, result.evaluation, footer, found)
             reporter.record.write(footer)
-            if remark := find_remark(setup.config, objective, prepared, result.steps, result.evaluation):
-                progress.show(remark)
+            for line in describe_predictions(Path(worker.run_dir)):
+                progress.show(line)
+        if reporter.watch:
+            simple = found.metrics if found else None
+            if last := find_last_warning(reporter.watch, objective, result.evaluation, result.predictions, simple):
+                progress.show(last)
         finish(checkpoints, worker, world.local_rank)
         if result.difference:
             saved = "the model of rank 0 was saved" if config.save_model else "no model was to be saved"
@@ -213,6 +248,19 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
     # Where the launcher still has to fetch the results, the checkpoints stay until it has.
     if worker.run_dir and local_rank == 0 and not worker.keep_checkpoints:
         remove_all(Path(worker.run_dir, FOLDER))
+
+
+def describe_predictions(folder: Path) -> list[str]:
+    """Return lines that tell where the saved model fails, none without predictions. Whatever fails is a warning."""
+    if not (folder / FILE_NAME).is_file():
+        return []
+    try:
+        from cpuft.judge.metrics import judge  # imports SciPy, for which no rank should wait at its start
+
+        return describe_judgement(judge(read_predictions(str(folder))))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return [f"warning: where the model fails could not be found out ({reason}): the run is complete"]
 
 
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:

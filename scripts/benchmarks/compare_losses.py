@@ -7,6 +7,7 @@ differs by more than the limit: to the bit on one rank, and by 1e-6 on several, 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpuft.record import read_record
+from cpuft.record import FILE_NAME, format_metrics
 from cpuft.terminal import format_table
 
 _ROOT = Path(__file__).parents[2]
@@ -44,10 +45,10 @@ def train(checkout: Path, run_dir: Path, ranks: int, words: Sequence[str]) -> tu
     )
     if done.returncode:
         sys.exit(f"the training with {checkout} failed:\n{done.stderr[-2000:]}")
-    record = read_record(str(run_dir))
-    return [step.loss for step in record.steps], ", ".join(
-        f"{name} {value:.4f}" for name, value in record.metrics.items()
-    )
+    # Lines by themselves, because the other commit may write another version of the record.
+    lines = [json.loads(line) for line in (run_dir / FILE_NAME).read_text(encoding="utf-8").splitlines()]
+    metrics = [line["metrics"] for line in lines if line["kind"] == "evaluation"]
+    return [line["loss"] for line in lines if line["kind"] == "step"], format_metrics(metrics[-1])
 
 
 def main() -> None:

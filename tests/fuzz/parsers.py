@@ -287,13 +287,18 @@ def _make_archive() -> str:
     """A small archive of prepared rows, a character for each byte."""
     task = {"kind": "class", "labels": ["0", "1"], "metrics": ["accuracy"]}
     meta = {**task, "checksum": "0", "pad_id": 0, "mask_id": 0, "words": 9, "tokenizer": "", "validation": [""]}
-    meta |= {"texts": ["text"], "label": "label", "cut": 0, "unknown": 0.0}
+    meta |= {"texts": ["text"], "label": "label", "cut": 0, "unknown": 0.0, "rows": "0", "slice_values": {"": ["x"]}}
     tokens = {"ids": [5, 6], "types": [0, 0], "offsets": [0, 2], "labels": [1]}
     types = {"ids": np.int32, "types": np.int8, "offsets": np.int64, "labels": np.float32}
     arrays = {
         f"{split}.{name}": np.asarray(value, types[name])
         for split in ("train", "validation")
         for name, value in tokens.items()
+    }
+    arrays |= {
+        "validation.text_bytes": np.frombuffer(b"ab", np.uint8),
+        "validation.text_ends": np.asarray([[1, 2]]),
+        "validation.slice_numbers": np.zeros(1, np.int32),
     }
     file = io.BytesIO()
     np.savez(file, meta=np.asarray(json.dumps(meta)), **arrays)  # type: ignore[arg-type]

@@ -42,6 +42,8 @@ def test_a_dry_run_prints_the_plans_of_all_runs() -> None:
     done = run_cpuft(*words)
     assert done.returncode == 0, done.stderr
     assert all(f"all/np-1-round-{turn}/data.npz" in done.stdout for turn in (1, 2))
+    # Nothing may run beside a training whose speed is measured.
+    assert done.stdout.count("--is-measured=True") == 2
     done = run_cpuft(*words, "--ideal")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np" in done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
+from cpuft.judge.predictions import read_predictions
 from cpuft.record import FILE_NAME, read_record
 from tests.conftest import run_cpuft, wait_until
 from tests.rank.metadata import serve_metadata
@@ -93,6 +94,9 @@ def test_late_embedding_rows_are_finished_before_a_stop(tmp_path: Path) -> None:
     assert record.footer
     assert [(line.step, line.repeated) for line in record.resumptions] == [(stopped, 0)]
     assert [line.step for line in record.steps] == list(range(1, 401))
+    kept = read_predictions("run")
+    assert kept.about.step == 400
+    assert (kept.column("label") == kept.column("prediction")).mean() == record.metrics["accuracy"]
 
 
 def test_a_script_sees_an_interruption_notice_and_the_launch_returns_its_75(tmp_path: Path) -> None:

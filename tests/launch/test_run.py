@@ -20,7 +20,7 @@ from cpuft.hosts.cluster import LOCAL
 from cpuft.launch.resume import HostCopy, ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.launch.run_state import FINISHED
-from cpuft.record import Record, read_record
+from cpuft.record import Record, format_baseline, read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft, wait_until
 from tests.records import make_state
 from tests.train.tiny import save_tiny
@@ -71,6 +71,10 @@ def test_two_ranks_train_on_the_demo_task() -> None:
     assert record.footer is not None
     assert record.footer.samples == 128
     assert set(record.metrics) == {"accuracy", "f1"}
+    assert record.baseline
+    assert (record.baseline.examples, set(record.baseline.metrics)) == (128, {"accuracy", "f1"})
+    assert format_baseline(record.baseline) in Path("run/logs/rank-0.out").read_text()
+    assert format_baseline(record.baseline) in Path("run/model/README.md").read_text()
     assert Path("run/logs/rank-0.err").read_text().count("step ") == 4
     assert Path("run/logs/rank-0.err").read_text().count("fast path: 6 of 6 layers replaced\n") == 1
     silent = Path("run/logs/rank-1.err")
@@ -254,6 +258,7 @@ def test_compare_reports(tmp_path: Path) -> None:
         (2, 16, True),
     ]
     assert report["scaling"] == "strong"
+    assert report["baseline"]["metrics"].keys() == report["runs"][0]["metrics"].keys()
     assert run_cpuft("report", "all/np-1", "all/np-2").stdout in done.stdout
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cpuft.cli import cli
 from cpuft.errors import CpuftError
-from cpuft.record import EvaluationLine, Line, Record, ResumedLine, StepLine, format_line
+from cpuft.record import BaselineLine, EvaluationLine, Line, Record, ResumedLine, StepLine, format_line
 from cpuft.report.comparison import MISSING_TIME, compare, compare_with_ideal, count_common
 from cpuft.report.page import find_runs, host_row, write_page, write_report
 from cpuft.report.significance import half_width
@@ -290,6 +290,15 @@ def test_tables(golden: Golden) -> None:
     golden("report.txt", format_text(comparison))
     golden("report.md", format_markdown(comparison))
     golden("report.json", json.dumps(to_json(comparison), indent=2) + "\n")
+
+
+def test_a_baseline_is_the_last_row() -> None:
+    line = BaselineLine("BM25", {"f1": 0.5}, 1.23, 10, 40)
+    comparison = compare([RECIPE[0], dataclasses.replace(RECIPE[1], baseline=line)])
+    assert table_rows(comparison)[-1] == ["baseline", *["-"] * 9, "0.5000"]
+    assert len(table_rows(comparison)) == 3
+    assert comparison.notes[-1] == ("the baseline is what can be had without a model: BM25, 10 of 40 examples, 1.2 s.")
+    assert to_json(comparison)["baseline"]["metrics"] == {"f1": 0.5}
 
 
 def test_json_has_what_programs_read() -> None:

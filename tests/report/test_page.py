@@ -17,6 +17,7 @@ import pytest
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError, install_command
+from cpuft.judge.predictions import write_predictions
 from cpuft.record import EvaluationLine, ResumedLine
 from cpuft.report.comparison import compare
 from cpuft.report.estimate import Estimate, estimates_to_json
@@ -24,6 +25,7 @@ from cpuft.report.page import read_estimates, write_page
 from cpuft.report.plots import label_runs, phases_of, thin
 from cpuft.report.tables import format_text, format_verdict
 from tests.conftest import run_cpuft
+from tests.judge.test_errors import make_reviews
 from tests.records import make_record, make_steps, with_rate
 from tests.report.page import make_equal_cores, make_runs
 from tests.report.test_comparison import write_record
@@ -70,6 +72,34 @@ def test_names_are_no_markup(tmp_path: Path) -> None:
     text = write_page(runs, tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<b>" not in text
     assert text.count(html.escape(name)) >= 3
+
+
+def test_the_page_of_a_run_shows_its_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_reviews()
+    columns = dict(zip(made.table.column_names, made.table.columns)) | {"text": [["<b>", "a & b"]] * 6}
+    for number in (1, 2):
+        write_record(make_runs((number,))[0], Path(f"run-{number}"))
+        write_predictions(Path(f"run-{number}"), made.about, columns)
+
+    def make_page(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            main(["report", *words, "--html"])
+        return Path(capsys.readouterr().out.removeprefix("page: ").strip()).read_text(encoding="utf-8")
+
+    text = make_page("run-1")
+    assert "<p>3 of 6 validation rows are predicted wrongly." in text
+    wanted = "row 2: label bad, prediction good, probability 0.970; the label may be wrong"
+    assert f"<tr><td>{wanted}</td><td>&lt;b&gt;</td><td>a &amp; b</td></tr>" in text
+    assert "<b>" not in text
+    assert "<h2>Errors</h2>" not in make_page("run-1", "--no-examples")
+    assert "<h2>Errors</h2>" not in make_page("run-1", "run-2")
+    write_predictions(Path("run-1"), made.about, {name: columns[name] for name in columns if name != "text"})
+    assert "<h2>Errors</h2>" not in make_page("run-1")
+    Path("run-1/predictions.parquet").write_text("PAR1")
+    assert "the model&#39;s errors are not shown: run-1/predictions.parquet is damaged" in make_page("run-1")
+    with pytest.raises(SystemExit):
+        main(["report", "run-1", "--no-examples"])
+    assert "--no-examples leaves examples out of the HTML page: give --html as well" in capsys.readouterr().err
 
 
 def test_values_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:

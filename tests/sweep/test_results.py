@@ -16,6 +16,7 @@ from cpuft.report.plots import Line
 from cpuft.sweep import results
 from cpuft.sweep.results import (
     choose_metric,
+    compare_best_two,
     describe_best,
     format_sweep,
     list_results,
@@ -25,6 +26,7 @@ from cpuft.sweep.results import (
 from cpuft.sweep.search import Assignment, make_key
 from cpuft.sweep.study import DONE, FAILED, PRUNED, Attempt, Run, Sweep, SweepSettings, make_sweep
 from tests.conftest import Golden
+from tests.judge.predicted import write_classes
 from tests.records import make_record
 from tests.report.test_comparison import write_record
 
@@ -206,3 +208,25 @@ def test_many_configurations_are_drawn_as_one_line(monkeypatch: pytest.MonkeyPat
     assert [(line.label, len(line.x)) for line in rates] == [("lora-rank 4", 30), ("lora-rank 8", 30)]
     # Each learning rate has two points, and a gap behind them.
     assert (len(ranks.x), sum(map(math.isnan, ranks.y))) == (90, 30)
+
+
+@pytest.mark.parametrize(
+    "counts, verdict", [((300, 10, 25, 73), "number 1 (run-2) is better"), ((300, 15, 20, 73), "No")]
+)
+def test_the_best_two_are_compared_row_by_row(tmp_path: Path, counts: tuple[int, ...], verdict: str) -> None:
+    folders = (tmp_path / "run-1", tmp_path / "run-2")
+    for folder in folders:
+        folder.mkdir()
+    metrics = [one["accuracy"] for one in write_classes(folders, counts)]
+    single = make(metrics, [RUNS[0], RUNS[3]], folder=str(tmp_path))
+    told = compare_best_two(single, list_results(single))
+    assert told[0].startswith(f"the models of run-1 and run-2, row by row: {verdict}")
+    assert told[1].startswith("the same 408 rows have chosen the best of 2 configurations and measured it")
+    assert sweep_to_json(single)["best_two"] == told
+    assert " ".join(told[0].split()) in " ".join(format_sweep(single).split())
+    # Several seeds tell more than one run of each; the metric is as optimistic.
+    seeds = make([metrics[0], metrics[1], 0.5, 0.5], [RUNS[0], RUNS[3], RUNS[1], RUNS[4]], folder=str(tmp_path))
+    assert len(compare_best_two(seeds, list_results(seeds))) < 2
+    # Without predictions nothing is said, and neither of one configuration.
+    assert compare_best_two(make(), list_results(make())) == []
+    assert compare_best_two(single, list_results(single)[:1]) == []

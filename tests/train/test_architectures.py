@@ -19,10 +19,11 @@ from cpuft.comm.compression.embedding_rows import check_lookups, find_embedding
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.prepare import prepare, warn_of_unknown
+from cpuft.train.data.prepare import prepare
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.model import check_weights
 from cpuft.train.objective.table import make_objective
+from cpuft.train.run_warnings import find_early_warnings
 from cpuft.train.setup import find_unused_parameters, try_model
 from tests.comm.ranks import mpirun
 from tests.train.architectures import SIZES, save_architecture
@@ -184,15 +185,18 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, kept: tuple[str,
 @pytest.mark.usefixtures("own_cache")
 def test_many_unknown_tokens_are_warned_of_and_only_unknown_ones_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path, "class")
-    assert warn_of_unknown(read_prepared(str(prepare(config)))) == ""
+    assert read_prepared(str(prepare(config))).unknown_share == 0
     rows = [{"text": "the old cat \U0001f995 is red \U0001f996", "label": f"{number % 2}"} for number in range(8)]
     Path(config.train_file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = replace(config, validation_file=config.train_file)
     prepared = read_prepared(str(prepare(config)))
     assert prepared.unknown_share == pytest.approx(2 / 7)
-    assert warn_of_unknown(prepared).startswith(
-        "warning: 29% of the tokens of the training texts are unknown to the tokenizer (more than 5%): the "
-    )
+    # The validation rows are the training rows.
+    assert [warning[:56] for warning in find_early_warnings(config, prepared)] == [
+        "warning: 29% of the tokens of the training texts are unk",
+        "warning: 8 of 8 validation rows have the same tokens as ",
+        "warning: with 8 validation rows, accuracies that differ ",
+    ]
     rows = [row | {"text": "\U0001f995 \U0001f996"} for row in rows]
     Path(config.train_file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with pytest.raises(CpuftError, match="knows no token of the training texts: name the tokenizer that the model was"):

@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
 from cpuft.config.train import TrainConfig
+from cpuft.judge.predictions import read_predictions
 from cpuft.record import EvaluationLine, Record, read_record
 from cpuft.train.data.sources import read_data
 from cpuft.train.evaluate import find_best, should_stop_early
@@ -109,6 +111,10 @@ def test_the_saved_model_is_that_of_the_best_evaluation(how: tuple[str, ...], tm
     assert record.footer is not None
     assert record.footer.saved_step == (best.step if best.step != record.evaluations[-1].step else 0)
     assert record.metrics == best.metrics
+    kept = read_predictions("run")
+    assert (kept.about.step, kept.about.metrics) == (best.step, best.metrics)
+    assert np.mean(kept.column("label") == kept.column("prediction")) == best.metrics["accuracy"]
+    assert [*kept.column("text")[0]] == list(read_data(TrainConfig(task="demo")).validation[""].load().texts[0])
     done = run_cpuft("predict", "run", "--split", "validation")
     assert done.returncode == 0, done.stderr
     assert f"accuracy {best.metrics['accuracy']:.4f}  f1 {best.metrics['f1']:.4f}" in done.stdout + done.stderr

@@ -22,6 +22,7 @@ from sentence_transformers.sentence_transformer.losses import (
 
 from cpuft.config.fields import format_arguments
 from cpuft.config.train import TrainConfig
+from cpuft.judge.predictions import read_predictions
 from cpuft.rank.world import World
 from cpuft.record import Record, read_record
 from cpuft.train.data.archive import read_prepared
@@ -161,6 +162,10 @@ def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(way: dict[str
     losses = [line.loss for line in train(one)]
     assert [line.loss for line in two.steps] == pytest.approx(losses, rel=1e-4)
     assert two.metrics == pytest.approx(evaluate(one, one.updates).metrics, abs=1e-3)
+    if config.task == "pairs":
+        kept = read_predictions("two")
+        assert kept.column("ndcg@10").mean() == two.metrics["ndcg@10"]
+        assert kept.column("text")[0][0].startswith("where")
     weights_of_one = one.model.state_dict()
     for name, value in weights_of_two.items():
         torch.testing.assert_close(value, weights_of_one[name], rtol=1e-3, atol=1e-4)

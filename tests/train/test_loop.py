@@ -21,7 +21,7 @@ from cpuft.train.checkpoint.policy import Checkpoints, Requests
 from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Indices, plan_updates
-from cpuft.train.evaluate import evaluate
+from cpuft.train.evaluate import KeptPredictions, evaluate
 from cpuft.train.loop import train, train_and_evaluate
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.passes import Clock
@@ -258,6 +258,60 @@ def test_the_checksum_is_that_of_the_weights_of_the_best_evaluation() -> None:
     result = train_and_evaluate(loop, RunReporter(Progress("lines", 1)), BestCheckpoints(loop))
     assert result.saved_step == 1
     assert result.checksum == checksum_parameters(loop.model)
+
+
+class Listing(Weighing):
+    """The same, and lists its predictions."""
+
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        return {"prediction": predictions[:, 0].tolist()}
+
+
+def predict_now(loop: TrainingSetup) -> list[float]:
+    """What the model predicts with the weights that it has."""
+    kept = dict[int, KeptPredictions]()
+    evaluate(loop, 0, kept)
+    found: list[float] = kept[0].splits[""]["prediction"]
+    return found
+
+
+@pytest.mark.parametrize("best", ["first", "of an earlier start", "last"])
+def test_predictions_are_those_of_the_saved_weights(best: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(CONFIG, save_best=True, eval_every="2")
+    loop = make_loop(config, objective=Listing)
+    loop.prepared = replace(loop.prepared, rows="abc")
+    loop.best_metric = "error"  # more is better by this name, so the first evaluation stays the best
+    reporter, checkpoints, done = RunReporter(Progress("lines", 0)), BestCheckpoints(loop), 0
+    if best == "last":
+        loop.config = replace(config, save_best=False)
+    if best == "of an earlier start":
+        with torch.no_grad():
+            next(loop.model.parameters()).fill_(5.0)
+        reporter.earlier_evaluations = [evaluate(loop, 2)]
+        checkpoints.write(2, is_best=True)
+        with torch.no_grad():
+            next(loop.model.parameters()).fill_(0.0)
+        done = 2
+    result = train_and_evaluate(loop, reporter, checkpoints, done)
+    assert result.predictions
+    assert result.evaluation
+    assert result.predictions.splits[""]["prediction"] == predict_now(loop)
+    assert result.evaluation.metrics == evaluate(loop, 0).metrics
+    assert (result.evaluation.step, result.saved_step) == ((6, 0) if best == "last" else (2, 2))
+    # Only weights from before the run was resumed are evaluated again.
+    assert capsys.readouterr().err.count("evaluating") == (2 if best == "of an earlier start" else 1)
+
+
+def test_a_resumed_run_that_had_stopped_early_predicts_again() -> None:
+    loop = make_loop(replace(CONFIG, early_stopping=1, eval_every="2"), objective=Listing)
+    loop.prepared = replace(loop.prepared, rows="abc")
+    loop.best_metric = "error"
+    reporter = RunReporter(Progress("lines", 1))
+    reporter.earlier_evaluations = [replace(evaluate(loop, step), step=step) for step in (2, 4)]
+    result = train_and_evaluate(loop, reporter, Checkpoints(loop.exchange), 4)
+    assert result.steps == []
+    assert result.predictions
+    assert result.predictions.splits["_again"]["prediction"] == predict_now(loop)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 
 import cpuft
 from cpuft.config.fields import option_names
-from cpuft.config.train import TrainConfig
+from cpuft.config.train import EVALUATION_ONLY, TrainConfig
 from cpuft.errors import counted
 from cpuft.files import hash_text, write_text
-from cpuft.record import EvaluationLine, Footer, Header, format_line
+from cpuft.record import BaselineLine, EvaluationLine, Footer, Header, format_baseline, format_line
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS
 
 _LEFT_OUT = (
@@ -29,16 +29,21 @@ _LEFT_OUT = (
     "save_model",
     "checkpoint_every",
     "comm_timeout",
+    *EVALUATION_ONLY,
 )
 """Options that the recipe does not show: they are elsewhere in the card, name local files, or change no weight."""
 
 
-def write_model_card(folder: Path, header: Header, evaluation: EvaluationLine, footer: Footer) -> None:
+def write_model_card(
+    folder: Path, header: Header, evaluation: EvaluationLine, footer: Footer, baseline: BaselineLine | None = None
+) -> None:
     """Write README.md into the folder of a model; `evaluation` is that of the weights in the folder."""
-    write_text(folder / "README.md", format_model_card(header, evaluation, footer))
+    write_text(folder / "README.md", format_model_card(header, evaluation, footer, baseline))
 
 
-def format_model_card(header: Header, evaluation: EvaluationLine, footer: Footer) -> str:
+def format_model_card(
+    header: Header, evaluation: EvaluationLine, footer: Footer, baseline: BaselineLine | None = None
+) -> str:
     """Return the card: what the Hugging Face hub reads of a model, then task, metrics, recipe, hosts, speed, versions.
 
     It names no hosts and no local paths. Texts from options or files are written as JSON in its header and without line
@@ -86,6 +91,7 @@ def format_model_card(header: Header, evaluation: EvaluationLine, footer: Footer
         f"{counted(header.examples, 'example')}. The weights are those {weights}.",
         "",
         *_table("Metrics on the validation examples", {k: f"{v:.4f}" for k, v in evaluation.metrics.items()}),
+        *([f"For comparison, without a model: {_inline(format_baseline(baseline))}.", ""] if baseline else []),
         *_table("Recipe", {f"--{name.replace('_', '-')}": str(value) for name, value in recipe.items()}),
         *_table("Hosts and speed", speed),
         *_table("Versions", header.versions),

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ UNKNOWN = -1
 """Value of `Prepared.truncated` if the tokenizer does not tell which examples it cut."""
 UNTAGGED = -100
 """Label of a token that has none. torch's cross entropy ignores it."""
+_KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 divided by the golden ratio: an odd number whose powers spread over all bits (Knuth, TAOCP 3, section 6.4)."""
+_HASHED_AT_ONCE = 1 << 16
+"""Tokens whose hashes are computed together, so that they fit into the cache of a core."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,54 @@ class Tokens:
         return np.concatenate([np.arange(self.offsets[one], self.offsets[one + 1]) for one in examples])
 
 
+def hash_sequences(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return a hash of each sequence of token ids, which follow one another in `ids`, shape (sequences,). Different
+    sequences have the same one by chance in one of 2**64 cases.
+    """
+    ends = lengths.cumsum()
+    factors = np.full(int(lengths.max(initial=0)), _KEY_FACTOR, np.uint64).cumprod()
+    place_in_sequence = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
+    products = (ids.astype(np.uint64) + np.uint64(1)) * factors[place_in_sequence]
+    hashes = np.zeros(len(lengths), np.uint64)
+    if len(ids):
+        hashes[lengths > 0] = np.add.reduceat(products, (ends - lengths)[lengths > 0])
+    return hashes
+
+
+def count_repeated(train: Tokens, validation: Tokens) -> int:
+    """Return how many validation examples have the tokens of a training example."""
+    return int(np.isin(_hash_examples(validation), _hash_examples(train)).sum())
+
+
+def _hash_examples(tokens: Tokens) -> NDArray[np.uint64]:
+    """Return a hash of each example's tokens, which may be more than fit into memory."""
+    later = range(_HASHED_AT_ONCE, len(tokens.ids), _HASHED_AT_ONCE)
+    bounds = [0, *np.searchsorted(tokens.offsets, later), len(tokens)]
+    parts = [tokens.offsets[first : last + 1] for first, last in pairwise(bounds)]
+    return np.concatenate([hash_sequences(tokens.ids[part[0] : part[-1]], np.diff(part)) for part in parts])
+
+
+@dataclass(frozen=True)
+class ValidationRows:
+    """What is kept of the rows of a validation split as they were read."""
+
+    text_bytes: NDArray[np.uint8]
+    """The beginnings of the rows' texts in UTF-8, one after another."""
+    text_ends: NDArray[np.int64]
+    """Where each text ends in `text_bytes`, shape (rows, texts of a row). These may be only the first rows, or none."""
+    slice_numbers: NDArray[np.int32]
+    """Number of each row's value of --slice-by in `slice_values`, shape (rows,); (0,) without --slice-by."""
+    slice_values: tuple[str, ...] = ()
+
+    def list_texts(self, rows: NDArray[np.int64]) -> list[list[str] | None]:
+        """Return the beginnings of the texts of each of these rows, and None for rows whose texts are not kept."""
+        begins = np.append(0, self.text_ends.ravel())[:-1].reshape(self.text_ends.shape)
+        return [self._read_texts(begins[row], self.text_ends[row]) if row < len(begins) else None for row in rows]
+
+    def _read_texts(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[str]:
+        return [self.text_bytes[begin:end].tobytes().decode(errors="replace") for begin, end in zip(begins, ends)]
+
+
 @dataclass(frozen=True)
 class Prepared:
     """All data that a rank needs."""
@@ -94,6 +147,13 @@ class Prepared:
     """Share of the training texts' tokens that the tokenizer does not know."""
     note: str = ""
     """What else is to be said of the training examples, in a clause; empty if nothing."""
+    repeated: int = 0
+    """Number of validation examples whose tokens a training example has; 0 for kinds without labels."""
+    rows: str = ""
+    """Checksum of the validation rows, which does not depend on the tokenizer; empty for the kinds that predict tokens
+    of texts."""
+    validation_rows: dict[str, ValidationRows] = field(default_factory=dict)
+    """What is kept of the rows of each validation split; empty if `rows` is."""
 
 
 def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
@@ -149,17 +209,34 @@ def read_prepared(path: str) -> Prepared:
             truncated=meta["cut"],
             unknown_share=meta["unknown"],
             note=str(meta.get("note", "")),
+            repeated=int(meta.get("repeated", 0)),
+            rows=str(meta.get("rows", "")),
+            validation_rows={
+                name: _check_rows(
+                    ValidationRows(
+                        **{part: arrays[f"validation{name}.{part}"] for part in ROW_ARRAYS},
+                        slice_values=tuple(map(str, values)),
+                    ),
+                    len(splits[f"validation{name}"]),
+                )
+                for name, values in meta.get("slice_values", {}).items()
+            },
         )
     except Exception as error:  # zipfile and NumPy raise many kinds of errors
         raise CpuftError(f"{path} is not prepared data ({error!r}): remove it, and start again") from None
 
 
+ROW_ARRAYS = ("text_bytes", "text_ends", "slice_numbers")
+"""The arrays of `ValidationRows`."""
 _ARRAY_TYPES: dict[str, tuple[tuple[type[np.generic], int], ...]] = {
     "ids": ((np.int32, 1),),
     "types": ((np.int8, 1),),
     "offsets": ((np.int64, 1),),
     "labels": ((np.float32, 1), (np.float32, 2), (np.int32, 1), (np.int32, 2), (np.int8, 1)),
     "word_kinds": ((np.int8, 1),),
+    "text_bytes": ((np.uint8, 1),),
+    "text_ends": ((np.int64, 2),),
+    "slice_numbers": ((np.int32, 1),),
 }
 """Element types and numbers of axes that the arrays of an archive may have, by the last part of their names."""
 
@@ -183,6 +260,15 @@ def _check_judgements(tokens: Tokens) -> Tokens:
     if queries + int(judgements[:, 1].max()) >= len(tokens):
         raise ValueError("the judgements of the retrieval set name texts that are not there")
     return tokens
+
+
+def _check_rows(rows: ValidationRows, count: int) -> ValidationRows:
+    ends, numbers = rows.text_ends, rows.slice_numbers
+    if len(ends) > count or (np.diff(ends.ravel(), prepend=0) < 0).any() or ends.max(initial=0) > len(rows.text_bytes):
+        raise ValueError("the ends of the validation rows' texts are damaged")
+    if len(numbers) not in (0, count) or not all(0 <= number < len(rows.slice_values) for number in np.unique(numbers)):
+        raise ValueError("the values of the validation rows are damaged")
+    return rows
 
 
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:

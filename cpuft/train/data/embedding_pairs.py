@@ -42,6 +42,10 @@ class RetrievalExamples(Examples):
 
     relevant: NDArray[np.int32] = field(default_factory=lambda: EMPTY)
     """Query number, document number (both counted from 0) and relevance of each judgement; shape (judgements, 3)."""
+    queries: tuple[str, ...] = ()
+    """The queries without a prompt."""
+    rows_checksum: str = ""
+    """`checksum` of the set without prompts."""
 
     @property
     def checksum(self) -> str:
@@ -93,8 +97,11 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
         learned = replace(task, texts=(*task.texts, *name_negatives(config.hard_negatives)))
     prompts = dict.fromkeys(learned.texts, form.document_prompt) | {task.texts[0]: form.query_prompt}
     found = [
-        _check(_add_prompts(table, prompts if task.kind == "pairs" else {}), its_task)
-        for table, its_task in ((train, learned), (validation, task))
+        _check(table, its_task)
+        for table, its_task in (
+            (_add_prompts(train, prompts if task.kind == "pairs" else {}), learned),
+            (validation, task),
+        )
         if table
     ]
     if task.kind == "similarity":
@@ -105,8 +112,7 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
         if is_folder
         else make_retrieval_set(found[1].load().texts)
     )
-    examples = _make_retrieval_examples(retrieval, form if is_folder else EmbeddingForm())
-    return TaskData(learned, found[0], {"": examples}, notes)
+    return TaskData(learned, found[0], {"": _make_retrieval_examples(retrieval, form)}, notes)
 
 
 def _is_beir_folder(path: str) -> bool:
@@ -187,6 +193,9 @@ def _refuse_equal_positives(examples: FileExamples) -> None:
 
 def _make_retrieval_examples(retrieval: RetrievalSet, form: EmbeddingForm) -> RetrievalExamples:
     """Return the texts of a retrieval set with the prompts of a model in front: the queries, then the documents."""
-    texts = [form.query_prompt + text for text in retrieval.queries]
-    texts += [form.document_prompt + text for text in retrieval.documents]
-    return RetrievalExamples([(text,) for text in texts], [0.0] * len(texts), False, retrieval.relevant)
+    plain: list[tuple[str, ...]] = [(text,) for text in (*retrieval.queries, *retrieval.documents)]
+    labels, queries = [0.0] * len(plain), tuple(retrieval.queries)
+    rows_checksum = RetrievalExamples(plain, labels, False, retrieval.relevant).checksum
+    prompts = [form.query_prompt] * len(queries) + [form.document_prompt] * len(retrieval.documents)
+    texts: list[tuple[str, ...]] = [(prompt + text,) for prompt, (text,) in zip(prompts, plain)]
+    return RetrievalExamples(texts, labels, False, retrieval.relevant, queries, rows_checksum)

@@ -29,17 +29,20 @@ from numpy.typing import NDArray
 from cpuft.config.fields import parse_arguments
 from cpuft.config.train import TrainConfig
 from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
-from cpuft.files import cache_folder, write_atomically
+from cpuft.files import cache_folder, hash_text, write_atomically
 from cpuft.host_memory import split_run_memory
+from cpuft.judge.ranking import LEAST_RELEVANT
 from cpuft.secret_variables import take_secrets
-from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
+from cpuft.tasks import EMBEDDING_KINDS, LABEL_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.trackers import check_trackers
 from cpuft.train.data.archive import (
     EMPTY,
+    ROW_ARRAYS,
     UNKNOWN,
     UNTAGGED,
     Prepared,
     Tokens,
+    count_repeated,
     explain_cache_failures,
     read_prepared,
     write_prepared,
@@ -55,7 +58,7 @@ from cpuft.train.data.chat import (
 )
 from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
-from cpuft.train.data.relevance import LEAST_RELEVANT, read_relevance
+from cpuft.train.data.relevance import read_relevance
 from cpuft.train.data.sources import MISSING, SCORE_KINDS, Examples, FileExamples, TaskData, is_blank, read_data
 from cpuft.train.data.texts import (
     Packer,
@@ -75,6 +78,7 @@ from cpuft.train.data.tokenizer import (
     get_vocab_size,
     may_mismatch_model,
 )
+from cpuft.train.data.validation_rows import TextBeginnings, checksum_rows, read_slices
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
 from cpuft.train.memory_estimate import check_fit
@@ -91,6 +95,10 @@ from cpuft.train.model import (
 
 FORMAT = 8
 """Part of the checksum: to be raised when the same input gives other tokens, so that older archives are not reused."""
+_ROWS_FORMAT = 1
+"""To be raised when more is kept of validation rows. It is no part of the checksum, by which runs are compared."""
+_MOST_TEXTS = 100_000
+"""Number of validation rows, the first ones of a split, whose texts are kept."""
 MAX_UNKNOWN_SHARE = 0.05
 """Share of the training texts' tokens that may be unknown without a warning."""
 _SECONDS_BETWEEN_LINES = 10
@@ -177,9 +185,19 @@ def _tokenize_separately(examples: Examples, tokenizer: Any, max_length: int) ->
 
 
 def _tokenize_to_files(
-    examples: Examples | FileExamples, tokenizer: Any, max_length: int, task: Task, folder: Path
+    examples: Examples | FileExamples,
+    tokenizer: Any,
+    max_length: int,
+    task: Task,
+    folder: Path,
+    beginnings: TextBeginnings | None,
 ) -> tuple[Tokens, int, int]:
-    """Return what `_tokenize_and_count` does, mapped from files in `folder`, and how many examples have no text."""
+    """Return what `_tokenize_and_count` does, mapped from files in `folder`, and how many examples have no text. Adds
+    the texts to `beginnings`.
+    """
+    if beginnings and isinstance(examples, RetrievalExamples):
+        beginnings.add((query,) for query in examples.queries)
+        beginnings = None
     folder.mkdir()
     offsets, truncated, done, next_line = [np.zeros(1, np.int64)], 0, 0, time.monotonic() + _SECONDS_BETWEEN_LINES
     parts = {name: (folder / name).open("wb") for name in ("ids", "types", "labels")}
@@ -197,6 +215,8 @@ def _tokenize_to_files(
             offsets.append(tokens.offsets[1:] + offsets[-1][-1])
             truncated = truncated + cut if cut != UNKNOWN else UNKNOWN
             done += len(batch)
+            if beginnings:
+                beginnings.add(batch.texts, are_words=task.kind == "tags")
             blank = list_blank(batch, task)
             blanks += sum(map(bool, blank))
             blank_texts.update(chain.from_iterable(blank))
@@ -265,15 +285,22 @@ def prepare(config: TrainConfig) -> Path:
     data = read_task_data(config)
     data = replace(data, train=data.train.first(config.max_train_samples))
     checksum = checksum_data(data, config)
-    path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
+    slices = {name: read_slices(split, config.slice_by) for name, split in data.validation.items()}
+    rows_key = repr(
+        (_ROWS_FORMAT, config.examples, [(numbers.tobytes(), values) for numbers, values in slices.values()])
+    )
+    path = cache_folder(os.environ) / f"{data.task.name}-{checksum}-{hash_text(rows_key, 8)}.npz"
     if path.exists():
         return _check_cached(config, path)
     check_positions(config)
     tokenizer, trained = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     splits = {"train": data.train, **{f"validation{name}": split for name, split in data.validation.items()}}
+    beginnings = {key: TextBeginnings(_MOST_TEXTS if config.examples else 0) for key in splits if key != "train"}
     with explain_cache_failures(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix="tokens-") as folder:
         found = {
-            key: _tokenize_to_files(split, tokenizer, config.max_length, data.task, Path(folder, key))
+            key: _tokenize_to_files(
+                split, tokenizer, config.max_length, data.task, Path(folder, key), beginnings.get(key)
+            )
             for key, split in splits.items()
         }
         tokens = {key: tokens for key, (tokens, *_) in found.items()}
@@ -283,8 +310,14 @@ def prepare(config: TrainConfig) -> Path:
             if isinstance(split, RetrievalExamples):
                 tokens[key] = replace(tokens[key], labels=split.relevant)
         meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens)
-        meta |= {"cut": cut, "note": "; ".join((*data.notes, *notes))}
-        write_prepared(path, meta, tokens, {})
+        repeated = 0
+        if data.task.kind in LABEL_KINDS:
+            repeated = sum(count_repeated(tokens["train"], split) for key, split in tokens.items() if key != "train")
+        meta |= {"cut": cut, "note": "; ".join((*data.notes, *notes)), "repeated": repeated}
+        kept = {name: beginnings[f"validation{name}"].finish(values) for name, values in slices.items()}
+        meta |= {"rows": checksum_rows(data), "slice_values": {name: rows.slice_values for name, rows in kept.items()}}
+        arrays = {f"validation{name}.{part}": getattr(kept[name], part) for name in kept for part in ROW_ARRAYS}
+        write_prepared(path, meta, tokens, arrays)
     return path
 
 
@@ -486,17 +519,6 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     if prepared.note and prepared.kind != "chat":
         parts.append(prepared.note)
     return "; ".join(parts)
-
-
-def warn_of_unknown(prepared: Prepared) -> str:
-    """Return a warning if the tokenizer does not know more than 5 % of the training texts' tokens; else ""."""
-    if prepared.unknown_share <= MAX_UNKNOWN_SHARE:
-        return ""
-    return (
-        f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer (more "
-        f"than {MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts by "
-        f"--tokenizer, or a --model that was made for them"
-    )
 
 
 def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:

@@ -16,6 +16,8 @@ from cpuft.train.model_shape import find_shape
 
 LOWER_IS_BETTER = ("perplexity",)
 """Metrics of which the smallest value is the best."""
+_MACRO_F1 = "f1_macro"
+"""The mean F1 of the classes, which all tasks with classes can have."""
 _HAVE_CLASSES = ("class", "tags")
 """Kinds of data in which each example, or each word, has one class."""
 
@@ -92,10 +94,27 @@ def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
     """Return the metric that compares evaluations: --best-metric, else the first one of the task, "" if that has none.
     Raises CpuftError: the task has no such metric.
     """
+    wanted = _read_best_metric(config)
     known = [name + suffix for suffix in prepared.validation for name in prepared.metrics]
-    if config.best_metric and config.best_metric not in known:
+    others = [_MACRO_F1 + suffix for suffix in prepared.validation if _can_add_macro_f1(prepared)]
+    if wanted and wanted not in (*known, *others):
         raise CpuftError(
             f"the task {config.task} has no metric {config.best_metric!r:.60}: "
-            f"{suggest_names(config.best_metric, known)}"
+            f"{suggest_names(config.best_metric, [*known, *others])}"
         )
-    return config.best_metric or next(iter(known), "")
+    return wanted or next(iter(known), "")
+
+
+def find_metrics(config: TrainConfig, prepared: Prepared) -> tuple[str, ...]:
+    """Return the metrics of evaluations: those of the task, and the mean F1 of the classes if --best-metric asks."""
+    is_added = _can_add_macro_f1(prepared) and _read_best_metric(config).startswith(_MACRO_F1)
+    return (*prepared.metrics, *((_MACRO_F1,) if is_added else ()))
+
+
+def _read_best_metric(config: TrainConfig) -> str:
+    """Return --best-metric as metrics are named: f1_macro for macro-f1."""
+    return config.best_metric.replace("macro-f1", _MACRO_F1)
+
+
+def _can_add_macro_f1(prepared: Prepared) -> bool:
+    return prepared.kind == "class" and _MACRO_F1 not in prepared.metrics

@@ -11,6 +11,7 @@ import numpy as np
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.judge.ranking import LEAST_RELEVANT
 from cpuft.tasks import Task
 from cpuft.train.data.columnar import Cell
 from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives, split_cell
@@ -27,9 +28,6 @@ from cpuft.train.data.sources import (
     scan_rows,
 )
 from cpuft.train.data.tables import Row, Rows, Table, find_column, read_tables, split_table
-
-LEAST_RELEVANT = 0.5
-"""Score from which on the metrics count a document as relevant."""
 
 _USUAL_PAIRS = (
     ("anchor", "positive"),

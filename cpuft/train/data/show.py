@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,11 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config.fields import parse_arguments
+from cpuft.config.baseline import BaselineConfig
+from cpuft.config.fields import parse_arguments, split_arguments
 from cpuft.config.train import TrainConfig
-from cpuft.errors import counted
-from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
+from cpuft.errors import CpuftError, counted
+from cpuft.record import BaselineLine, format_baseline
+from cpuft.tasks import EMBEDDING_KINDS, SENTENCE_TRANSFORMERS_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.terminal import align
+from cpuft.train.baseline import find_baseline, find_static_baseline
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens, read_prepared
 from cpuft.train.data.chat import choose_validation, scan_chats
 from cpuft.train.data.prepare import (
@@ -121,6 +125,8 @@ class DataSummary:
     """How the files were understood."""
     problems: list[str]
     """What cpuft launch would refuse, and what harms a training."""
+    baselines: list[BaselineLine] = field(default_factory=list)
+    """With --baseline, what can be had without a training."""
 
 
 def summarize(config: TrainConfig) -> DataSummary:
@@ -418,6 +424,7 @@ def format_summary(summary: DataSummary) -> list[str]:
         unknown_labels = ", ".join(f"{_show(one)} ({count:,})" for one, count in summary.unknown_labels.items())
         lines += ["", f"labels of validation examples only: {unknown_labels or 'none'}"]
     lines += [f"note: {note}" for note in summary.notes]
+    lines += [format_baseline(baseline) for baseline in summary.baselines]
     return [*lines, *(f"problem: {problem}" for problem in summary.problems)]
 
 
@@ -451,11 +458,48 @@ def _show(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def add_baselines(summary: DataSummary, config: TrainConfig, wanted: BaselineConfig) -> DataSummary:
+    """Return the summary with what can be had without a training; of a model for search, what it reaches untrained.
+
+    Raises CpuftError: the static model cannot be used.
+    """
+    if wanted.static_model and not wanted.baseline:
+        raise CpuftError("--static-model adds static embeddings to the baseline: give --baseline as well")
+    if not wanted.baseline:
+        return summary
+    found, notes = list[BaselineLine](), list(summary.notes)
+    try:
+        found.append(find_baseline(config))
+    except CpuftError as error:
+        notes.append(f"no baseline: {error}")
+    if wanted.static_model:
+        found.append(find_static_baseline(config, wanted.static_model))
+    if summary.kind in SENTENCE_TRANSFORMERS_KINDS:
+        found.append(_measure_untrained(config))
+    return replace(summary, baselines=found, notes=notes)
+
+
+def _measure_untrained(config: TrainConfig) -> BaselineLine:
+    """Return the metrics of the model before any update."""
+    # They import torch.
+    from cpuft.train.evaluate import compute_outputs
+    from cpuft.train.objective.table import make_objective
+
+    start, prepared = time.process_time(), read_prepared(str(prepare(config)))
+    objective, tokens = make_objective(config, prepared), prepared.validation[""]
+    model = objective.load_model(config).eval()
+    outputs = compute_outputs(model, objective, tokens, config.eval_batch_size, 1, "fp32")
+    metrics = objective.compute_metrics(objective.reduce_outputs(outputs), tokens)
+    return BaselineLine(f"{get_model_name(config)} without training", metrics, time.process_time() - start)
+
+
 def main() -> None:
     """Print the summary in the form that the first argument names: text or json. Exit as `run_as_process` says."""
 
     def show() -> None:
-        summary = summarize(parse_arguments(TrainConfig, sys.argv[2:]))
+        own, others = split_arguments(BaselineConfig, sys.argv[2:])
+        config = parse_arguments(TrainConfig, others)
+        summary = add_baselines(summarize(config), config, parse_arguments(BaselineConfig, own))
         is_json = sys.argv[1] == "json"
         print(json.dumps(asdict(summary), indent=2) if is_json else "\n".join(format_summary(summary)))
 

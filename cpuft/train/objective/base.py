@@ -122,6 +122,14 @@ class Objective:
         """
         raise NotImplementedError
 
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return the columns of the kind in `RunPredictions.table`, from what `compute_metrics` gets; here none.
+
+        A column is a list or an array of shape (examples,), or (examples, classes) for probabilities. All have the same
+        length, which is that of `row` if it is there, else the number of examples.
+        """
+        return {}
+
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
         """Return of how many terms the losses of these examples are the sum, on any rank and before batches are made.
 

@@ -13,24 +13,23 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
-from cpuft.train.data.archive import Tokens
+from cpuft.judge.label_metrics import compute_label_metrics
+from cpuft.train.data.archive import Tokens, hash_sequences
 from cpuft.train.data.order import Indices
 from cpuft.train.embedder import normalize, pool
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.joint import deal_examples, make_joint_batches, run_joint_batch
 from cpuft.train.model import load_model
 from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
-from cpuft.train.objective.labels import compute_label_metrics
+from cpuft.train.objective.labels import list_scores
 from cpuft.train.passes import Passes
-from cpuft.train.retrieval_metrics import compute_retrieval_metrics
+from cpuft.train.retrieval_metrics import compute_retrieval_metrics, measure_queries
 
 if TYPE_CHECKING:
     from cpuft.train.setup import TrainingSetup
 
 COSENT_SCALE = 20.0
 """By which CoSENT multiplies cosines (Su 2022, https://kexue.fm/archives/8847; sentence-transformers' default)."""
-_KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 divided by the golden ratio: an odd number whose powers spread over all bits (Knuth, TAOCP 3, section 6.4)."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +148,7 @@ class Pairs(EmbeddingObjective):
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
         """Return a key of each text, by which equal texts are found; int64, shape (examples, texts)."""
         lengths, places, _ = self._find_texts(tokens, examples)
-        ends = lengths.cumsum()
-        place_in_text = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-        factors = np.full(int(lengths.max()), _KEY_FACTOR, np.uint64).cumprod()[place_in_text]
-        products = (tokens.ids[places].astype(np.uint64) + np.uint64(1)) * factors
-        # Different texts have the same key by chance in one of 2**64 cases.
-        keys = np.add.reduceat(products, ends - lengths)
+        keys = hash_sequences(tokens.ids[places], lengths)
         return torch.from_numpy(keys.view(np.int64).reshape(len(examples), -1))
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -186,10 +180,19 @@ class Pairs(EmbeddingObjective):
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name, from the embeddings of a retrieval set: all queries, then all documents."""
+        return compute_retrieval_metrics(self.metrics, *self._split(predictions, tokens))
+
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return each of `metrics` for each query that has a relevant document, and the number of the query."""
+        asked, values = measure_queries(self.metrics, *self._split(predictions, tokens))
+        return {"row": asked, **values}
+
+    def _split(
+        self, predictions: Predictions, tokens: Tokens
+    ) -> tuple[Predictions, Predictions, NDArray[np.int32], str]:
+        """Return the embeddings of queries and of documents, the judgements, and the similarity."""
         queries = int(tokens.labels[:, 0].max()) + 1
-        return compute_retrieval_metrics(
-            self.metrics, predictions[:queries], predictions[queries:], tokens.labels, self.form.similarity
-        )
+        return predictions[:queries], predictions[queries:], tokens.labels, self.form.similarity
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,10 @@ class ScoredPairs(EmbeddingObjective):
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name: the correlations of cosines, shape (examples, 1), with the scores."""
         return compute_label_metrics(self.metrics, predictions[:, 0], tokens.labels)
+
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return score and cosine of each example."""
+        return list_scores(predictions, tokens)
 
 
 def _cosent(cosines: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpuft.judge.label_metrics import compute_label_metrics, compute_tag_metrics
+from cpuft.judge.predictions import MOST_PROBABILITIES
 from cpuft.train.data.archive import UNTAGGED, Tokens
 from cpuft.train.data.order import Indices
 from cpuft.train.objective.base import Batch, Objective, Predictions
+
+_PROBABILITIES_AT_ONCE = 1 << 22
 
 
 def _name_classes(labels: Sequence[str]) -> dict[str, Any]:
@@ -69,6 +73,28 @@ class Classification(ClassObjective):
         """Return each of `metrics` by name, from logits of shape (examples, classes)."""
         return compute_label_metrics(self.metrics, predictions.argmax(-1), tokens.labels)
 
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return label, prediction, their probabilities, and with few classes the probabilities of all of them."""
+        from scipy.special import softmax
+
+        names, labels, likeliest = np.asarray(self.labels, object), tokens.labels.astype(int), predictions.argmax(-1)
+        size = max(1, _PROBABILITIES_AT_ONCE // len(names))
+        confidence, label_probability = np.empty((2, len(labels)), np.float32)
+        probabilities = np.empty_like(predictions) if len(names) <= MOST_PROBABILITIES else None
+        for part in (slice(start, start + size) for start in range(0, len(labels), size)):
+            found = softmax(predictions[part], axis=-1)
+            rows = np.arange(len(found))
+            confidence[part], label_probability[part] = found[rows, likeliest[part]], found[rows, labels[part]]
+            if probabilities is not None:
+                probabilities[part] = found
+        return {
+            "label": names[labels],
+            "prediction": names[likeliest],
+            "confidence": confidence,
+            "label_probability": label_probability,
+            **({} if probabilities is None else {"probabilities": probabilities}),
+        }
+
 
 class MultiLabelClassification(Objective):
     """Any number of classes for each example, by the binary cross entropy of each class."""
@@ -89,6 +115,16 @@ class MultiLabelClassification(Objective):
         """Return each of `metrics` by name, from logits; accuracy counts the examples with all classes right."""
         return compute_label_metrics(self.metrics, (predictions > 0).astype(np.float32), tokens.labels)
 
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return the labels and predictions of each example, and with few classes the probability of each class."""
+        from scipy.special import expit
+
+        columns: dict[str, Any] = {
+            name: [[self.labels[number] for number in np.flatnonzero(row > 0)] for row in rows]
+            for name, rows in (("label", tokens.labels), ("prediction", predictions))
+        }
+        return columns | ({"probabilities": expit(predictions)} if len(self.labels) <= MOST_PROBABILITIES else {})
+
 
 class Regression(Objective):
     """A score for each example, by the squared error."""
@@ -107,6 +143,10 @@ class Regression(Objective):
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name, from the scores; `predictions` have the shape (examples, 1)."""
         return compute_label_metrics(self.metrics, predictions[:, 0], tokens.labels)
+
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return label and prediction of each example as numbers."""
+        return list_scores(predictions, tokens)
 
 
 class TokenClassification(ClassObjective):
@@ -145,58 +185,24 @@ class TokenClassification(ClassObjective):
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name, from class numbers of tokens, shape (examples, longest example)."""
+        return compute_tag_metrics(self.metrics, *self._list_tags(predictions, tokens))
+
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return the tags of each example's words, as predicted and as labelled."""
+        predicted, tags = self._list_tags(predictions, tokens)
+        return {"label": tags, "prediction": predicted}
+
+    def _list_tags(self, predictions: Predictions, tokens: Tokens) -> tuple[list[list[str]], list[list[str]]]:
+        """Return the predicted tags of each example's words, and their labels."""
         predicted, tags = [], []
         for example, (start, end) in enumerate(zip(tokens.offsets, tokens.offsets[1:])):
             wanted = tokens.labels[start:end]
             tagged = np.flatnonzero(wanted != UNTAGGED)
             predicted.append([self.labels[int(number)] for number in predictions[example, tagged]])
             tags.append([self.labels[number] for number in wanted[tagged]])
-        return compute_tag_metrics(self.metrics, predicted, tags)
+        return predicted, tags
 
 
-def compute_label_metrics(
-    names: tuple[str, ...], predictions: NDArray[Any], labels: NDArray[np.float32]
-) -> dict[str, float]:
-    """Return metrics by name, from 0 to 1 (correlations from -1), computed by scikit-learn and SciPy.
-
-    Predictions and labels are class numbers or scores, shape (examples,), or 0 and 1, shape (examples, classes). The
-    correlation with a constant is 0, as scikit-learn defines it for Matthews'; an F1 without any positive is 0, too.
-    Raises KeyError for an unknown name.
-    """
-    from scipy.stats import pearsonr, spearmanr
-    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-
-    constant = bool(np.ptp(predictions) == 0 or np.ptp(labels) == 0)
-
-    def correlate(function: Any) -> float:
-        return 0.0 if constant else float(function(predictions, labels).statistic)
-
-    compute: dict[str, Callable[[], Any]] = {
-        "accuracy": lambda: accuracy_score(labels, predictions),
-        "f1": lambda: f1_score(labels, predictions, zero_division=0.0),
-        "f1_micro": lambda: f1_score(labels, predictions, average="micro", zero_division=0.0),
-        "f1_macro": lambda: f1_score(labels, predictions, average="macro", zero_division=0.0),
-        "matthews_correlation": lambda: matthews_corrcoef(labels, predictions),
-        "pearson": lambda: correlate(pearsonr),
-        "spearman": lambda: correlate(spearmanr),
-    }
-    return {name: float(compute[name]()) for name in names}
-
-
-def compute_tag_metrics(
-    names: tuple[str, ...], predicted: Sequence[list[str]], tags: Sequence[list[str]]
-) -> dict[str, float]:
-    """Return metrics by name, from 0 to 1, computed by seqeval from the tags of each example's words.
-
-    They are defined as in conlleval: f1, precision and recall are those of whole entities, 0 if there are none;
-    accuracy is that of words. Raises KeyError for any other name.
-    """
-    from seqeval import metrics
-
-    compute: dict[str, Callable[[], Any]] = {
-        "f1": lambda: metrics.f1_score(tags, predicted, zero_division=0),
-        "precision": lambda: metrics.precision_score(tags, predicted, zero_division=0),
-        "recall": lambda: metrics.recall_score(tags, predicted, zero_division=0),
-        "accuracy": lambda: metrics.accuracy_score(tags, predicted),
-    }
-    return {name: float(compute[name]()) for name in names}
+def list_scores(predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+    """Return the columns of predictions that are numbers, shape (examples, 1)."""
+    return {"label": tokens.labels.astype(np.float64), "prediction": predictions[:, 0].astype(np.float64)}

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.judge.ranking import LEAST_RELEVANT, measure_queries
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
-from cpuft.train.data.relevance import LEAST_RELEVANT
 from cpuft.train.embedding_form import read_settings
 from cpuft.train.model import find_model, load_config
 from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
@@ -84,6 +84,11 @@ class Relevance(Objective):
             self.metrics, predictions[:, 0], tokens.labels[:, 0] >= LEAST_RELEVANT, tokens.labels[:, 1].astype(np.int64)
         )
 
+    def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
+        """Return query, relevance and score of each example."""
+        labels, queries = tokens.labels.astype(np.float64).T
+        return {"query": queries.astype(np.int64), "label": labels, "prediction": predictions[:, 0].astype(np.float64)}
+
     def finish_folder(self, folder: Path, model: Any) -> None:
         """Write how scores are made and where texts are cut into the saved model, as `CrossEncoder` reads it."""
         changes: dict[str, dict[str, Any]] = {
@@ -100,31 +105,5 @@ class Relevance(Objective):
 def compute_reranking_metrics(
     names: tuple[str, ...], scores: NDArray[np.float32], relevant: NDArray[np.bool_], queries: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Return metrics by name, from 0 to 1: the means over all queries of how well the documents of a query are ordered.
-
-    They equal those of sentence-transformers' CrossEncoderRerankingEvaluator, which computes them with scikit-learn. A
-    query without relevant documents counts as 0, and one whose only document is relevant as 1. Names are ndcg@K and
-    mrr@K, each with a number K, and map (average precision over all documents of a query); the arrays have the score,
-    relevance and query number of each example, shape (examples,). Raises ValueError for any other name.
-    """
-    # Relevant documents are first, as the evaluator lists them: of equal scores, it ranks the last one first.
-    order = np.lexsort((~relevant, queries))
-    starts = np.flatnonzero(np.diff(queries[order])) + 1
-    groups = [(relevant[group], scores[group]) for group in np.split(order, starts)]
-    return {name: float(np.mean([_measure(name, *group) for group in groups])) for name in names}
-
-
-def _measure(name: str, relevant: NDArray[np.bool_], scores: NDArray[np.float32]) -> float:
-    from sklearn.metrics import average_precision_score, ndcg_score
-
-    metric, _, depth = name.partition("@")
-    if metric not in ("ndcg", "mrr", "map"):
-        raise ValueError(f"{name} is no metric of rerankers")
-    if not relevant.any():
-        return 0.0
-    if metric == "map":
-        return float(average_precision_score(relevant, scores))
-    if metric == "ndcg":
-        return float(ndcg_score([relevant], [scores], k=int(depth))) if len(scores) > 1 else 1.0
-    ranking = np.argsort(scores)[::-1][: int(depth)]
-    return next((1 / rank for rank, place in enumerate(ranking, start=1) if relevant[place]), 0.0)
+    """Return metrics by name: the means over all queries of what `measure_queries` returns."""
+    return {name: float(np.mean(measure_queries(name, scores, relevant, queries))) for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.chat import read_chat_template
-from cpuft.train.data.recipe import find_class_weights, parse_dimensions
+from cpuft.train.data.recipe import find_class_weights, find_metrics, parse_dimensions
 from cpuft.train.embedding_form import choose_form
 from cpuft.train.objective.base import Objective
 from cpuft.train.objective.embeddings import Pairs, ScoredPairs
@@ -39,7 +39,7 @@ def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
     """Return the objective for the kind of these examples, with its options. Raises CpuftError: one is not valid."""
     padded_length = config.max_length if config.padding == "max_length" else 0
     objective = OBJECTIVES[prepared.kind]
-    shared = (prepared.labels, prepared.metrics, prepared.pad_id, padded_length, prepared.vocab_size)
+    shared = (prepared.labels, find_metrics(config, prepared), prepared.pad_id, padded_length, prepared.vocab_size)
     if objective is MaskedLanguageModelling:
         return objective(*shared, kinds=prepared.token_kinds, mask_id=prepared.mask_id, config=config)
     if objective is Chat:

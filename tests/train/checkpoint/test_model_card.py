@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from cpuft.config.train import TrainConfig
+from cpuft.record import BaselineLine
 from cpuft.train.checkpoint.model_card import format_model_card, write_model_card
 from tests.records import make_record
 
@@ -32,6 +33,13 @@ def test_a_card_has_task_metrics_recipe_speed_and_versions() -> None:
     assert "| --learning-rate | 0.0001 |" in body
     assert "2 ranks on" in body
     assert f"| torch | {HEADER.versions['torch']} |" in body
+
+
+def test_a_card_has_the_baseline() -> None:
+    assert RECORD.footer is not None
+    text = format_model_card(HEADER, RECORD.evaluations[-1], RECORD.footer, BaselineLine("BM25", {"map": 0.25}, 2.0))
+    assert "\nFor comparison, without a model: baseline (BM25, 2.0 s): map 0.2500.\n" in text
+    assert "without a model" not in card()
 
 
 def test_names_of_hosts_and_local_paths_stay_at_home() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cpuft.config.train import TrainConfig
+from cpuft.judge.label_metrics import compute_label_metrics, compute_tag_metrics
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.evaluate import join
 from cpuft.train.objective.base import Batch
@@ -19,8 +20,6 @@ from cpuft.train.objective.labels import (
     MultiLabelClassification,
     Regression,
     TokenClassification,
-    compute_label_metrics,
-    compute_tag_metrics,
 )
 from cpuft.train.objective.table import make_objective
 from tests.train.tokens import make_tokens

@@ -1,0 +1,37 @@
+"""`cpuft errors RUN`: the validation examples that the model of a run gets wrong. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import click
+
+from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs, make_options, pick
+from cpuft.config.errors import ErrorsConfig
+
+
+@click.command(
+    cls=Verb,
+    params=[
+        *make_options(ErrorsConfig, "run"),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print the examples as one JSON object"),
+        CONFIG_FILE,
+        click.Argument(["run"], metavar="RUN", shell_complete=complete_runs),
+    ],
+)
+def errors(as_json: bool, **values: Any) -> None:
+    """List the validation examples that a run gets most wrong, and labels that may be wrong.
+
+    RUN is the folder of a finished run. Of labels, first come the wrong predictions of which the model is most certain;
+    of scores, the largest differences; of tags, the texts with the most wrong tags; of queries, those with the lowest
+    metric. Pairs of equal or near-identical texts that have different labels follow, and other examples whose labels
+    may be wrong, found by confident learning, the method of cleanlab. Texts are shown up to 500 characters.
+    """
+    from cpuft.judge.errors import format_errors, list_errors
+    from cpuft.judge.predictions import read_predictions
+
+    asked = pick(ErrorsConfig, values)
+    found = list_errors(asked.run, read_predictions(asked.run), asked.most)
+    click.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else format_errors(found).rstrip("\n"))

@@ -1,0 +1,159 @@
+"""Whether the difference of two runs' metrics is real, or could be chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cpuft.errors import CpuftError, counted, install_command
+from cpuft.judge.predictions import FILE_NAME, RunPredictions
+
+_LEAST_P = 0.001
+"""Smallest p-value that is written as a number."""
+_QUERY_KINDS = ("pairs", "relevance")
+_SAME = ("split", "row", "query", "label")
+"""Columns that must be equal in both files, where they have them."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of a metric between run A and run B, over the rows that both predicted."""
+
+    metric: str
+    a: float
+    b: float
+    interval: tuple[float, float] | None
+    """95 % interval of B - A, paired by row; None if no resample differs from the others."""
+    p: float
+    """Probability of a difference at least as large if both models were equally good."""
+    smallest: float | None
+    """About the smallest difference that these rows can show; None if they can show none, however large."""
+    is_real: bool
+    """Whether chance alone is unlikely to make such a difference: p is below 5 %, and 0 is not in the interval."""
+    is_same: bool
+    """Whether each row counts the same for both."""
+    rows: int
+    """Number of validation rows; of queries in search."""
+    better: tuple[int, int] | None
+    """Number of rows in which only A was right, and only B; of queries for which A, and B, was better. None for
+    scores."""
+
+    @property
+    def difference(self) -> float:
+        """B - A."""
+        return self.b - self.a
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The differences of all metrics that two runs have reported, at least one."""
+
+    kind: str
+    """What is predicted: `Task.kind`."""
+    found: tuple[Difference, ...]
+
+    @property
+    def first(self) -> Difference:
+        """The metric that decides."""
+        return self.found[0]
+
+    def count(self, number: int) -> str:
+        """Return a number of rows as words, such as "408 rows"; of queries where one is scored as a whole."""
+        if self.kind in _QUERY_KINDS:
+            return "1 query" if number == 1 else f"{number} queries"
+        return counted(number, "row")
+
+
+def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
+    """Compare the metrics of two runs row by row. Raises CpuftError: their rows are not the same, or are damaged."""
+    try:
+        from cpuft.judge.paired import list_paired_metrics
+        from cpuft.judge.resampling import judge_chance
+    except ImportError:
+        raise CpuftError(f"predictions are compared with NumPy and SciPy: {install_command('train')}") from None
+    _refuse_others(a, b)
+    try:
+        a, b = _sort_rows(a), _sort_rows(b)
+        for name in _SAME:
+            if name in a.table.column_names and not a.table.column(name).equals(b.table.column(name)):
+                raise CpuftError(
+                    f"the two runs have read different values of {name} from the same validation rows: train both with "
+                    "the same --max-length and other options of the data"
+                )
+        found = []
+        for name, metric in list_paired_metrics(a, b).items():
+            chance = judge_chance(metric.paired)
+            rows = int(metric.paired.counts.sum())
+            found.append(Difference(name, **vars(chance), rows=rows, better=metric.better))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CpuftError(f"the predictions of the two runs do not fit together ({error}): train them again") from None
+    if not found:
+        raise CpuftError(
+            f"the two runs report no metric ({', '.join(a.about.metrics)}) that can be compared row by row: compare "
+            f"their {FILE_NAME} yourself"
+        )
+    return Differences(a.about.kind, tuple(found))
+
+
+def _refuse_others(a: RunPredictions, b: RunPredictions) -> None:
+    """Raise CpuftError if the two runs have not predicted the same of the same rows."""
+    if a.about.kind != b.about.kind:
+        raise CpuftError(
+            f"one run predicts {a.about.kind} and the other {b.about.kind}: give two runs of the same kind of task"
+        )
+    if a.about.rows != b.about.rows or len(a.table) != len(b.table):
+        raise CpuftError(
+            "the two runs have different validation rows, so their metrics cannot be compared: train both with the "
+            "same --validation-file"
+        )
+    if a.about.classes != b.about.classes:
+        names = sorted({*a.about.classes} ^ {*b.about.classes})
+        raise CpuftError(
+            f"the two runs have different classes ({', '.join(names)[:200] or 'in another order'}): train both on rows "
+            "with the same labels"
+        )
+
+
+def _sort_rows(predictions: RunPredictions) -> RunPredictions:
+    """Return what is compared, in the order of the rows."""
+    left_out = ("text", "slice", "tokens", "probabilities")
+    table = predictions.table
+    kept = table.select([name for name in table.column_names if name not in left_out])
+    return replace(predictions, table=kept.sort_by([("split", "ascending"), ("row", "ascending")]))
+
+
+def describe_difference(differences: Differences, a: str = "A", b: str = "B", metric: Difference | None = None) -> str:
+    """Return in plain words whether the difference of a metric, the first one by default, is real."""
+    one = metric or differences.first
+    name, rows = one.metric.replace("_", " "), differences.count(one.rows)
+    if one.is_same:
+        return f"No difference: {name} is {one.a:.4f} in both, and the same in each of {rows}"
+    change = f"{name} {one.a:.4f} -> {one.b:.4f} ({one.difference:+.4f}"
+    change += f", 95 % interval {format_interval(one)})" if one.interval else ")"
+    if one.is_real:
+        return f"{b if one.difference > 0 else a} is better: {change}: the difference is real ({format_p(one)})"
+    text = f"No difference can be shown: {change} may be chance ({format_p(one)})"
+    if one.smallest is None:
+        return f"{text}. With {rows}, no difference can be told from chance, however large"
+    smallest = max(one.smallest, abs(one.difference))
+    return f"{text}. With {rows}, less than about {smallest:.2g} cannot be told apart" if smallest else text
+
+
+def format_interval(one: Difference) -> str:
+    """Return the interval of a difference as text; "-" without one."""
+    return f"{one.interval[0]:+.4f} to {one.interval[1]:+.4f}" if one.interval else "-"
+
+
+def format_p(one: Difference) -> str:
+    """Return a p-value as "p = 0.013", or "p < 0.001"."""
+    return f"p < {_LEAST_P}" if one.p < _LEAST_P else f"p = {one.p:.2g}"
+
+
+def describe_better(differences: Differences) -> str:
+    """Return in how many rows only one of the two runs was right, by the first metric; "" for scores."""
+    one = differences.first
+    if one.better is None:
+        return ""
+    rows, (of_a, of_b) = differences.count(one.rows), one.better
+    if differences.kind in _QUERY_KINDS:
+        return f"of {rows}, A is better for {of_a}, and B for {of_b}, by {one.metric}"
+    return f"of {rows}, only A is right in {of_a}, and only B in {of_b}"

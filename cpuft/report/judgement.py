@@ -1,0 +1,76 @@
+"""Where a recorded run fails, as text, as JSON and as parts of the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpuft.errors import CpuftError
+from cpuft.judge.predictions import FILE_NAME, read_predictions
+from cpuft.judge.tables import list_tables
+from cpuft.record import Record
+from cpuft.report.plots import Line, draw_lines
+from cpuft.terminal import WIDTH, format_table
+
+if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
+    from cpuft.judge.metrics import Judgement
+
+
+def judge_record(record: Record) -> Judgement | None:
+    """Return what the predictions of a run say about its model; None if the run has none.
+
+    Raises CpuftError: they cannot be read or judged, or they are not those whose metrics the record has.
+    """
+    folder = Path(record.path)
+    folder = folder.parent if folder.suffix == ".jsonl" else folder
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return None
+    predictions = read_predictions(str(folder))
+    if str(predictions.about.metrics) != str(record.metrics):
+        raise CpuftError(f"{path} is of another evaluation than the metrics in {record.path}: fetch the run again")
+    try:
+        from cpuft.judge.metrics import judge
+
+        return judge(predictions)
+    except Exception as error:  # whatever a library says about columns that are not what they should be
+        reason = " ".join(str(error).split())[:200]
+        raise CpuftError(f"{path} cannot be judged ({type(error).__name__}: {reason}): fetch the run again") from None
+
+
+def format_judgement(judgement: Judgement) -> str:
+    """Return the tables of a judgement as text for a terminal."""
+    return "\n".join(
+        format_table(table.columns, table.rows, f"{table.heading}\n{textwrap.fill(table.text, WIDTH)}", left=1)
+        for table in list_tables(judgement, most=20)
+    )
+
+
+def judgement_to_json(judgement: Judgement) -> dict[str, Any]:
+    """Return a judgement as a JSON object with the fields of `Judgement`; what is undefined is null."""
+    found: dict[str, Any] = _drop_nan(dataclasses.asdict(judgement))
+    return found
+
+
+def _drop_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _drop_nan(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_drop_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def draw_calibration(judgement: Judgement) -> list[tuple[str, str]]:
+    """Return the caption and the drawing of how often predictions of each probability are right; [] without them."""
+    if not judgement.calibration:
+        return []
+    bins = judgement.calibration.bins
+    measured = Line("model", [one.confidence for one in bins], [one.accuracy for one in bins], colour=0)
+    ideal = Line("ideal", [0.0, 1.0], [0.0, 1.0], dashed=True)
+    axes = ("probability of the prediction", "share that is right")
+    name = "How often predictions of each probability are right"
+    caption = f"{name}. On the dashed line, the model is as sure as it should be; below it, it is too sure."
+    return [(caption, draw_lines(name, axes, [measured, ideal], marker="o"))]

@@ -1,0 +1,135 @@
+"""Whether one of two runs is better than the other: their metrics on the same validation rows, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cpuft.errors import CpuftError
+from cpuft.judge.difference import (
+    Differences,
+    compare_predictions,
+    describe_better,
+    describe_difference,
+    format_interval,
+    format_p,
+)
+from cpuft.judge.predictions import read_predictions
+from cpuft.record import Record
+from cpuft.report.comparison import Comparison, OtherJobError, compare
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The metrics of two runs, A and B, on the same validation rows, and what can be said about them."""
+
+    a: str
+    """Folder of the run."""
+    b: str
+    differences: Differences
+    notes: tuple[str, ...]
+    columns: ClassVar = ("metric", "A", "B", "B - A", "95 % interval", "p")
+    """Headings of the table of metrics."""
+
+    @property
+    def title(self) -> str:
+        """What is compared."""
+        rows = self.differences.count(self.differences.first.rows)
+        return f"Quality of A ({self.a}) and B ({self.b}) on the same validation rows: {rows}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether one of the runs is better by the first metric."""
+        return f"{describe_difference(self.differences)}."
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Cells of the table of metrics as texts."""
+        return [
+            [
+                one.metric.replace("_", " "),
+                f"{one.a:.4f}",
+                f"{one.b:.4f}",
+                f"{one.difference:+.4f}",
+                format_interval(one),
+                format_p(one).removeprefix("p ").removeprefix("= "),
+            ]
+            for one in self.differences.found
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as a JSON object."""
+        found = [{**dataclasses.asdict(one), "difference": one.difference} for one in self.differences.found]
+        return {"a": self.a, "b": self.b, "verdict": self.verdict, "metrics": found, "notes": list(self.notes)}
+
+
+def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | None, str]:
+    """Return the comparison of the speed of two runs, that of their metrics, and why there is none of the metrics.
+
+    Raises CpuftError: there is neither of the two.
+    """
+    comparison, refused, quality, problem = None, None, None, ""
+    try:
+        comparison = compare([a, b])
+    except CpuftError as error:
+        refused = error
+    try:
+        quality = compare_quality(a, b, refused)
+    except CpuftError as error:
+        problem = str(error)
+        if refused:
+            raise CpuftError(f"{refused}. Nor can their metrics be compared row by row: {problem}") from None
+    return comparison, quality, problem
+
+
+def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> Quality:
+    """Compare the predictions of two runs, whose speed cannot be compared if that is `refused`.
+
+    Raises CpuftError: one of them has no predictions, or they are of other rows.
+    """
+    folders = [str(Path(one.path).parent) for one in (a, b)]
+    found = [read_predictions(folder) for folder in folders]
+    for record, predictions in zip((a, b), found):
+        if str(record.metrics) != str(predictions.about.metrics):
+            raise CpuftError(f"the predictions beside {record.path} have other metrics than it: fetch the run again")
+    differences = compare_predictions(*found)
+    notes = [describe_better(differences), _describe_refusal(refused), _describe_changes(a, b)]
+    if len(differences.found) > 1:
+        notes.append(
+            f"the verdict is about {differences.first.metric.replace('_', ' ')}, the first metric; one of several "
+            "metrics has a small p by chance more often"
+        )
+    notes.append(
+        "the same options with another seed may give a model that differs as much: compare several seeds before you "
+        "prefer an option"
+    )
+    return Quality(folders[0], folders[1], differences, tuple(f"{note}." for note in notes if note))
+
+
+def _describe_refusal(refused: CpuftError | None) -> str:
+    if isinstance(refused, OtherJobError):
+        return "speed is not compared, because the runs are not the same job"
+    return f"speed is not compared: {refused}" if refused else ""
+
+
+def _describe_changes(a: Record, b: Record) -> str:
+    """Return in which options two runs differ."""
+    options = []
+    for header in (a.header, b.header):
+        told = {"task": header.task, "model": header.model, "ranks": header.world_size, "precision": header.precision}
+        options.append(told | {"checksum of the data": header.data} | {**header.options, **told})
+    first, second = options
+    listed = [
+        f"{name.replace('_', ' ')} ({_format_option(first.get(name))} and {_format_option(second.get(name))})"
+        for name in dict.fromkeys((*first, *second))
+        if first.get(name) != second.get(name)
+    ]
+    return f"A and B differ in {', '.join(listed)}" if listed else "A and B have the same options"
+
+
+def _format_option(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if text and value is not None else "not given"

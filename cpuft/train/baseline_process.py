@@ -1,0 +1,91 @@
+"""The process beside a training that computes its baseline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from cpuft.argv import module_command
+from cpuft.config.fields import format_arguments
+from cpuft.config.train import TrainConfig
+from cpuft.judge.baseline import Baseline
+from cpuft.serialization import load, parse_json
+
+_WAIT_SECONDS = 60.0
+"""Longest time that a run waits for its baseline at its end."""
+_QUIET_SECONDS = 10.0
+"""Longest time that it waits without saying so."""
+
+
+class BaselineProcess:
+    """Computes the baseline of a run on its first rank, in a process of the lowest priority and with one thread.
+
+    It observes the updates (`UpdateObserver`): the process starts after the first one, so that it delays no start. With
+    `is_measured`, the process starts when the training has ended, so that it disturbs no measurement. This is a context
+    manager, at whose end no process is left, and it never raises an error because of a baseline.
+    """
+
+    def __init__(self, config: TrainConfig, is_measured: bool, say: Callable[[str], None]) -> None:
+        self._config, self._is_measured, self._say = config, is_measured, say
+        self._process: subprocess.Popen[str] | None = None
+
+    def begin_update(self, setup: object) -> None:
+        """Do nothing."""
+
+    def end_update(self, clock: object, waited: float) -> None:
+        """Start the process if this is the first update."""
+        if not self._process and not self._is_measured:
+            with suppress(OSError):  # the end of the run tries again
+                self._start()
+
+    def finish(self) -> Baseline | None:
+        """Wait for the baseline and return it; None, with a line that says why, if there is none."""
+        try:
+            process = self._process or self._start()
+            with suppress(subprocess.TimeoutExpired):
+                return _read_result(process.communicate(timeout=_QUIET_SECONDS)[0], process.returncode)
+            self._say(f"waiting for the baseline, at most {_WAIT_SECONDS:.0f} s")
+            return _read_result(process.communicate(timeout=_WAIT_SECONDS)[0], process.returncode)
+        except subprocess.TimeoutExpired:
+            self._say(f"no baseline: it was not ready {_WAIT_SECONDS:.0f} s after the training")
+        except Exception as error:
+            self._say(f"no baseline: {error}")
+        return None
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = (*module_command(sys.executable, "cpuft.train.baseline"), str(os.getpid()))
+        self._process = subprocess.Popen(
+            (*command, *format_arguments(self._config)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        return self._process
+
+    def __enter__(self) -> BaselineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._process and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _read_result(text: str, code: int) -> Baseline:
+    """Return the baseline that the process has printed. Raises ValueError, with the reason: it has printed none."""
+    if not text.strip():
+        raise ValueError(f"its process ended with exit code {code}")
+    found = load(dict[str, Any], parse_json(text))
+    if "error" in found:
+        raise ValueError(load(str, found["error"]))
+    return load(Baseline, found)

@@ -1,0 +1,80 @@
+"""What is kept of validation rows as they were read: a checksum, the beginnings of their texts, and a column's values.
+
+It does not depend on the tokenizer, and goes from the prepared data into the file of a run's predictions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuft.errors import CpuftError
+from cpuft.train.data.archive import ValidationRows
+from cpuft.train.data.embedding_pairs import RetrievalExamples
+from cpuft.train.data.sources import LABEL_SEPARATOR, Examples, FileExamples, TaskData
+from cpuft.train.data.tables import find_column
+
+Slices = tuple[NDArray[np.int32], tuple[str, ...]]
+"""The number of each row's value of --slice-by, and the values; both empty without --slice-by."""
+MOST_VALUES = 100
+"""Largest number of different values that the column of --slice-by may have."""
+_MOST_CHARACTERS = 500
+"""Number of characters that are kept of each text."""
+
+
+def checksum_rows(data: TaskData) -> str:
+    """Return a checksum, 16 hexadecimal digits, of all validation rows; it depends on no tokenizer and no prompt."""
+    digest = hashlib.sha256()
+    for suffix, split in data.validation.items():
+        checksum = split.rows_checksum if isinstance(split, RetrievalExamples) else split.checksum
+        digest.update(f"{suffix} {checksum}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+class TextBeginnings:
+    """Collects the beginnings of the texts of a split's first rows, of at most `most` rows."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._content, self._ends = bytearray(), list[list[int]]()
+
+    def add(self, rows: Iterable[Sequence[str]], are_words: bool = False) -> None:
+        """Add rows of texts; with `are_words`, a row's texts are its words, which become one text."""
+        for texts in islice(rows, self._most - len(self._ends)):
+            self._ends.append([])
+            for text in (" ".join(texts[:_MOST_CHARACTERS]),) if are_words else texts:
+                self._content += text[:_MOST_CHARACTERS].encode(errors="replace")
+                self._ends[-1].append(len(self._content))
+
+    def finish(self, slices: Slices) -> ValidationRows:
+        """Return them, with the values of --slice-by."""
+        ends = np.asarray(self._ends, np.int64) if self._ends else np.zeros((0, 1), np.int64)
+        return ValidationRows(np.frombuffer(bytes(self._content), np.uint8), ends, *slices)
+
+
+def read_slices(split: Examples | FileExamples, column: str) -> Slices:
+    """Return the values of the rows of a split in the column of --slice-by, in the order of their first rows; no values
+    if it is empty. Raises CpuftError: there is no such column, or it has too many different values.
+    """
+    if not column:
+        return np.zeros(0, np.int32), ()
+    if not isinstance(split, FileExamples):
+        raise CpuftError(f"--slice-by {column} names a column of the files of --task files: leave it out")
+    table = split.table
+    find_column(table.columns, column, table.source, "name one of them with --slice-by, or leave --slice-by out")
+    values = dict[str, int]()
+    numbers = list[int]()
+    for _, cells in table.rows:
+        cell = cells.get(column, "")
+        text = (cell if isinstance(cell, str) else LABEL_SEPARATOR.join(cell)).strip()[:_MOST_CHARACTERS]
+        numbers.append(values.setdefault(text, len(values)))
+        if len(values) > MOST_VALUES:
+            raise CpuftError(
+                f"{table.source} has more than {MOST_VALUES} different values in {column!r} among the validation rows: "
+                f"give --slice-by a column with fewer values, such as a language, or leave it out"
+            )
+    return np.asarray(numbers, np.int32), tuple(values)

@@ -1,0 +1,440 @@
+"""Warnings of a run that does not fail: before it trains, while it trains, and of what it has reached.
+
+Each is one line that says what was seen, by which numbers, and what to do. A warning that is wrong makes people ignore
+those that are right. So losses are compared with `find_chance_loss`, metrics by their standard errors, and nothing is
+said where there are too few updates or rows to know.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuft.config.train import TrainConfig
+from cpuft.record import EvaluationLine, Line, StepLine
+from cpuft.tasks import LABEL_KINDS, TEXT_KINDS
+from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
+from cpuft.train.data.prepare import MAX_UNKNOWN_SHARE
+from cpuft.train.data.recipe import LOWER_IS_BETTER, find_class_weights
+from cpuft.train.evaluate import KeptPredictions, find_best, is_better
+from cpuft.train.objective.base import Objective, Predictions
+from cpuft.train.optimizer import count_warm_up_updates
+
+_HIGH_RATE = 0.1
+"""Learning rate above which a run begins with a warning. That of the largest usual recipes is 0.01."""
+_USUAL_RATES = (1e-6, 1e-3)
+"""Learning rates of AdamW between which nobody can say whether a rate is too low or too high without trying it."""
+_REPEATED_SHARE = 0.01
+"""Share of the validation rows that may be training rows, too: they change an accuracy by this much at most."""
+_LEAST_DISAGREEMENTS = 6
+"""Rows that only one of two models has right, if it is always the same model, which show that it is better: by the
+exact form of McNemar's test, chance does this in 2 * 0.5**6 = 3 % of the cases, and with 5 rows in 6 %."""
+_SMALL_DIFFERENCE = 0.025
+"""Difference of two accuracies that many people look for. All sets of GLUE but the smallest, WNLI, can show it."""
+_LEAST_WINDOW, _MOST_WINDOW = 20, 500
+"""Updates whose losses are looked at together: a twentieth of the run within these bounds."""
+_DIVERGED = 2.0
+"""How many times as large as at the beginning, and as that of one constant answer, the loss of a diverged run is."""
+_LEARNED = 0.8
+"""Share of the loss of one constant answer below which a model has clearly learned something."""
+_MOVED = 0.99
+"""Share of the loss of one constant answer above which nothing is learned."""
+_PRECISE = 0.05
+"""Two standard errors of a mean loss, as a share of it, above which nothing is said of one near that of an answer."""
+_FIRST_LOOK, _UNUSUAL_LOOK = 200, 1000
+"""Updates after the warm-up in which models begin to learn. Half of a run is looked at if it has at least so many, and
+the second number if the learning rate is not a usual one. Shorter runs are looked at when they end."""
+_ERRORS_OF_LOSS = 4.0
+"""Standard errors by which the means of two windows differ if that is no chance. A run has about 20 windows."""
+_ERRORS_OF_TURN = 2.0
+"""Standard errors by which the last two evaluations are worse than the best one if a validation curve has turned."""
+_FEW_OTHERS = 0.25
+"""Share of the rows with other labels than one: a model that gives another label to fewer hardly tells rows apart."""
+_LEAST_ROWS = 10
+"""Validation rows below which nothing is said of a metric."""
+_LEAST_OTHER_ROWS = 5
+"""Validation rows without the commonest label, below which one answer for all rows says nothing: a model that finds
+half of them misses all of 5 in 3 % of the cases."""
+
+
+def find_early_warnings(config: TrainConfig, prepared: Prepared) -> list[str]:
+    """Return the warnings for which nothing has to be trained."""
+    found = (_warn_of_unknown(prepared), _warn_of_repeated(prepared), _warn_of_few(prepared), _warn_of_rate(config))
+    return [warning for warning in found if warning]
+
+
+def _warn_of_unknown(prepared: Prepared) -> str:
+    """Return a warning if the tokenizer does not know more than 5 % of the training texts' tokens; else ""."""
+    if prepared.unknown_share <= MAX_UNKNOWN_SHARE:
+        return ""
+    return (
+        f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer (more "
+        f"than {MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts by "
+        f"--tokenizer, or a --model that was made for them"
+    )
+
+
+def _warn_of_repeated(prepared: Prepared) -> str:
+    """Return a warning if more than `_REPEATED_SHARE` of the validation rows are training rows; else ""."""
+    rows = sum(map(len, prepared.validation.values()))
+    if prepared.repeated <= _REPEATED_SHARE * rows:
+        return ""
+    return (
+        f"warning: {prepared.repeated:,} of {rows:,} validation rows have the same tokens as a training row, so that "
+        f"metrics are better than on new texts: remove these rows from the training or the validation data"
+    )
+
+
+def _warn_of_few(prepared: Prepared) -> str:
+    """Return a warning if no comparison of the same validation rows can show a difference that many people look for."""
+    rows = min(map(len, prepared.validation.values()))
+    difference = _LEAST_DISAGREEMENTS / max(1, rows)
+    if prepared.kind not in ("class", "labels") or difference <= _SMALL_DIFFERENCE:
+        return ""
+    what = f"accuracies that differ by less than {difference:.3f}" if difference < 1 else "two accuracies"
+    return (
+        f"warning: with {rows:,} validation rows, {what} cannot be told apart: to compare settings, give more rows by "
+        f"--validation-file or --validation-split"
+    )
+
+
+def _warn_of_rate(config: TrainConfig) -> str:
+    """Return a warning of a learning rate that is far above all usual ones, or an empty text."""
+    if config.learning_rate <= _HIGH_RATE:
+        return ""
+    return (
+        f"warning: --learning-rate {config.learning_rate:g} is far above the usual ones, which are from 1e-6 to 0.01: "
+        f"AdamW changes each weight by about the learning rate in each update, so that the model will learn nothing"
+    )
+
+
+def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
+    """Return the smallest mean training loss of one and the same answer for every example, with the options of the
+    loss; nan if the loss depends on the other examples of a batch. Where tokens are predicted, all are equally likely.
+    """
+    labels = prepared.train.labels
+    if prepared.kind in TEXT_KINDS:
+        return math.log(max(2, prepared.vocab_size))
+    if prepared.kind == "score":
+        return float(np.var(labels, dtype=np.float64))
+    if prepared.kind in ("labels", "relevance"):
+        shares = labels.reshape(len(labels), -1).mean(0, dtype=np.float64)
+        return float(np.mean(_entropies(np.stack([shares, 1 - shares]))))
+    if prepared.kind not in ("class", "tags"):
+        return math.nan
+    shares = _count_classes(labels, len(prepared.labels)) / max(1, np.count_nonzero(labels != UNTAGGED))
+    weights = np.asarray(find_class_weights(config.class_weights, prepared) or [1.0] * len(shares))
+    # With smoothing s, the target of each example is 1 - s for its class, and s / classes for every class.
+    smoothed = (1 - config.label_smoothing) * shares + config.label_smoothing / len(shares)
+    targets, total = weights * smoothed, float(weights @ smoothed)
+    return total * float(_entropies(targets / total)) / float(weights @ shares)
+
+
+def _entropies(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the entropies of distributions along axis 0, in nats."""
+    logarithms = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
+    return np.asarray(-(shares * logarithms).sum(0))
+
+
+def _count_classes(labels: NDArray[np.generic], classes: int) -> NDArray[np.int64]:
+    return np.bincount(labels[labels != UNTAGGED].astype(np.int64), minlength=classes)
+
+
+class RunWatch:
+    """Looks at the lines of a run while it trains, and warns of each problem once.
+
+    `updates` is the number of updates of the whole run, `global_batch` that of examples in an update, and `metric` the
+    one that compares evaluations. Losses are those of the record: means over all ranks.
+    """
+
+    def __init__(self, config: TrainConfig, prepared: Prepared, updates: int, global_batch: int, metric: str) -> None:
+        self.config, self.prepared, self._metric = config, prepared, metric
+        self._updates_per_epoch = len(prepared.train) / global_batch
+        self._chance = find_chance_loss(config, prepared)
+        self._window = min(max(_LEAST_WINDOW, updates // 20), _MOST_WINDOW)
+        warm_up = count_warm_up_updates(updates, config.warmup_ratio, config.warmup_steps)
+        look = (updates - warm_up) // 2
+        if _find_rate_fault(config.learning_rate):
+            look = min(look, _UNUSUAL_LOOK)
+        self._look_at = warm_up + look if look >= _FIRST_LOOK else 0
+        """Update after which the loss has to have fallen; 0: only the end tells."""
+        self._losses, self._evaluations = list[float](), list[EvaluationLine]()
+        self._best = (math.inf, 0.0)
+        """Smallest mean loss of a window, and its standard error."""
+        self._warned_of_loss = self._warned_of_turn = False
+
+    def add(self, line: Line) -> str:
+        """Take note of a line of the record; return a warning, or an empty text."""
+        warning = ""
+        if isinstance(line, StepLine):
+            self._losses.append(line.loss)
+            if not self._warned_of_loss:
+                warning = self._look_at_losses()
+                self._warned_of_loss = bool(warning)
+        elif isinstance(line, EvaluationLine):
+            self._evaluations.append(line)
+            if not self._warned_of_turn:
+                warning = self._look_at_evaluations()
+                self._warned_of_turn = bool(warning)
+        return warning
+
+    def finish(self) -> str:
+        """Return a warning of all losses, which nothing was said of before, or an empty text."""
+        count = len(self._losses)
+        if not count or not self.config.learning_rate:
+            given = f"--epochs {self.config.epochs:g}" if not count else "--learning-rate 0"
+            return f"warning: nothing was trained, because of {given}: the model has the weights from before the run"
+        if self._warned_of_loss:
+            return ""
+        last = self._losses[-min(max(10, count // 10), self._window) :]
+        return self._warn_of_divergence(last) or self._warn_of_chance(self._losses[-max(_LEAST_WINDOW, count // 4) :])
+
+    def _look_at_losses(self) -> str:
+        count = len(self._losses)
+        if count % self._window == 0:
+            window = self._losses[-self._window :]
+            if warning := self._warn_of_divergence(window) or self._warn_of_collapse(window):
+                return warning
+            self._best = min(self._best, _average(window))
+        return self._warn_of_chance(self._losses[-(self._look_at // 2) :]) if count == self._look_at else ""
+
+    def _warn_of_divergence(self, last: Sequence[float]) -> str:
+        """Return a warning if the last losses are far above the first ones; a median, as single losses may be huge."""
+        # The first loss may be small because the model was trained before, or by chance.
+        share = 1 / 4 if self.prepared.kind in TEXT_KINDS else 1
+        usual = share * self._chance if self._chance > 0 else math.log(2)
+        first = self._losses[0] if self._chance > 0 else statistics.median(self._losses[:10])
+        now = statistics.median(last)
+        if not now > _DIVERGED * max(first, usual):
+            return ""
+        return (
+            f"warning: the training has diverged: the loss rose from {first:.4g} in the first updates to {now:.4g} in "
+            f"the last ones, until update {len(self._losses):,}: try a tenth of --learning-rate "
+            f"{self.config.learning_rate:g}, or --warmup-ratio 0.1"
+        )
+
+    def _warn_of_collapse(self, window: Sequence[float]) -> str:
+        """Return a warning if a model that had learned something has lost it."""
+        (now, error), (best, best_error) = _average(window), self._best
+        # A window without rare hard examples has a small loss and a small error.
+        noise = _ERRORS_OF_LOSS * math.sqrt(2) * max(error, best_error)
+        if not (now >= _MOVED * self._chance and best < min(_LEARNED * self._chance, now - noise)):
+            return ""
+        return (
+            f"warning: the model has lost what it had learned: the loss rose from {best:.4g} to {now:.4g} by "
+            f"update {len(self._losses):,}, and {self._describe_chance()}: try a third of --learning-rate "
+            f"{self.config.learning_rate:g}, or --warmup-ratio 0.1"
+        )
+
+    def _warn_of_chance(self, window: Sequence[float]) -> str:
+        """Return a warning if the model has learned nothing: its losses are those of one answer for every example."""
+        if len(window) < _LEAST_WINDOW or not self._chance > 0:
+            return ""
+        now, error = _average(window)
+        least, noise = _MOVED * self._chance, 2 * error
+        if now < least or (noise > _PRECISE * now and now - noise < least):
+            return ""
+        # Scores far from 0 take many updates until their mean is learned, which one answer knows.
+        if self.prepared.kind == "score" and now < (1 - _PRECISE) * self._losses[0]:
+            return ""
+        return (
+            f"warning: the model has learned nothing in {len(self._losses):,} updates: the loss is {now:.4g}, and "
+            f"{self._describe_chance()}: {_advise_rate(self.config)}"
+        )
+
+    def _describe_chance(self) -> str:
+        if self.prepared.kind in TEXT_KINDS:
+            return f"without any knowledge of the texts it is {self._chance:.4g}"
+        return f"that of one answer for every example is {self._chance:.4g}"
+
+    def _look_at_evaluations(self) -> str:
+        """Return a warning if the metric has become worse since the best evaluation, and the last weights are kept."""
+        best = find_best(self._evaluations, self._metric)
+        if best is None or self.config.save_best or len(self._evaluations) - self._evaluations.index(best) <= 2:
+            return ""
+        value = best.metrics[self._metric]
+        error = find_standard_error(self.prepared, self._metric, value)
+        limit = value + _ERRORS_OF_TURN * (error if self._metric.startswith(LOWER_IS_BETTER) else -error)
+        last = [line.metrics[self._metric] for line in self._evaluations[-2:]]
+        if not all(is_better(limit, one, self._metric) for one in last):
+            return ""
+        epochs = best.step / self._updates_per_epoch
+        less = f"--max-steps {best.step}" if self.config.max_steps else f"--epochs {epochs:.2g}"
+        return (
+            f"warning: since update {best.step:,} the model has become worse on validation rows: {self._metric} was "
+            f"{value:.4f}, and after update {self._evaluations[-1].step:,} is {last[-1]:.4f} (standard error "
+            f"{error:.4f}): add --save-best, or train less ({less})"
+        )
+
+
+def _average(losses: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of two or more losses and its standard error."""
+    return statistics.fmean(losses), statistics.stdev(losses) / math.sqrt(len(losses))
+
+
+def _find_rate_fault(rate: float) -> str:
+    low, high = _USUAL_RATES
+    return "low" if rate < low else "high" if rate > high else ""
+
+
+def _advise_rate(config: TrainConfig) -> str:
+    rate = f"--learning-rate {config.learning_rate:g}"
+    if fault := _find_rate_fault(config.learning_rate):
+        return f"{rate} is too {fault}, try {2e-4 if config.lora_rank > 0 else 2e-5:g}"
+    return f"train longer, or with a higher or lower {rate}, unless the texts do not tell what is to be learned"
+
+
+def find_standard_error(prepared: Prepared, metric: str, value: float) -> float:
+    """Return the standard error of a metric's value on its validation split, rather too large than too small.
+
+    That of a mean of numbers from 0 to 1 is at most that of a share. As in Agresti and Coull's interval, 2 rows are
+    added to both sides, so that it is not 0 for the values 0 and 1. Of perplexity, nobody knows it: a hundredth.
+    """
+    suffix = max((suffix for suffix in prepared.validation if metric.endswith(suffix)), key=len)
+    tokens, name = prepared.validation[suffix], metric.removesuffix(suffix)
+    if name in LOWER_IS_BETTER:
+        return value / 100
+    if name in ("pearson", "spearman", "matthews_correlation"):
+        return (1 - value**2) / math.sqrt(max(1, len(tokens) - 1))
+    count = _count_deciding_rows(prepared, tokens, name)
+    share = (value * count + 2) / (count + 4)
+    return math.sqrt(max(0.0, share * (1 - share)) / (count + 4))
+
+
+def _count_deciding_rows(prepared: Prepared, tokens: Tokens, name: str) -> float:
+    """Return on how many rows a metric from 0 to 1 depends: for F1 those with the label, for searches the queries."""
+    labels = tokens.labels
+    if prepared.kind == "pairs":
+        return float(len(np.unique(labels[:, 0])))
+    if prepared.kind == "relevance":
+        return float(len(np.unique(labels[:, 1])))
+    if prepared.kind not in ("class", "labels") or "f1" not in name:
+        return float(len(tokens))
+    is_class = prepared.kind == "class"
+    counts = _count_classes(labels, len(prepared.labels)) if is_class else labels.sum(0)
+    if "micro" in name:
+        return float(counts.sum())
+    if len(counts) == 2 and is_class and name == "f1":
+        return float(counts[1])
+    known = counts[counts > 0]
+    return float(len(known) ** 2 / (1 / known).sum()) if len(known) else 0.0
+
+
+def find_last_warning(
+    watch: RunWatch,
+    objective: Objective,
+    evaluation: EvaluationLine | None,
+    predictions: KeptPredictions | None = None,
+    baseline: Mapping[str, float] | None = None,
+) -> str:
+    """Return what is to be said of a run that has ended, or an empty text. It never fails, as the run has not."""
+    try:
+        warning = watch.finish()
+        if not warning and evaluation:
+            columns = predictions.splits.get("", {}) if predictions else {}
+            warning = find_result_warning(
+                watch.config, objective, watch.prepared, evaluation.metrics, columns, baseline
+            )
+        return warning
+    except Exception as error:  # scikit-learn and NumPy raise many kinds of errors
+        return f"warning: the result could not be compared with that of one answer for every row ({error!r:.200})"
+
+
+def find_result_warning(
+    config: TrainConfig,
+    objective: Objective,
+    prepared: Prepared,
+    metrics: Mapping[str, float],
+    columns: Mapping[str, Any],
+    baseline: Mapping[str, float] | None = None,
+) -> str:
+    """Return a warning if a model gives (nearly) one answer for all rows, or if its metrics are not clearly better than
+    those of one answer or of the baseline; else an empty text.
+
+    `columns` are those of `Objective.list_predictions` for the first validation split, or none.
+    """
+    if len(prepared.validation[""]) < _LEAST_ROWS:
+        return ""
+    advice = _advise_rate(config)
+    constant = _list_constant_answers(objective, prepared, metrics)
+    for answer, found in constant.items():
+        if all(math.isclose(metrics[name], value, abs_tol=1e-12) for name, value in found.items()):
+            listed = ", ".join(f"{name} {metrics[name]:.4f}" for name in found)
+            return (
+                f"warning: the model does not tell the rows apart, as {listed} is what {answer} for every row gives: "
+                f"{advice}"
+            )
+    if prepared.kind == "class" and columns and (rows := _describe_main_answer(columns)):
+        return f"warning: the model hardly tells the rows apart, as {rows}: {advice}"
+    others = {"the baseline": baseline} if baseline else {}
+    # Class weights ask for a model that gives up some accuracy, in order to find rare classes.
+    if constant and not config.class_weights:
+        answer, found = next(iter(constant.items()))
+        others = {f"{answer} for every row": found, **others}
+    for other, found in others.items():
+        if name := _find_hardly_better(prepared, metrics, found):
+            error = find_standard_error(prepared, name, metrics[name])
+            return (
+                f"warning: the model is not clearly better than {other}: {name} {metrics[name]:.4f} (standard error "
+                f"{error:.4f}) against {found[name]:.4f}: {advice}"
+            )
+    return ""
+
+
+def _describe_main_answer(columns: Mapping[str, Any]) -> str:
+    """Return the numbers of rows with the commonest prediction, if too few rows get another one; else ""."""
+    labels, predictions = np.asarray(columns["label"]), np.asarray(columns["prediction"])
+    names, counts = np.unique(predictions, return_counts=True)
+    main = names[counts.argmax()]
+    others, found = np.count_nonzero(labels != main), np.count_nonzero(predictions != main)
+    # A model that finds half of the others finds so few of them by chance in 2 % of the cases (a normal distribution).
+    if found > min(_FEW_OTHERS * others, others / 2 - math.sqrt(others)):
+        return ""
+    return (
+        f"it calls {counts.max():,} of {len(labels):,} rows {main}, and {len(labels) - others:,} rows have this label"
+    )
+
+
+def _find_hardly_better(prepared: Prepared, metrics: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """Return the first metric that both have if the model has none that is better by a standard error; else ""."""
+    names = [name for name in other if name in metrics]
+    for name in names:
+        error = find_standard_error(prepared, name, metrics[name])
+        limit = other[name] + (-error if name.startswith(LOWER_IS_BETTER) else error)
+        if not math.isfinite(limit) or is_better(metrics[name], limit, name):
+            return ""
+    return next(iter(names), "")
+
+
+def _list_constant_answers(
+    objective: Objective, prepared: Prepared, metrics: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Return the metrics of one answer for all rows of the first validation split: the commonest label, then labels
+    with the accuracy of these metrics.
+
+    There are none for tasks without labels, or if too few rows have another label than most.
+    """
+    tokens = prepared.validation[""]
+    if prepared.kind not in LABEL_KINDS:
+        return {}
+    outputs = dict[str, Predictions]()
+    if prepared.kind in ("class", "tags"):
+        counts, is_tags = _count_classes(tokens.labels, len(prepared.labels)), prepared.kind == "tags"
+        if counts.sum() - counts.max() < _LEAST_OTHER_ROWS:
+            return {}
+        shares = counts / counts.sum()
+        for one in (counts.argmax(), *np.flatnonzero(np.isclose(shares, metrics.get("accuracy", shares)))):
+            output = np.full(tokens.lengths.max(), one) if is_tags else np.arange(len(counts)) == one
+            outputs[f"the {'tag' if is_tags else 'label'} {prepared.labels[one]}"] = output.astype(np.float32)
+    elif (tokens.labels != tokens.labels[:1]).any():
+        width = tokens.labels[0].size
+        outputs["one score" if prepared.kind == "score" else "no label"] = -np.ones(width, np.float32)
+    return {
+        answer: objective.compute_metrics(np.broadcast_to(output, (len(tokens), *output.shape)), tokens)
+        for answer, output in outputs.items()
+    }

@@ -1,0 +1,47 @@
+"""`cpuft errors`: what a terminal and a program get."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cpuft.cli import main
+from cpuft.judge.predictions import write_predictions
+from tests.judge.test_errors import make_reviews
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["errors", *words])
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+def test_errors_of_a_run_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_reviews()
+    write_predictions(Path("run"), made.about, dict(zip(made.table.column_names, made.table.columns)))
+    code, said, warned = run(capsys, "run", "--most", "1")
+    assert (code, warned) == (0, "")
+    assert said.startswith("run: 3 of 6 validation rows are predicted wrongly. ")
+    assert said.count("\nrow ") == 2
+    code, said, _ = run(capsys, "run", "--json")
+    found = json.loads(said)
+    assert code == 0
+    assert [one["row"] for one in found["worst"]] == [2, 0, 1]
+    assert (found["contradictory"], found["contradictions"][0]["similarity"]) == (1, 1.0)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["run"], "run has no predictions.parquet: give the folder of a finished run"),
+        (["run", "--most", "0"], "--most '0' is not valid: give a whole number of 1 or more"),
+        ([], "RUN"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, warned = run(capsys, *words)
+    assert (code, said, warned.count("\n")) == (2, "", 1)
+    assert message in warned
