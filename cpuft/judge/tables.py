@@ -38,9 +38,11 @@ class JudgementTable:
     """How dark each cell is, from 0 to 1; None for a table without shades."""
 
 
-def describe_judgement(judgement: Judgement) -> list[str]:
-    """Return the few lines that tell at the end of a run how sure its metrics are, and where the model fails."""
-    lines = _describe_metrics(judgement)
+def describe_judgement(judgement: Judgement, is_run: bool = True) -> list[str]:
+    """Return the few lines that tell at the end of a run how sure its metrics are, and where the model fails; without
+    `is_run`, of rows that are not those of a run's validation.
+    """
+    lines = _describe_metrics(judgement, "validation " * is_run)
     classes = judgement.classes
     worst = sorted(classes, key=_count_missed, reverse=True)
     if judgement.kind == "class" and len(classes) <= 2:
@@ -49,7 +51,7 @@ def describe_judgement(judgement: Judgement) -> list[str]:
     elif len(classes) > 1 and any(one.rows != one.predicted or _count_missed(one) for one in classes):
         lines += align_texts([_class_columns(judgement), *(_list_cells(judgement, one) for one in worst[:_MOST_LINES])])
         if more := len(classes) - _MOST_LINES:
-            lines += [f"and {more} more, which cpuft report shows"] if more > 0 else []
+            lines += [f"and {more} more{', which cpuft report shows' * is_run}"] if more > 0 else []
         if worst[0].mistaken and judgement.kind == "class":
             lines.append(f"the most frequent mistake: {_describe_mistake(max(classes, key=lambda one: one.mistaken))}")
     if ranges := [one for one in judgement.ranges if math.isfinite(one.metrics["mean_absolute_error"].value)]:
@@ -57,7 +59,7 @@ def describe_judgement(judgement: Judgement) -> list[str]:
     return lines
 
 
-def _describe_metrics(judgement: Judgement) -> list[str]:
+def _describe_metrics(judgement: Judgement, of: str) -> list[str]:
     """Return a line with the first metrics that have intervals, such as "accuracy 0.5977 (0.523 to 0.668)"."""
     several = len(judgement.classes) > 2
     parts = [
@@ -68,7 +70,7 @@ def _describe_metrics(judgement: Judgement) -> list[str]:
         and not (several and name in ("precision", "recall"))
     ]
     unit = "queries" if judgement.unit == "queries" else "rows"
-    return [f"95 % intervals with {judgement.rows:,} validation {unit}: {', '.join(parts[:3])}"] if parts else []
+    return [f"95 % intervals with {judgement.rows:,} {of}{unit}: {', '.join(parts[:3])}"] if parts else []
 
 
 def _count_missed(one: ClassScore) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_special
 from cpuft.hardware import Precision, choose_precision
-from cpuft.judge.predictions import FILE_NAME
+from cpuft.judge.predictions import FILE_NAME, About, RunPredictions
+from cpuft.judge.tables import describe_judgement
 from cpuft.judge.threshold import DEFAULT, find_threshold
 from cpuft.record import format_metrics, read_record
 from cpuft.serialization import load, parse_json
@@ -399,6 +401,7 @@ def _compute_predictions(
     use_fast_path(run, model, precision.name)
     resume_garbage_collection()
     start, outputs, metrics = time.perf_counter(), dict[str, Outputs](), dict[str, float]()
+    describe = None
     for suffix, tokens in prepared.validation.items():
         size = request.batch_size or run.train.eval_batch_size
         outputs[suffix] = compute_outputs(model, objective, tokens, size, run.ranks, precision.name)
@@ -408,11 +411,38 @@ def _compute_predictions(
             reduced = shift(reduced, threshold) if prepared.kind == "labels" else reduced
             found = objective.compute_metrics(reduced, labelled)
             metrics |= {name + suffix: value for name, value in found.items()}
+            if not suffix:  # as at the end of a run
+                describe = partial(_describe_failures, run, prepared, objective, reduced, labelled, found)
     count, seconds = sum(map(len, prepared.validation.values())), time.perf_counter() - start
     reason = f": {precision.reason}" * (precision.name == "bf16")
     speed = f"{counted(count, 'example')}, {count / seconds:.1f} examples/s in {precision.name}{reason}"
-    print(speed, file=sys.stderr, flush=True)
+    print(speed, *(describe() if describe else ()), sep="\n", file=sys.stderr, flush=True)
     return outputs, metrics
+
+
+def _describe_failures(
+    run: FinishedRun,
+    prepared: Prepared,
+    objective: Objective,
+    reduced: Any,
+    tokens: Tokens,
+    metrics: dict[str, float],
+) -> list[str]:
+    """Return lines that tell where the model fails on the labelled examples of the first split."""
+    from cpuft.train.saved_predictions import join_columns, make_columns  # imports torch
+
+    try:
+        import pyarrow
+
+        from cpuft.judge.metrics import judge
+
+        columns = make_columns(run.train, prepared, "", objective.list_predictions(reduced, tokens))
+        table = pyarrow.table(join_columns([columns]))
+        about = About(prepared.kind, prepared.labels, metrics, "", 0)
+        return describe_judgement(judge(RunPredictions(about, table)), is_run=False)
+    except Exception as error:  # the predictions are worth more than what is said of them
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return [f"warning: where the model fails could not be found out ({reason})"]
 
 
 def number_words(examples: Examples) -> Examples:

@@ -30,7 +30,7 @@ def save_predictions(
             about = About(
                 prepared.kind, prepared.labels, evaluation.metrics, prepared.rows, evaluation.step, config.slice_by
             )
-            write_predictions(folder, about, _join(parts))
+            write_predictions(folder, about, join_columns(parts))
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         return (
@@ -54,7 +54,7 @@ def make_columns(config: TrainConfig, prepared: Prepared, suffix: str, columns: 
     return shared | columns
 
 
-def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def join_columns(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the columns of all splits, one after another, in forms that PyArrow takes."""
     joined = dict[str, Any]()
     for name in parts[0]:

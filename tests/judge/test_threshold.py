@@ -28,7 +28,7 @@ def test_no_other_threshold_has_a_better_f1(data: st.DataObject) -> None:
         return float(f1_score(truth.ravel(), (probabilities > threshold).ravel(), zero_division=0))
 
     found = choose_threshold(truth, probabilities)
-    tried = {one: measure(one) for one in (0.5, *np.unique(probabilities))}
+    tried = {one: measure(one) for one in (1e-9, 0.5, *np.unique(probabilities))}
     assert found.examples == shape[0]
     assert (measure(found.value), measure(0.5)) == (pytest.approx(found.f1), pytest.approx(found.usual_f1))
     assert found.f1 == pytest.approx(max(tried.values()))

@@ -262,6 +262,7 @@ def test_a_kind_is_learned_and_its_metric_foretold(
     said = capsys.readouterr()
     assert said.out == f"{format_metrics(evaluation.metrics)}\npredictions: run/predictions.csv\n"
     assert "37 examples, " in said.err
+    assert "95 % intervals with 37 rows: " in said.err
     found = read_csv("run/predictions.csv")
     rows = map(json.loads, Path("validation.jsonl").read_text().splitlines())
     assert len(found) == sum(len(row.get("tokens", ["one line"])) for row in rows)
