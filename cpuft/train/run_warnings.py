@@ -240,7 +240,7 @@ class RunWatch:
         if now < least or (noise > _PRECISE * now and now - noise < least):
             return ""
         # Scores far from 0 take many updates until their mean is learned, which one answer knows.
-        if self.prepared.kind == "score" and now < (1 - _PRECISE) * self._losses[0]:
+        if self.prepared.kind == "score" and now < (1 - _PRECISE) * statistics.fmean(self._losses[:_LEAST_WINDOW]):
             return ""
         return (
             f"warning: the model has learned nothing in {len(self._losses):,} updates: the loss is {now:.4g}, and "

@@ -174,10 +174,20 @@ the number of examples of each class, or mean and standard deviation of the scor
 @pytest.mark.parametrize(
     "name, warning",
     [
+        ("sst2-normal", ""),
+        ("sst2-head", ""),  # trained before
+        ("sst2-high", "learned nothing in 63 updates: the loss is 0.7"),
         ("mrpc-low", "learned nothing in 115 updates: the loss is 0.6"),
         ("mrpc-high", "learned nothing in 75 updates: the loss is 0.7"),
         ("mrpc-lora", ""),
         ("mrpc-smooth", ""),
+        ("stsb-high", ""),  # it has learned the mean, which is what its metric says
+        (
+            "stsb-low",
+            "learned nothing in 100 updates: the loss is 8.6, and that of one answer for every example is 2.5",
+        ),
+        ("wnli", "learned nothing in 60 updates: the loss is 0.693, and that of one answer for every example is 0.693"),
+        ("overfit", ""),
         ("tiny", ""),
     ],
 )
