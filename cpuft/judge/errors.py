@@ -114,8 +114,8 @@ def list_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
         tuple(make(row, rating.figures, rating.predictions) for row in rating.wrong[:most]),
         len(contradictions),
         tuple(
-            Contradiction(*(make(row, rating.figures, ()) for row in rows), similarity)
-            for *rows, similarity in contradictions[:most]
+            Contradiction(make(first, rating.figures, ()), make(second, rating.figures, ()), similarity)
+            for first, second, similarity in contradictions[:most]
         ),
         len(suspects),
         tuple(make(row, ranking.probabilities, ranking.likely) for row in suspects[:most] if ranking),

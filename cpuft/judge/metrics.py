@@ -235,7 +235,7 @@ def _use_classes(predictions: RunPredictions) -> _Units:
     known = np.union1d(labels, found)
     labels, found = np.searchsorted(known, labels), np.searchsorted(known, found)
     positive = np.flatnonzero(known == 1) if len(predictions.about.classes) == 2 else None
-    more = ("f1",) if positive is not None else ()
+    more: tuple[str, ...] = ("f1",) if positive is not None else ()
     more += tuple(name for name in ("matthews_correlation",) if name in predictions.about.metrics)
     names = ("accuracy", "f1_macro", "f1_weighted", *more)
 
@@ -359,7 +359,7 @@ def _measure_counts(
     f1 = _divide(2 * both, labels + found)
     sums = [one.sum(-1) for one in (both, found, labels)]
     micro = _divide(2 * sums[0], sums[1] + sums[2])
-    measured = {
+    measured: dict[str, Callable[[], Numbers]] = {
         "accuracy": lambda: right / terms,
         "precision": lambda: _divide(sums[0], sums[1]),
         "recall": lambda: _divide(sums[0], sums[2]),
@@ -407,7 +407,7 @@ def _score_classes(
         if label != prediction and rows > mistaken.get(label, (0, ""))[0]:
             mistaken[label] = rows, prediction
     scores = []
-    for place in np.flatnonzero(labels + found):
+    for place in np.flatnonzero(labels + found).tolist():
         name = units.classes[place]
         rows, prediction = mistaken.get(name, (0, ""))
         value = float(2 * both[place] / (labels[place] + found[place]))
@@ -455,13 +455,13 @@ def _use_scores(predictions: RunPredictions) -> _Units:
     """Return the units of rows with a score each, or of pairs of texts, whose cosines have another scale."""
     labels, found = (predictions.column(name).astype(np.float64) for name in ("label", "prediction"))
     found[~np.isfinite(found)] = math.nan
-    names = ("spearman", "pearson")
+    names: tuple[str, ...] = ("spearman", "pearson")
     if predictions.about.kind == "score":
         names = ("mean_absolute_error", "mean_error", "pearson", "spearman", "root_mean_squared_error")
 
     def select(rows: Indices, names: tuple[str, ...]) -> _Sample:
         pair = labels[rows], found[rows]
-        measure = partial(_measure_scores, names, *pair, *map(Ranks, pair))
+        measure = partial(_measure_scores, names, *pair, Ranks(pair[0]), Ranks(pair[1]))
         return _Sample(names, np.ones(len(rows), np.int64), measure)
 
     return _Units(len(labels), names, select)
@@ -473,7 +473,7 @@ def _measure_scores(
     size, errors = times.sum(-1), found - labels
     # A prediction that is no number has a place in the order, but no rank.
     is_known = 0 * errors.sum()
-    measured = {
+    measured: dict[str, Callable[[], Numbers]] = {
         "mean_absolute_error": lambda: times @ np.abs(errors) / size,
         "mean_error": lambda: times @ errors / size,
         "root_mean_squared_error": lambda: np.sqrt(times @ errors**2 / size),

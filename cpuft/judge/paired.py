@@ -59,8 +59,8 @@ def list_paired_metrics(a: RunPredictions, b: RunPredictions) -> dict[str, Paire
         if suffix is None or name not in b.about.metrics:
             continue
         rows = np.flatnonzero(splits == suffix)
-        tables = [one.table.take(rows) for one in (a, b)]
-        if metric := _KINDS[a.about.kind](name.removesuffix(suffix), *tables, a.about.classes):
+        of_a, of_b = a.table.take(rows), b.table.take(rows)
+        if metric := _KINDS[a.about.kind](name.removesuffix(suffix), of_a, of_b, a.about.classes):
             found[name] = metric
     return found
 
@@ -155,8 +155,8 @@ def _pair_tags(name: str, a: pyarrow.Table, b: pyarrow.Table, _: Sequence[str]) 
         return None
     count, compute = statistics[name]
     ones = np.ones(len(label), np.int64)
-    is_right = [np.asarray([one == true for one, true in zip(rows, label)], bool) for rows in (of_a, of_b)]
-    return PairedMetric(Paired(ones, count(of_a), count(of_b), compute), _count_better(*is_right, ones))
+    right_a, right_b = (np.asarray([one == true for one, true in zip(rows, label)], bool) for rows in (of_a, of_b))
+    return PairedMetric(Paired(ones, count(of_a), count(of_b), compute), _count_better(right_a, right_b, ones))
 
 
 def _pair_scores(name: str, a: pyarrow.Table, b: pyarrow.Table, _: Sequence[str]) -> PairedMetric | None:

@@ -103,7 +103,7 @@ def list_moments(values: Numbers, others: Numbers) -> Numbers:
 
 def _standardize(values: Numbers) -> Numbers:
     """Return the values with mean 0 and deviation 1: so sums lose no digits, and two models have one scale."""
-    return (values - values.mean()) / (values.std() or 1.0)
+    return np.asarray((values - values.mean()) / (values.std() or 1.0))
 
 
 def compute_pearson(sums: Numbers) -> Numbers:

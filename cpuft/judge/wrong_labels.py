@@ -77,7 +77,7 @@ def _rank_several_labels(predictions: RunPredictions) -> LabelRanking:
     return LabelRanking(np.lexsort((own, ~has_wrong)), int(has_wrong.sum()), own, likely)
 
 
-def _divide(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+def _divide(sums: NDArray[np.float64], counts: NDArray[Any]) -> NDArray[np.float64]:
     """Return means, less what rounding may make of them; of nothing infinity, which no probability reaches."""
     return np.where(counts > 0, sums / np.maximum(counts, 1) - _ROUNDING, np.inf)
 
