@@ -141,7 +141,7 @@ def _entropies(shares: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(-(shares * logarithms).sum(0))
 
 
-def _count_classes(labels: NDArray[np.generic], classes: int) -> NDArray[np.int64]:
+def _count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
     return np.bincount(labels[labels != UNTAGGED].astype(np.int64), minlength=classes)
 
 
@@ -371,12 +371,10 @@ def find_result_warning(
             )
     if prepared.kind == "class" and columns and (rows := _describe_main_answer(columns)):
         return f"warning: the model hardly tells the rows apart, as {rows}: {advice}"
-    others = {"the baseline": baseline} if baseline else {}
-    # Class weights ask for a model that gives up some accuracy, in order to find rare classes.
-    if constant and not config.class_weights:
-        answer, found = next(iter(constant.items()))
-        others = {f"{answer} for every row": found, **others}
-    for other, found in others.items():
+    if config.class_weights:  # they ask for a model that gives up some accuracy, in order to find rare classes
+        return ""
+    others = {f"{answer} for every row": found for answer, found in list(constant.items())[:1]}
+    for other, found in (others | ({"the baseline": baseline} if baseline else {})).items():
         if name := _find_hardly_better(prepared, metrics, found):
             error = find_standard_error(prepared, name, metrics[name])
             return (
@@ -393,7 +391,7 @@ def _describe_main_answer(columns: Mapping[str, Any]) -> str:
     main = names[counts.argmax()]
     others, found = np.count_nonzero(labels != main), np.count_nonzero(predictions != main)
     # A model that finds half of the others finds so few of them by chance in 2 % of the cases (a normal distribution).
-    if found > min(_FEW_OTHERS * others, others / 2 - math.sqrt(others)):
+    if others < _LEAST_OTHER_ROWS or found > min(_FEW_OTHERS * others, others / 2 - math.sqrt(others)):
         return ""
     return (
         f"it calls {counts.max():,} of {len(labels):,} rows {main}, and {len(labels) - others:,} rows have this label"

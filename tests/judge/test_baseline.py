@@ -59,7 +59,7 @@ def test_pairs_equal_a_plain_script() -> None:
     fitted = [text for row in learned for text in row[:2]]
 
     def join(rows: list[tuple[str, str, int]]) -> Any:
-        one, other = (count_plainly([row[place] for row in rows], fitted) for place in (0, 1))
+        one, other = (count_plainly([str(row[place]) for row in rows], fitted) for place in (0, 1))
         product = one.multiply(other)
         return hstack([product, abs(one - other), csr_matrix(5 * product.sum(1).reshape(-1, 1))], "csr", np.float32)
 

@@ -69,9 +69,9 @@ PERFECT = [NO, YES, YES, YES]
         (CLASSES, PERFECT, ""),
         # 12 of 240 rows get the other label, where 60 have it.
         (CLASSES, [*PERFECT, *[YES] * 16], "it calls 228 of 240 rows yes, a label of 180 rows"),
-        # As many rows get each label as have it, but not the right ones: 0.75 for yes, and 0.67.
-        (CLASSES, [YES, NO, YES, YES, *[NO, YES, YES, YES] * 2], "better than the label yes for every row: accuracy"),
-        (CLASSES, [YES, NO, YES, YES, *[NO, YES, YES, YES] * 3], ""),
+        # As many rows get each label as have it, but not the right ones: accuracies of 0.75 and 0.83.
+        (CLASSES, [YES, NO, YES, YES, *PERFECT], "better than the label yes for every row: accuracy 0.7500"),
+        (CLASSES, [YES, NO, YES, YES, *PERFECT * 2], ""),
         (prepare("class", [0, 1, 1, 1], ("no", "yes"), ("accuracy",), 4), [YES] * 4, ""),
         (replace(CLASSES, metrics=("matthews_correlation",)), [YES] * 4, "matthews_correlation 0.0000 is what the"),
         (prepare("class", [1, 1, 1, 1], ("no", "yes"), ("accuracy",)), [YES] * 4, ""),
@@ -105,6 +105,7 @@ def test_one_answer_for_every_row_is_noticed(prepared: Prepared, predictions: An
 def test_class_weights_may_cost_accuracy_but_not_all_rows() -> None:
     balanced = replace(CONFIG, class_weights="balanced")
     assert judge(CLASSES, [YES, NO, YES, YES, *PERFECT], balanced) == ""
+    assert judge(CLASSES, [YES, NO, YES, YES, *PERFECT], balanced, {"accuracy": 0.9}) == ""
     assert "it calls 228 of 240 rows yes" in judge(CLASSES, [*PERFECT, *[YES] * 16], balanced)
 
 
@@ -137,7 +138,7 @@ def test_the_loss_of_one_answer_is_that_of_torch(weights: str, smoothing: float)
         optimizer.zero_grad()
         value = loss()
         torch.autograd.backward(value)
-        return float(value)
+        return float(value.detach())
 
     optimizer.step(closure)
     assert find_chance_loss(config, prepared) == pytest.approx(float(loss()), rel=1e-5)
@@ -175,19 +176,23 @@ the number of examples of each class, or mean and standard deviation of the scor
     "name, warning",
     [
         ("sst2-normal", ""),
+        ("sst2-smooth", ""),
+        ("sst2-lora", ""),
         ("sst2-head", ""),  # trained before
         ("sst2-high", "learned nothing in 63 updates: the loss is 0.7"),
         ("mrpc-low", "learned nothing in 115 updates: the loss is 0.6"),
         ("mrpc-high", "learned nothing in 75 updates: the loss is 0.7"),
         ("mrpc-lora", ""),
         ("mrpc-smooth", ""),
+        ("mrpc-balanced", ""),
+        ("imbalanced", ""),
+        ("imbalanced-balanced", ""),
+        ("stsb-normal", ""),
         ("stsb-high", ""),  # it has learned the mean, which is what its metric says
-        (
-            "stsb-low",
-            "learned nothing in 100 updates: the loss is 8.6, and that of one answer for every example is 2.5",
-        ),
+        ("stsb-low", "learned nothing in 100 updates: the loss is 8.596, "),
         ("wnli", "learned nothing in 60 updates: the loss is 0.693, and that of one answer for every example is 0.693"),
         ("overfit", ""),
+        ("demo", ""),
         ("tiny", ""),
     ],
 )
@@ -212,7 +217,7 @@ def test_a_loss_that_diverges_is_said_once() -> None:
     assert watch(draw([0.05] * 100 + [0.3] * 100)) == []  # a model that was trained before
     assert watch([0.3, 0.01, 0.2, 3.0, 0.1, 2.0, 1.9]) == []  # batches of one example
     scores = prepare("score", [10, 60, 80, 90], (), ("pearson",))
-    assert watch([20.0 * step for step in range(1, 81)], scores) == []
+    assert watch([10.0 * step for step in range(1, 81)], scores) == []
     assert watch([1e6 if step % 7 == 3 else 100.0 for step in range(80)], scores) == []
     tokens = replace(CLASSES, kind="causal", vocab_size=30000)
     assert watch([0.5, *[2.0] * 79], tokens) == []  # a short answer, then usual ones
@@ -237,15 +242,15 @@ def test_a_loss_that_does_not_move_is_said_at_half_of_a_run_or_at_its_end() -> N
     [warning] = watch(draw([0.565] * 600))
     assert warning.startswith(f"300: {said}train longer, or with a higher or lower --learning-rate 2e-05, unless")
     assert watch(draw([0.565] * 600), learning_rate=1e-9, lora_rank=8)[0].endswith("1e-09 is too low, try 0.0002")
-    [warning] = watch(draw([0.565] * 600), warmup_ratio=0.25)
+    [warning] = watch(draw([0.58] * 600), warmup_ratio=0.25)
     assert warning.startswith("375: ")
-    [warning] = watch(draw([0.565] * 300))
+    [warning] = watch(draw([0.58] * 300))
     assert warning.startswith("warning: the model has learned nothing in 300 updates: ")
     assert watch(draw([0.565] * 15)) == []  # too few updates to know
     assert watch(draw([0.565] * 250 + [0.5] * 50)) == []  # begins late
     assert watch(draw([0.3] * 600)) == []  # a model that was trained before, and a rate that is too low
-    assert watch(draw([0.62] * 600), label_smoothing=0.1) != []
-    assert watch(draw([0.60] * 600), label_smoothing=0.1) == []
+    assert watch(draw([0.60] * 600), label_smoothing=0.1) != []
+    assert watch(draw([0.57] * 600), label_smoothing=0.1) == []
     assert watch(draw([0.69] * 600), class_weights="balanced") != []
     assert watch(draw([0.67] * 600), class_weights="balanced") == []
     scores = prepare("score", [10, 60, 80, 90], (), ("pearson",))
@@ -263,7 +268,7 @@ def test_a_validation_curve_that_has_turned_is_said_once() -> None:
     assert (before, after) == ([""] * 4, "")
     assert said == (
         "warning: since update 200 the model has become worse on validation rows: accuracy was 0.9000, and after "
-        "update 500 is 0.8400 (standard error 0.0202): add --save-best, or train less (--epochs 20)"
+        "update 500 is 0.8400 (standard error 0.0198): add --save-best, or train less (--epochs 20)"
     )
     assert evaluate_all([0.90, 0.88, 0.89, 0.87, 0.88]) == [""] * 5  # within the noise of 240 rows
     assert evaluate_all([0.90, 0.80, 0.90, 0.80]) == [""] * 4  # one bad evaluation is no trend

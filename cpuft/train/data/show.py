@@ -469,6 +469,8 @@ def add_baselines(summary: DataSummary, config: TrainConfig, wanted: BaselineCon
         return summary
     found, notes = list[BaselineLine](), list(summary.notes)
     try:
+        if summary.unknown_labels:
+            raise CpuftError("validation examples have labels that no training example has")
         found.append(find_baseline(config))
     except CpuftError as error:
         notes.append(f"no baseline: {error}")
