@@ -1,7 +1,8 @@
 """What fine-tuning reaches on GLUE tasks, and what cheaper ways reach: seconds, cost, accuracy and peak memory.
 
-Each way is one or two commands on all cores, timed from their start to the metric. The figures are kept in a file, from
-which the tables of docs/when-not-to-fine-tune.md are made. Started by scripts/bench-alternatives."""
+The baseline and static embeddings are timed without starting, on one core. Each other way is one or two commands on all
+cores, timed from their start to the metric. The figures are kept in a file, from which the tables of
+docs/when-not-to-fine-tune.md are made. Started by scripts/bench-alternatives."""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ INSTANCE = "c6i.4xlarge"
 PEAK_GPU, PEAK_TERAFLOPS = "T4", 65
 """A GPU, and the rate of its matrix products in fp16 by its data sheet."""
 _SEED = 42
+_UNKNOWN = "not measured"
 _COMMAND = (sys.executable, "-m", "cpuft")
 
 
@@ -98,12 +100,12 @@ class Job:
     seconds: float = 0.0
     peak_bytes: int = 0
 
-    def run(self, *command: str, **variables: str) -> str:
+    def run(self, *command: str) -> str:
         """Run a command and return what it prints. Raises CpuftError: it has failed."""
         said, log = self.folder / "said", self.folder / "log"
         start = time.perf_counter()
         with said.open("w", encoding="utf-8") as output, log.open("w", encoding="utf-8") as errors:
-            process = subprocess.Popen(command, stdout=output, stderr=errors, env=os.environ | variables)
+            process = subprocess.Popen(command, stdout=output, stderr=errors)
             _, status, usage = os.wait4(process.pid, 0)  # the usage is also that of the processes that it started
         process.returncode = os.waitstatus_to_exitcode(status)
         self.seconds += time.perf_counter() - start
@@ -127,10 +129,11 @@ class Job:
         return "--task", "files", "--train-file", str(self.train), "--validation-file", str(self.validation)
 
     def show(self, *words: str) -> float:
-        """Compute the baselines, with a cache that is empty at first; return the accuracy of the last one."""
+        """Compute baselines; return the accuracy of the last one. Its time is that of one core, without starting."""
         command = (*_COMMAND, "data", "show", *self.data, "--baseline", "--json", *words)
-        found = json.loads(self.run(*command, XDG_CACHE_HOME=str(self.folder)))
-        return float(found["baselines"][-1]["metrics"]["accuracy"])
+        found = json.loads(self.run(*command))["baselines"][-1]
+        self.seconds, self.peak_bytes = float(found["seconds"]), 0
+        return float(found["metrics"]["accuracy"])
 
     def fine_tune(self, *words: str) -> float:
         """Train a classifier; return its accuracy."""
@@ -150,8 +153,6 @@ def run_baseline(job: Job) -> float:
 
 def run_static(job: Job) -> float:
     """Fit a linear model on static embeddings."""
-    job.show()  # the command below finds the baseline in the cache, so that it is not measured
-    job.seconds, job.peak_bytes = 0.0, 0
     return job.show("--static-model", job.options.static_model)
 
 
@@ -296,17 +297,22 @@ def format_alternatives(kept: dict[str, Any]) -> str:
     lines = [["data", "way", "labels", "seconds", "US cents", "accuracy (95 % interval)", "peak memory"]]
     lines.append(["---"] * len(lines[0]))
     found = {(one["task"], one["way"]): one for one in kept["figures"]}
+    shown = [way for way in WAYS if any(name == way for _, name in found)]
     for task, (title, _) in DATA.items():
-        ways = [found[task, way] for way in WAYS if (task, way) in found]
-        if ways:
-            lines.append([title, "always the largest class", "", "", "", f"{ways[0]['largest_class']:.3f}", ""])
-        for one in ways:
-            cents = 100 * _price_hour(kept) * one["seconds"] / 3600
-            accuracy = f"{one['accuracy']:.3f} ({one['least']:.3f} to {one['most']:.3f})"
-            memory = f"{one['peak_bytes'] / 2**30:.1f} GB"
-            seconds = f"{one['seconds']:.0f}"
-            lines.append(["", WAYS[one["way"]].title, str(one["labels"]), seconds, f"{cents:.2f}", accuracy, memory])
+        largest = next((one["largest_class"] for (name, _), one in found.items() if name == task), None)
+        lines.append([title, "always the largest class", "", "", "", f"{largest:.3f}" if largest else _UNKNOWN, ""])
+        lines += [["", WAYS[way].title, *_format_cells(found.get((task, way)), _price_hour(kept))] for way in shown]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _format_cells(one: dict[str, Any] | None, hour: float) -> list[str]:
+    if one is None:
+        return ["", "", "", _UNKNOWN, ""]
+    cents = 100 * hour * one["seconds"] / 3600
+    seconds = f"{one['seconds']:.1f}" if one["seconds"] < 10 else f"{one['seconds']:.0f}"
+    accuracy = f"{one['accuracy']:.3f} ({one['least']:.3f} to {one['most']:.3f})"
+    memory = f"{one['peak_bytes'] / 2**30:.1f} GB" if one["peak_bytes"] else ""
+    return [str(one["labels"]), seconds, f"{cents:.2g}", accuracy, memory]
 
 
 def format_machine(kept: dict[str, Any]) -> str:
