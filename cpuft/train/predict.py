@@ -407,8 +407,9 @@ def _compute_predictions(
         outputs[suffix] = compute_outputs(model, objective, tokens, size, run.ranks, precision.name)
         if splits[suffix].has_labels:
             labelled = tag_tokens(tokens, splits[suffix]) if prepared.kind == "tags" else tokens
-            reduced = objective.reduce_outputs(outputs[suffix])
-            reduced = shift(reduced, threshold) if prepared.kind == "labels" else reduced
+            reduced: Any = objective.reduce_outputs(outputs[suffix])
+            if prepared.kind == "labels":
+                reduced = shift(reduced, threshold)
             found = objective.compute_metrics(reduced, labelled)
             metrics |= {name + suffix: value for name, value in found.items()}
             if not suffix:  # as at the end of a run

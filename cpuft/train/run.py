@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,26 +20,21 @@ from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import choose_precision
 from cpuft.judge.baseline import KINDS
-from cpuft.judge.predictions import FILE_NAME, read_predictions
-from cpuft.judge.tables import describe_judgement
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.world import parse_world
 from cpuft.record import (
     EarlierMeasurements,
     Header,
+    Line,
     RecordedRank,
     Writer,
     describe_products,
-    format_baseline,
     format_line,
 )
 from cpuft.serialization import load, parse_json
-from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
 from cpuft.train.baseline_process import BaselineProcess
 from cpuft.train.checkpoint.files import FOLDER, remove_all
-from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
-from cpuft.train.checkpoint.model_card import write_model_card
 from cpuft.train.checkpoint.policy import (
     Checkpoints,
     CheckpointWriter,
@@ -67,9 +60,9 @@ from cpuft.train.ranks import (
     prove_equal_parameters,
     share_random_weights,
 )
-from cpuft.train.reporter import Progress, RunReporter, make_footer, make_header, make_resumed_line
-from cpuft.train.run_warnings import RunWatch, find_early_warnings, find_last_warning
-from cpuft.train.saved_predictions import save_predictions
+from cpuft.train.reporter import Progress, RunReporter, make_header, make_resumed_line
+from cpuft.train.results import save_results
+from cpuft.train.run_warnings import RunWatch, find_early_warnings
 from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
 from cpuft.train.tracking import TrackerProcess
@@ -142,7 +135,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         checkpoints, done = begin(reporter, setup, worker, header, stack)
         if world.rank == 0:
             watch = RunWatch(setup.config, prepared, setup.updates, setup.global_batch, setup.best_metric)
-            for line in (*reporter.earlier_steps, *reporter.earlier_evaluations):
+            earlier_lines: list[Line] = [*reporter.earlier_steps, *reporter.earlier_evaluations]
+            for line in earlier_lines:
                 watch.add(line)  # what it warns of was shown before the run was resumed
             reporter.watch = watch
         if reporter.record and not worker.independent:
@@ -160,32 +154,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         # Train, then save the model and finish the record.
         train = train_independently if worker.independent else train_and_evaluate
         result = train(setup, reporter, checkpoints, done)
-        peak_memory = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
-        with wait_for_disks(), setup.exchange.full_weights():
-            if reporter.record and config.save_model and not worker.independent:
-                source = config.tokenizer or config.model
-                # sentence-transformers loads whole models.
-                merged = config.lora_merge or prepared.kind in SENTENCE_TRANSFORMERS_KINDS
-                save_model(model, source, worker.run_dir, merged, prepared.tokenizer, objective.finish_folder)
-            if reporter.record and result.evaluation and result.predictions:
-                folder = Path(worker.run_dir)
-                kept = result.predictions
-                if warning := save_predictions(folder, config, prepared, result.evaluation, kept):
-                    progress.show(warning)
-            found = baseline.finish() if baseline else None
-            if reporter.record and found:
-                progress.show_result(format_baseline(found))
-                reporter.record.write(found)
-        if reporter.record:
-            footer = make_footer(result, peak_memory, time.perf_counter() - started)
-            if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
-                write_model_card(folder, header, result.evaluation, footer, found)
-            reporter.record.write(footer)
-            show_judgement(Path(worker.run_dir), progress)
-        if reporter.watch:
-            simple = found.metrics if found else None
-            if last := find_last_warning(reporter.watch, objective, result.evaluation, result.predictions, simple):
-                progress.show(last)
+        save_results(setup, reporter, worker, header, result, baseline, started)
         finish(checkpoints, worker, world.local_rank)
         if result.difference:
             saved = "the model of rank 0 was saved" if config.save_model else "no model was to be saved"
@@ -247,20 +216,6 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
     # Where the launcher still has to fetch the results, the checkpoints stay until it has.
     if worker.run_dir and local_rank == 0 and not worker.keep_checkpoints:
         remove_all(Path(worker.run_dir, FOLDER))
-
-
-def show_judgement(folder: Path, progress: Progress) -> None:
-    """Show where the saved model fails, if there are predictions. Whatever goes wrong, the run is complete."""
-    if not (folder / FILE_NAME).is_file():
-        return
-    try:
-        from cpuft.judge.metrics import judge  # imports SciPy, for which no rank should wait at its start
-
-        for line in describe_judgement(judge(read_predictions(str(folder)))):
-            progress.show_result(line)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        progress.show(f"warning: where the model fails could not be found out ({reason}): the run is complete")
 
 
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:

@@ -127,7 +127,7 @@ def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
         return float(np.mean(_entropies(np.stack([shares, 1 - shares]))))
     if prepared.kind not in ("class", "tags"):
         return math.nan
-    shares = _count_classes(labels, len(prepared.labels)) / max(1, np.count_nonzero(labels != UNTAGGED))
+    shares = _count_classes(labels, len(prepared.labels)) / max(1, int(np.count_nonzero(labels != UNTAGGED)))
     weights = np.asarray(find_class_weights(config.class_weights, prepared) or [1.0] * len(shares))
     # With smoothing s, the target of each example is 1 - s for its class, and s / classes for every class.
     smoothed = (1 - config.label_smoothing) * shares + config.label_smoothing / len(shares)
@@ -373,13 +373,15 @@ def find_result_warning(
         return f"warning: the model hardly tells the rows apart, as {rows}: {advice}"
     if config.class_weights:  # they ask for a model that gives up some accuracy, in order to find rare classes
         return ""
-    others = {f"{answer} for every row": found for answer, found in list(constant.items())[:1]}
-    for other, found in (others | ({"the baseline": baseline} if baseline else {})).items():
-        if name := _find_hardly_better(prepared, metrics, found):
+    others: dict[str, Mapping[str, float]] = {f"{answer} for every row": constant[answer] for answer in [*constant][:1]}
+    if baseline:
+        others["the baseline"] = baseline
+    for other, others_metrics in others.items():
+        if name := _find_hardly_better(prepared, metrics, others_metrics):
             error = find_standard_error(prepared, name, metrics[name])
             return (
                 f"warning: the model is not clearly better than {other}: {name} {metrics[name]:.4f} (standard error "
-                f"{error:.4f}) against {found[name]:.4f}: {advice}"
+                f"{error:.4f}) against {others_metrics[name]:.4f}: {advice}"
             )
     return ""
 

@@ -7,7 +7,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner, Result
 
 from cpuft.cli import cli
@@ -15,8 +14,6 @@ from cpuft.judge.metrics import judge
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, write_predictions
 from cpuft.record import EvaluationLine
 from cpuft.report.judgement import judgement_to_json
-from cpuft.train.reporter import Progress
-from cpuft.train.run import show_judgement
 from tests.judge.made import make_classes, make_five_classes
 from tests.records import make_record
 from tests.report.test_comparison import write_record
@@ -75,21 +72,3 @@ def test_a_run_is_shown_without_predictions_that_are_not_its_own(tmp_path: Path)
     columns = {name: made.table[name] for name in made.table.column_names if name != "prediction"}
     write_predictions(run, made.about, columns)
     assert "cannot be judged" in report(str(run)).stderr
-
-
-def test_a_run_that_has_trained_ends_well_whatever_its_predictions_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    progress = Progress("log", 0)
-    show_judgement(tmp_path, progress)
-    assert capsys.readouterr() == ("", "")
-    made = make_five_classes()
-    write_predictions(tmp_path, made.about, {"split": [""], "label": ["complaint"]})
-    show_judgement(tmp_path, progress)
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("warning: where the model fails could not be found out (")
-    assert error.count("\n") == 1
-    write_predictions(tmp_path, made.about, {name: made.table[name] for name in made.table.column_names})
-    show_judgement(tmp_path, progress)
-    assert "praise (159)" in capsys.readouterr().out

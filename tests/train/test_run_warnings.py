@@ -132,7 +132,7 @@ def test_the_loss_of_one_answer_is_that_of_torch(weights: str, smoothing: float)
             logits.expand(len(labels), 3), labels, numbers, label_smoothing=smoothing
         )
 
-    optimizer = torch.optim.LBFGS([logits], max_iter=100, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+    optimizer: Any = torch.optim.LBFGS([logits], max_iter=100, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
 
     def closure() -> float:
         optimizer.zero_grad()

@@ -1,0 +1,76 @@
+"""What a run leaves when its training is complete: model, predictions, end of the record, and how good the model is."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+from cpuft.config.train import WorkerConfig
+from cpuft.judge.predictions import FILE_NAME, read_predictions
+from cpuft.judge.tables import describe_judgement
+from cpuft.record import Header, format_baseline
+from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
+from cpuft.train.baseline_process import BaselineProcess
+from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
+from cpuft.train.checkpoint.model_card import write_model_card
+from cpuft.train.checkpoint.policy import wait_for_disks
+from cpuft.train.ranks import gather
+from cpuft.train.reporter import Progress, RunReporter, TrainingResult, make_footer
+from cpuft.train.run_warnings import find_last_warning
+from cpuft.train.saved_predictions import save_predictions
+from cpuft.train.setup import TrainingSetup
+
+
+def save_results(
+    setup: TrainingSetup,
+    reporter: RunReporter,
+    worker: WorkerConfig,
+    header: Header,
+    result: TrainingResult,
+    baseline: BaselineProcess | None,
+    started: float,
+) -> None:
+    """Save the model and its predictions, finish the record, and show how good the model is. Collective."""
+    config, prepared, objective, folder = setup.config, setup.prepared, setup.objective, Path(worker.run_dir)
+    progress = reporter.progress
+    peak_memory = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    with wait_for_disks(), setup.exchange.full_weights():
+        if reporter.record and config.save_model and not worker.independent:
+            source = config.tokenizer or config.model
+            # sentence-transformers loads whole models.
+            merged = config.lora_merge or prepared.kind in SENTENCE_TRANSFORMERS_KINDS
+            save_model(setup.model, source, worker.run_dir, merged, prepared.tokenizer, objective.finish_folder)
+        warning = ""
+        if reporter.record and result.evaluation and result.predictions:
+            warning = save_predictions(folder, config, prepared, result.evaluation, result.predictions)
+        found = baseline.finish() if baseline else None
+    if warning:
+        progress.show(warning)
+    if reporter.record:
+        if found:
+            progress.show_result(format_baseline(found))
+            reporter.record.write(found)
+        footer = make_footer(result, peak_memory, time.perf_counter() - started)
+        if (folder / MODEL_DIR).is_dir() and result.evaluation:
+            write_model_card(folder / MODEL_DIR, header, result.evaluation, footer, found)
+        reporter.record.write(footer)
+        show_judgement(folder, progress)
+    if reporter.watch:
+        simple = found.metrics if found else None
+        if last := find_last_warning(reporter.watch, objective, result.evaluation, result.predictions, simple):
+            progress.show(last)
+
+
+def show_judgement(folder: Path, progress: Progress) -> None:
+    """Show where the saved model fails, if there are predictions. Whatever goes wrong, the run is complete."""
+    if not (folder / FILE_NAME).is_file():
+        return
+    try:
+        from cpuft.judge.metrics import judge  # imports SciPy, for which no rank should wait at its start
+
+        for line in describe_judgement(judge(read_predictions(str(folder)))):
+            progress.show_result(line)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        progress.show(f"warning: where the model fails could not be found out ({reason}): the run is complete")
