@@ -66,15 +66,16 @@ def find_embedding_model(name: str) -> str:
 
 
 def read_form(source: str, pooling: str = "") -> EmbeddingForm:
-    """Return how a model of `find_model` makes embeddings, from the files of sentence-transformers beside it.
+    """Return how a model of `find_model`, a folder or hub name, makes embeddings, from its sentence-transformers files.
 
     A model without these files gets the form that sentence-transformers gives to one: the mean of its hidden states. An
-    empty `pooling` is the model's own. Raises CpuftError: a file is damaged, or cpuft cannot compute the form.
+    empty `pooling` is the model's own. Raises CpuftError: a file is damaged or cannot be fetched, or cpuft cannot
+    compute the form.
     """
     modules = _read(source, _MODULES, list[dict[str, Any]])
     if modules is None:
         return EmbeddingForm(pooling or "mean")
-    found, normalize = "mean", False
+    found, normalize = pooling or "mean", False
     for module in modules:
         name = str(module.get("type", "")).rpartition(".")[2]
         if name == "Pooling":
@@ -141,12 +142,18 @@ def _read(source: str, name: str, kind: type[Any]) -> Any:
     """Return the JSON value of a model's file, or None without such a file; raise CpuftError if it is damaged."""
     path = Path(source, name)
     if not Path(source).is_dir():
+        from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
         from transformers.utils import cached_file
 
-        find_hub_problem()
+        problem = find_hub_problem()
         found = cached_file(
             source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
+        if found is None and problem and try_to_load_from_cache(source, name) is not _CACHED_NO_EXIST:
+            raise CpuftError(
+                f"cpuft cannot find out how the model {source} makes embeddings, because {problem} and {name} is not "
+                f"in its cache: download the whole model where there is internet, and name its folder"
+            )
         if found is None:
             return None
         path = Path(found)

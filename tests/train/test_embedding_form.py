@@ -38,6 +38,22 @@ def test_the_form_of_a_model_is_read_and_written(tmp_path: Path) -> None:
     write_form(tmp_path, other, 128)
     assert read_form(str(tmp_path)) == other
     assert read_form(str(tmp_path), "mean").pooling == "mean"
+    (tmp_path / "modules.json").write_text(json.dumps(FILES["modules.json"][:1]))
+    assert read_form(str(tmp_path), "lasttoken").pooling == "lasttoken"
+
+
+def test_without_the_hub_only_files_that_are_known_to_be_missing_count_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--a--b/refs").mkdir(parents=True)
+    (tmp_path / "models--a--b/refs/main").write_text("0123")
+    with pytest.raises(CpuftError, match=r"how the model a/b makes embeddings, because HF_HUB_OFFLINE forbids"):
+        read_form("a/b")
+    (tmp_path / "models--a--b/.no_exist/0123").mkdir(parents=True)
+    (tmp_path / "models--a--b/.no_exist/0123/modules.json").touch()
+    assert read_form("a/b") == EmbeddingForm()
 
 
 @pytest.mark.parametrize(

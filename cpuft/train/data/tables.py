@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -188,8 +189,9 @@ def get_suffix(path: Path) -> str:
 
 def _name_columns(columns: list[str]) -> list[str]:
     """Return the columns. Those of one name get their place in it, so that none is taken for the other."""
+    times = Counter(columns)
     return [
-        f"{name} (column {number})" if name and columns.count(name) > 1 else name
+        f"{name} (column {number})" if name and times[name] > 1 else name
         for number, name in enumerate(columns, start=1)
     ]
 
