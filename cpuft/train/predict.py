@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cpuft.config.fields import option_names, parse_arguments
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, describe_error
 from cpuft.files import refuse_special
 from cpuft.hardware import Precision, choose_precision
 from cpuft.judge.predictions import FILE_NAME, About, RunPredictions
@@ -442,8 +442,7 @@ def _describe_failures(
         about = About(prepared.kind, prepared.labels, metrics, "", 0)
         return describe_judgement(judge(RunPredictions(about, table)), is_run=False)
     except Exception as error:  # the predictions are worth more than what is said of them
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        return [f"warning: where the model fails could not be found out ({reason})"]
+        return [f"warning: where the model fails could not be found out ({describe_error(error)})"]
 
 
 def number_words(examples: Examples) -> Examples:
