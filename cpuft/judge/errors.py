@@ -14,7 +14,7 @@ from cpuft.errors import CpuftError, counted, escape_controls, install_command
 from cpuft.judge.contradictions import MOST_CHARACTERS, find_contradictions
 from cpuft.judge.predictions import FILE_NAME, RunPredictions
 from cpuft.judge.ranking import LEAST_RELEVANT, measure_queries
-from cpuft.judge.wrong_labels import name_opposites, rank_labels, read_classes, read_probabilities
+from cpuft.judge.wrong_labels import name_opposites, rank_labels
 from cpuft.terminal import WIDTH
 
 _COLUMNS = {
@@ -130,8 +130,8 @@ def _rate(predictions: RunPredictions) -> _Rating:
         is_wrong = predictions.column("label") != predictions.column("prediction")
         return _sort("probability", predictions.column("confidence"), is_wrong)
     if kind == "labels" and "probabilities" in table.column_names:
-        is_label, is_predicted = (read_classes(predictions, name) for name in ("label", "prediction"))
-        probabilities = read_probabilities(predictions)
+        is_label, is_predicted = (predictions.mark_classes(name) for name in ("label", "prediction"))
+        probabilities = predictions.probabilities()
         wrong = np.where(is_label == is_predicted, -1.0, np.where(is_predicted, probabilities, 1 - probabilities))
         shown = name_opposites(predictions.about.classes, wrong.argmax(1), is_label)
         return _sort("probability", wrong.max(1), (is_label != is_predicted).any(1), shown)

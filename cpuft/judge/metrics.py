@@ -231,7 +231,7 @@ def _estimate(sample: _Sample) -> list[Estimate]:
 
 def _use_classes(predictions: RunPredictions) -> _Units:
     """Return the units of rows with one class each."""
-    labels, found = _number_classes(predictions)
+    labels, found = (predictions.number_classes(name) for name in ("label", "prediction"))
     known = np.union1d(labels, found)
     labels, found = np.searchsorted(known, labels), np.searchsorted(known, found)
     positive = np.flatnonzero(known == 1) if len(predictions.about.classes) == 2 else None
@@ -250,15 +250,6 @@ def _use_classes(predictions: RunPredictions) -> _Units:
 
     classes = tuple(predictions.about.classes[number] for number in known)
     return _Units(len(labels), names, select, classes)
-
-
-def _number_classes(predictions: RunPredictions) -> tuple[Indices, Indices]:
-    numbers = {name: number for number, name in enumerate(predictions.about.classes)}
-    labels, found = (
-        np.fromiter(map(numbers.__getitem__, predictions.column(name)), np.int64, len(predictions.table))
-        for name in ("label", "prediction")
-    )
-    return labels, found
 
 
 def _use_labels(predictions: RunPredictions) -> _Units:

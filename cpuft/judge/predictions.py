@@ -12,7 +12,9 @@ from cpuft.files import write_atomically
 from cpuft.serialization import load, parse_json
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow
+    from numpy.typing import NDArray
 
 FILE_NAME = "predictions.parquet"
 MOST_PROBABILITIES = 100
@@ -65,6 +67,29 @@ class RunPredictions:
     def column(self, name: str) -> Any:
         """Return a column as a NumPy array of numbers, or of Python objects (strings and lists)."""
         return self.table.column(name).to_numpy()
+
+    def number_classes(self, name: str) -> NDArray[np.int64]:
+        """Return the numbers of the classes in a column of the kind class, shape (rows,)."""
+        import numpy as np
+
+        numbers = {label: number for number, label in enumerate(self.about.classes)}
+        return np.asarray([numbers[label] for label in self.column(name)], np.int64)
+
+    def mark_classes(self, name: str) -> NDArray[np.bool_]:
+        """Return which classes a column of the kind labels has in each row, shape (rows, classes)."""
+        import numpy as np
+
+        numbers = {label: number for number, label in enumerate(self.about.classes)}
+        marks = np.zeros((len(self.table), len(numbers)), bool)
+        for row, labels in enumerate(self.column(name)):
+            marks[row, [numbers[label] for label in labels]] = True
+        return marks
+
+    def probabilities(self) -> NDArray[np.float32]:
+        """Return the probabilities of all classes, in an array of its own of shape (rows, classes)."""
+        values: Any = self.table.column("probabilities").combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        array: NDArray[np.float32] = values.astype("float32").reshape(len(self.table), len(self.about.classes))
+        return array
 
 
 def write_predictions(folder: Path, about: About, columns: dict[str, Any]) -> None:

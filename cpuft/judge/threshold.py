@@ -33,16 +33,12 @@ def find_threshold(run: str) -> Threshold:
     import numpy as np
 
     found = read_predictions(run)
-    classes, table = found.about.classes, found.table
-    if found.about.kind != "labels" or len(classes) > MOST_PROBABILITIES:
+    if found.about.kind != "labels" or len(found.about.classes) > MOST_PROBABILITIES:
         raise CpuftError(f"{run}/{FILE_NAME} has no probabilities of several labels: give a threshold with --threshold")
     try:
-        flat = table.column("probabilities").combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        probabilities = flat.reshape(len(table), len(classes)).astype(np.float64)
-        numbers = {name: number for number, name in enumerate(classes)}
-        truth = np.zeros(probabilities.shape, bool)
-        for row, labels in enumerate(table.column("label").to_pylist()):
-            truth[row, [numbers[label] for label in labels]] = True
+        truth, probabilities = found.mark_classes("label"), found.probabilities().astype(np.float64)
+        if not np.isfinite(probabilities).all():
+            raise ValueError("not all probabilities are numbers")
     except Exception as error:  # PyArrow and NumPy raise many kinds of errors
         raise CpuftError(f"{run}/{FILE_NAME} is damaged ({error!r:.100}): fetch or train the run again") from None
     return choose_threshold(truth, probabilities)

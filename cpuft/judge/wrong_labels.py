@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,15 +46,12 @@ def rank_labels(predictions: RunPredictions) -> LabelRanking | None:
 
 
 def _rank_classes(predictions: RunPredictions, has_probabilities: bool) -> LabelRanking:
-    numbers = {name: number for number, name in enumerate(predictions.about.classes)}
-    labels, predicted = (
-        np.asarray([numbers[label] for label in predictions.table.column(name).to_pylist()], np.int64)
-        for name in ("label", "prediction")
-    )
+    count = len(predictions.about.classes)
+    labels, predicted = (predictions.number_classes(name) for name in ("label", "prediction"))
     own, others = (predictions.column(name).astype(np.float64) for name in ("label_probability", "confidence"))
-    thresholds = _divide(np.bincount(labels, own, len(numbers)), np.bincount(labels, minlength=len(numbers)))
+    thresholds = _divide(np.bincount(labels, own, count), np.bincount(labels, minlength=count))
     if has_probabilities:
-        probabilities = read_probabilities(predictions)
+        probabilities = predictions.probabilities()
         is_likely = probabilities >= thresholds
         likely = np.where(is_likely, probabilities, -1.0).argmax(1)
         is_wrong = is_likely.any(1) & (likely != labels) & (predicted != labels)
@@ -67,7 +65,7 @@ def _rank_classes(predictions: RunPredictions, has_probabilities: bool) -> Label
 
 
 def _rank_several_labels(predictions: RunPredictions) -> LabelRanking:
-    probabilities, is_label = read_probabilities(predictions), read_classes(predictions, "label")
+    probabilities, is_label = predictions.probabilities(), predictions.mark_classes("label")
     own = np.where(is_label, probabilities, 1 - probabilities)
     yes, no = (_divide(own.sum(0, np.float64, where=mask), mask.sum(0)) for mask in (is_label, ~is_label))
     is_wrong = (1 - own >= np.where(is_label, no, yes)) & (own < 0.5)
@@ -77,26 +75,9 @@ def _rank_several_labels(predictions: RunPredictions) -> LabelRanking:
     return LabelRanking(np.lexsort((own, ~has_wrong)), int(has_wrong.sum()), own, likely)
 
 
-def _divide(sums: NDArray[np.float64], counts: NDArray[Any]) -> NDArray[np.float64]:
+def _divide(sums: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return means, less what rounding may make of them; of nothing infinity, which no probability reaches."""
     return np.where(counts > 0, sums / np.maximum(counts, 1) - _ROUNDING, np.inf)
-
-
-def read_probabilities(predictions: RunPredictions) -> NDArray[np.float32]:
-    """Return the probabilities of all classes, in an array of its own of shape (rows, classes)."""
-    column = predictions.table.column("probabilities").combine_chunks()
-    values: NDArray[np.float32] = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
-    return values.reshape(len(column), len(predictions.about.classes))
-
-
-def read_classes(predictions: RunPredictions, name: str) -> NDArray[np.bool_]:
-    """Return which classes a column with lists of them has in each row, shape (rows, classes)."""
-    numbers = {label: number for number, label in enumerate(predictions.about.classes)}
-    rows = predictions.table.column(name).to_pylist()
-    found = np.zeros((len(rows), len(numbers)), bool)
-    for row, labels in enumerate(rows):
-        found[row, [numbers[label] for label in labels]] = True
-    return found
 
 
 def name_opposites(classes: Sequence[str], places: NDArray[np.int64], is_label: NDArray[np.bool_]) -> list[str]:

@@ -122,12 +122,12 @@ def _read(config: TrainConfig) -> TaskData:
     """Read the rows of a task. Raises CpuftError: it has no baseline, or the rows cannot be read."""
     kind = find_task(config.task, config.causal).kind
     if kind not in KINDS:
-        raise CpuftError(f"there is none for --task {config.task}")
+        raise CpuftError(f"--task {config.task} has none")
     if kind == "pairs":
         config = replace(config, hard_negatives=0)  # only training rows have them, and finding them needs a model
     data = read_task_data(config, check_labels=False)
     if data.task.kind in ("class", "labels") and len(data.task.labels) > MOST_CLASSES:
-        raise CpuftError(f"it is for up to {MOST_CLASSES} classes, and there are {len(data.task.labels):,}")
+        raise CpuftError(f"it is for at most {MOST_CLASSES} classes, and there are {len(data.task.labels):,}")
     return replace(data, train=data.train.first(config.max_train_samples))
 
 
@@ -196,7 +196,7 @@ def _search(data: TaskData) -> dict[str, float]:
     """Return the metrics of BM25 among the documents of the validation split."""
     split, names = data.validation[""].load(), data.task.metrics
     if sum(map(len, split.list_texts())) > _MOST_CHARACTERS:
-        raise CpuftError(f"it searches among texts of up to {_MOST_CHARACTERS:,} characters, and there are more")
+        raise CpuftError(f"it searches among texts of at most {_MOST_CHARACTERS:,} characters, and these have more")
     if isinstance(split, RetrievalExamples):
         queries, documents = split.queries, [text for (text,) in split.texts[len(split.queries) :]]
         bm25 = Bm25(documents)

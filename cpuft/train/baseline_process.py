@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,10 +50,10 @@ class BaselineProcess:
             process = self._process or self._start()
             with suppress(subprocess.TimeoutExpired):
                 return _read_result(process.communicate(timeout=_QUIET_SECONDS)[0], process.returncode)
-            self._say(f"waiting for the baseline, at most {_WAIT_SECONDS:.0f} s")
+            self._say(f"waiting for the baseline, at most {_WAIT_SECONDS:.0f} s more")
             return _read_result(process.communicate(timeout=_WAIT_SECONDS)[0], process.returncode)
         except subprocess.TimeoutExpired:
-            self._say(f"no baseline: it was not ready {_WAIT_SECONDS:.0f} s after the training")
+            self._say(f"no baseline: it was not ready {_QUIET_SECONDS + _WAIT_SECONDS:.0f} s after the training")
         except Exception as error:
             self._say(f"no baseline: {error}")
         return None
@@ -78,13 +79,17 @@ class BaselineProcess:
     ) -> None:
         if self._process and self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # it may read a disk that does not answer
+                self._process.wait(_QUIET_SECONDS)
 
 
 def _read_result(text: str, code: int) -> Baseline:
     """Return the baseline that the process has printed. Raises ValueError, with the reason: it has printed none."""
     if not text.strip():
-        raise ValueError(f"its process ended with exit code {code}")
+        reason = (
+            "was killed, probably because memory ran out" if code == -signal.SIGKILL else f"ended with exit code {code}"
+        )
+        raise ValueError(f"its process {reason}")
     found = load(dict[str, Any], parse_json(text))
     if "error" in found:
         raise ValueError(load(str, found["error"]))

@@ -43,30 +43,20 @@ class KeptPredictions:
             self.problem = repr(error)
 
 
-def drop_predictions(kept: dict[int, KeptPredictions], best: EvaluationLine | None) -> None:
-    """Drop the predictions of all updates but that of the best evaluation."""
-    for step in kept.keys() - ({best.step} if best else set()):
-        del kept[step]
-
-
-def evaluate(setup: TrainingSetup, step: int, kept: dict[int, KeptPredictions] | None = None) -> EvaluationLine:
+def evaluate(setup: TrainingSetup, step: int, kept: KeptPredictions | None = None) -> EvaluationLine:
     """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective. The model is
-    in training mode afterwards.
-
-    `kept` gets the predictions of this update, in place of earlier ones; the keys are the same on all ranks.
+    in training mode afterwards. `kept` gets the predictions.
     """
-    start, found_predictions = time.perf_counter(), KeptPredictions()
+    start = time.perf_counter()
     setup.model.eval()
     metrics: dict[str, float] = {}
     for suffix, tokens in setup.prepared.validation.items():
         parts = _predict_on_all_ranks(setup, tokens)
-        keep = partial(found_predictions.add, suffix) if kept is not None else None
+        keep = partial(kept.add, suffix) if kept is not None else None
         compute = None if parts is None else partial(_compute_metrics, setup.objective, parts, tokens, keep)
         found = _run_on_first(compute, setup.config.comm_timeout / 2)
         metrics |= {name + suffix: value for name, value in found.items()}
     setup.model.train()
-    if kept is not None:
-        kept[step] = found_predictions
     examples = sum(len(tokens) for tokens in setup.prepared.validation.values())
     return EvaluationLine(step, metrics, examples, time.perf_counter() - start)
 

@@ -21,7 +21,7 @@ from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.checkpoint.policy import Checkpoints, Requests, TrainingInterrupted
 from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
-from cpuft.train.evaluate import KeptPredictions, drop_predictions, evaluate, find_best, should_stop_early
+from cpuft.train.evaluate import KeptPredictions, evaluate, find_best, should_stop_early
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
 from cpuft.train.passes import Clock
 from cpuft.train.ranks import compare_parameters, gather, gather_numbers, prove_equal_parameters
@@ -47,14 +47,6 @@ def train_and_evaluate(
     """
     config, exchange, updates = setup.config, setup.exchange, setup.updates
     steps, evaluations = list[StepLine](), list(reporter.earlier_evaluations)
-    predictions = dict[int, KeptPredictions]()
-
-    def evaluate_after(update: int) -> None:
-        # At most two sets of predictions are in memory: those of the best evaluation, and those of the last one.
-        drop_predictions(predictions, find_best(evaluations, setup.best_metric) if config.save_best else None)
-        evaluations.append(evaluate(setup, update, predictions))
-        reporter.add(evaluations[-1])
-
     stops = partial(should_stop_early, evaluations, setup.best_metric, config.early_stopping)
     try:
         # A resumed run may have stopped early already.
@@ -67,7 +59,8 @@ def train_and_evaluate(
                 take_traffic()  # the bytes of this check belong to no step
             if _evaluates_after(setup, line.step):
                 with exchange.common_weights():
-                    evaluate_after(line.step)
+                    evaluations.append(evaluate(setup, line.step))
+                    reporter.add(evaluations[-1])
                     reporter.progress.show_evaluation(evaluations[-1], setup.best_metric)
                     if config.save_best and find_best(evaluations, setup.best_metric) is evaluations[-1]:
                         checkpoints.write(line.step, is_best=True)
@@ -85,16 +78,20 @@ def train_and_evaluate(
         checksum, difference = compare_parameters(setup.model, "after the last step")
     # The last update may have been evaluated before it ended the training early. With --sync-every, the parameters of
     # that evaluation were the exact mean, and those of now have been rounded to be sent.
+    predictions, predicted_step = KeptPredictions(), -1
     if not evaluations or evaluations[-1].step != last or config.sync_every > 1:
         _show_evaluation_start(setup, reporter)
-        evaluate_after(last)
+        evaluations.append(evaluate(setup, last, predictions))
+        reporter.add(evaluations[-1])
+        predicted_step = last
     saved = restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
     if saved is not evaluations[-1]:
         with exchange.full_weights():
             checksum, difference = compare_parameters(
                 setup.model, "after the weights of the best evaluation were restored"
             )
-    if setup.prepared.rows and saved.step not in predictions:  # those from before the run was resumed are gone
+    if setup.prepared.rows and saved.step != predicted_step:
+        predictions = KeptPredictions()
         _show_evaluation_start(setup, reporter)
         evaluations.append(evaluate(setup, saved.step, predictions))
         if evaluations[-1].metrics != saved.metrics:  # on another number of ranks, products are rounded differently
@@ -109,7 +106,7 @@ def train_and_evaluate(
         evaluation_seconds=sum(line.seconds for line in evaluations),
         saved_step=0 if saved.step == last else saved.step,
         difference=difference,
-        predictions=predictions.get(saved.step),
+        predictions=predictions,
     )
 
 

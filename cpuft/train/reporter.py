@@ -170,7 +170,7 @@ class TrainingResult:
     difference: str = ""
     """How the ranks' parameters differ at the end; empty if they are equal, or if ranks trained independently."""
     predictions: KeptPredictions | None = None
-    """Those of `evaluation`, on rank 0; None if ranks trained independently, or examples have no rows."""
+    """Those of `evaluation`, on rank 0 and only if examples have rows; None if ranks trained independently."""
 
 
 class RunReporter:

@@ -31,35 +31,39 @@ def save_results(
     baseline: BaselineProcess | None,
     started: float,
 ) -> None:
-    """Save the model and its predictions, finish the record, and show how good the model is. Collective."""
+    """Save the model and its predictions, finish the record, and show how good the model is. Collective.
+
+    The baseline is waited for when the record is complete: whoever loses the host then has a finished run.
+    """
     config, prepared, objective, folder = setup.config, setup.prepared, setup.objective, Path(worker.run_dir)
-    progress = reporter.progress
+    progress, record, evaluation = reporter.progress, reporter.record, result.evaluation
     peak_memory = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
-    with wait_for_disks(), setup.exchange.full_weights():
-        if reporter.record and config.save_model and not worker.independent:
-            source = config.tokenizer or config.model
-            # sentence-transformers loads whole models.
-            merged = config.lora_merge or prepared.kind in SENTENCE_TRANSFORMERS_KINDS
-            save_model(setup.model, source, worker.run_dir, merged, prepared.tokenizer, objective.finish_folder)
-        warning = ""
-        if reporter.record and result.evaluation and result.predictions:
-            warning = save_predictions(folder, config, prepared, result.evaluation, result.predictions)
-        found = baseline.finish() if baseline else None
-    if warning:
-        progress.show(warning)
-    if reporter.record:
-        if found:
-            progress.show_result(format_baseline(found))
-            reporter.record.write(found)
-        footer = make_footer(result, peak_memory, time.perf_counter() - started)
-        if (folder / MODEL_DIR).is_dir() and result.evaluation:
-            write_model_card(folder / MODEL_DIR, header, result.evaluation, footer, found)
-        reporter.record.write(footer)
-        show_judgement(folder, progress)
-    if reporter.watch:
-        simple = found.metrics if found else None
-        if last := find_last_warning(reporter.watch, objective, result.evaluation, result.predictions, simple):
-            progress.show(last)
+    with wait_for_disks():  # the other ranks also wait here until rank 0 has judged the model
+        with setup.exchange.full_weights():
+            if record and config.save_model and not worker.independent:
+                source = config.tokenizer or config.model
+                # sentence-transformers loads whole models.
+                merged = config.lora_merge or prepared.kind in SENTENCE_TRANSFORMERS_KINDS
+                save_model(setup.model, source, worker.run_dir, merged, prepared.tokenizer, objective.finish_folder)
+        found = None
+        if record:
+            if evaluation and result.predictions:
+                warning = save_predictions(folder, config, prepared, evaluation, result.predictions)
+                if warning:
+                    progress.show(warning)
+            footer = make_footer(result, peak_memory, time.perf_counter() - started)
+            record.write(footer)
+            found = baseline.finish() if baseline else None
+            if found:
+                progress.show_result(format_baseline(found))
+                record.write(found)
+            if (folder / MODEL_DIR).is_dir() and evaluation:
+                write_model_card(folder / MODEL_DIR, header, evaluation, footer, found)
+            show_judgement(folder, progress)
+        if reporter.watch:
+            simple = found.metrics if found else None
+            if warning := find_last_warning(reporter.watch, objective, evaluation, result.predictions, simple):
+                progress.show(warning)
 
 
 def show_judgement(folder: Path, progress: Progress) -> None:
@@ -73,4 +77,4 @@ def show_judgement(folder: Path, progress: Progress) -> None:
             progress.show_result(line)
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        progress.show(f"warning: where the model fails could not be found out ({reason}): the run is complete")
+        progress.show(f"warning: the errors of the model could not be analysed ({reason}): the run is complete")

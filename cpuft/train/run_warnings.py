@@ -22,9 +22,11 @@ from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.prepare import MAX_UNKNOWN_SHARE
 from cpuft.train.data.recipe import LOWER_IS_BETTER, find_class_weights
 from cpuft.train.evaluate import KeptPredictions, find_best, is_better
-from cpuft.train.objective.base import Objective, Predictions
+from cpuft.train.objective.base import Objective
 from cpuft.train.optimizer import count_warm_up_updates
 
+_LABELS_AT_ONCE = 1 << 20
+"""Labels, of which there may be one for each token, that are copied to memory together."""
 _HIGH_RATE = 0.1
 """Learning rate above which a run begins with a warning. That of the largest usual recipes is 0.01."""
 _USUAL_RATES = (1e-6, 1e-3)
@@ -40,8 +42,6 @@ _LEAST_WINDOW, _MOST_WINDOW = 20, 500
 """Updates whose losses are looked at together: a twentieth of the run within these bounds."""
 _DIVERGED = 2.0
 """How many times as large as at the beginning, and as that of one constant answer, the loss of a diverged run is."""
-_LEARNED = 0.8
-"""Share of the loss of one constant answer below which a model has clearly learned something."""
 _MOVED = 0.99
 """Share of the loss of one constant answer above which nothing is learned."""
 _PRECISE = 0.05
@@ -49,8 +49,6 @@ _PRECISE = 0.05
 _FIRST_LOOK, _UNUSUAL_LOOK = 200, 1000
 """Updates after the warm-up in which models begin to learn. Half of a run is looked at if it has at least so many, and
 the second number if the learning rate is not a usual one. Shorter runs are looked at when they end."""
-_ERRORS_OF_LOSS = 4.0
-"""Standard errors by which the means of two windows differ if that is no chance. A run has about 20 windows."""
 _ERRORS_OF_TURN = 2.0
 """Standard errors by which the last two evaluations are worse than the best one if a validation curve has turned."""
 _FEW_OTHERS = 0.25
@@ -127,7 +125,10 @@ def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
         return float(np.mean(_entropies(np.stack([shares, 1 - shares]))))
     if prepared.kind not in ("class", "tags"):
         return math.nan
-    shares = _count_classes(labels, len(prepared.labels)) / max(1, int(np.count_nonzero(labels != UNTAGGED)))
+    counts = _count_classes(labels, len(prepared.labels))
+    if not counts.any():
+        return math.nan
+    shares = counts / counts.sum()
     weights = np.asarray(find_class_weights(config.class_weights, prepared) or [1.0] * len(shares))
     # With smoothing s, the target of each example is 1 - s for its class, and s / classes for every class.
     smoothed = (1 - config.label_smoothing) * shares + config.label_smoothing / len(shares)
@@ -142,7 +143,11 @@ def _entropies(shares: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
-    return np.bincount(labels[labels != UNTAGGED].astype(np.int64), minlength=classes)
+    counts = np.zeros(classes, np.int64)
+    for start in range(0, len(labels), _LABELS_AT_ONCE):
+        part = labels[start : start + _LABELS_AT_ONCE]
+        counts += np.bincount(part[part != UNTAGGED].astype(np.int64), minlength=classes)
+    return counts
 
 
 class RunWatch:
@@ -164,8 +169,6 @@ class RunWatch:
         self._look_at = warm_up + look if look >= _FIRST_LOOK else 0
         """Update after which the loss has to have fallen; 0: only the end tells."""
         self._losses, self._evaluations = list[float](), list[EvaluationLine]()
-        self._best = (math.inf, 0.0)
-        """Smallest mean loss of a window, and its standard error."""
         self._warned_of_loss = self._warned_of_turn = False
 
     def add(self, line: Line) -> str:
@@ -196,11 +199,8 @@ class RunWatch:
 
     def _look_at_losses(self) -> str:
         count = len(self._losses)
-        if count % self._window == 0:
-            window = self._losses[-self._window :]
-            if warning := self._warn_of_divergence(window) or self._warn_of_collapse(window):
-                return warning
-            self._best = min(self._best, _average(window))
+        if count % self._window == 0 and (warning := self._warn_of_divergence(self._losses[-self._window :])):
+            return warning
         return self._warn_of_chance(self._losses[-(self._look_at // 2) :]) if count == self._look_at else ""
 
     def _warn_of_divergence(self, last: Sequence[float]) -> str:
@@ -218,24 +218,11 @@ class RunWatch:
             f"{self.config.learning_rate:g}, or --warmup-ratio 0.1"
         )
 
-    def _warn_of_collapse(self, window: Sequence[float]) -> str:
-        """Return a warning if a model that had learned something has lost it."""
-        (now, error), (best, best_error) = _average(window), self._best
-        # A window without rare hard examples has a small loss and a small error.
-        noise = _ERRORS_OF_LOSS * math.sqrt(2) * max(error, best_error)
-        if not (now >= _MOVED * self._chance and best < min(_LEARNED * self._chance, now - noise)):
-            return ""
-        return (
-            f"warning: the model has lost what it had learned: the loss rose from {best:.4g} to {now:.4g} by "
-            f"update {len(self._losses):,}, and {self._describe_chance()}: try a third of --learning-rate "
-            f"{self.config.learning_rate:g}, or --warmup-ratio 0.1"
-        )
-
     def _warn_of_chance(self, window: Sequence[float]) -> str:
         """Return a warning if the model has learned nothing: its losses are those of one answer for every example."""
         if len(window) < _LEAST_WINDOW or not self._chance > 0:
             return ""
-        now, error = _average(window)
+        now, error = statistics.fmean(window), statistics.stdev(window) / math.sqrt(len(window))
         least, noise = _MOVED * self._chance, 2 * error
         if now < least or (noise > _PRECISE * now and now - noise < least):
             return ""
@@ -270,11 +257,6 @@ class RunWatch:
             f"{value:.4f}, and after update {self._evaluations[-1].step:,} is {last[-1]:.4f} (standard error "
             f"{error:.4f}): add --save-best, or train less ({less})"
         )
-
-
-def _average(losses: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of two or more losses and its standard error."""
-    return statistics.fmean(losses), statistics.stdev(losses) / math.sqrt(len(losses))
 
 
 def _find_rate_fault(rate: float) -> str:
@@ -360,29 +342,24 @@ def find_result_warning(
     """
     if len(prepared.validation[""]) < _LEAST_ROWS:
         return ""
-    advice = _advise_rate(config)
-    constant = _list_constant_answers(objective, prepared, metrics)
-    for answer, found in constant.items():
-        if all(math.isclose(metrics[name], value, abs_tol=1e-12) for name, value in found.items()):
-            listed = ", ".join(f"{name} {metrics[name]:.4f}" for name in found)
-            return (
-                f"warning: the model does not tell the rows apart, as {listed} is what {answer} for every row gives: "
-                f"{advice}"
-            )
     if prepared.kind == "class" and columns and (rows := _describe_main_answer(columns)):
-        return f"warning: the model hardly tells the rows apart, as {rows}: {advice}"
+        return f"warning: the model hardly tells the rows apart, as {rows}: {_advise_rate(config)}"
+    answer, constant = _find_constant_answer(objective, prepared)
+    if constant and all(math.isclose(metrics[name], value, abs_tol=1e-12) for name, value in constant.items()):
+        listed = ", ".join(f"{name} {metrics[name]:.4f}" for name in constant)
+        return (
+            f"warning: the model does not tell the rows apart, as {listed} is what {answer} for every row gives: "
+            f"{_advise_rate(config)}"
+        )
     if config.class_weights:  # they ask for a model that gives up some accuracy, in order to find rare classes
         return ""
-    others: dict[str, Mapping[str, float]] = {f"{answer} for every row": constant[answer] for answer in [*constant][:1]}
-    if baseline:
-        others["the baseline"] = baseline
-    for other, others_metrics in others.items():
-        if name := _find_hardly_better(prepared, metrics, others_metrics):
-            error = find_standard_error(prepared, name, metrics[name])
-            return (
-                f"warning: the model is not clearly better than {other}: {name} {metrics[name]:.4f} (standard error "
-                f"{error:.4f}) against {others_metrics[name]:.4f}: {advice}"
-            )
+    if found := _describe_hardly_better(prepared, metrics, constant):
+        return f"warning: the model is not clearly better than {answer} for every row: {found}: {_advise_rate(config)}"
+    if found := _describe_hardly_better(prepared, metrics, baseline or {}):
+        return (
+            f"warning: the model is not clearly better than the baseline: {found}: the baseline may be good enough, or "
+            f"more examples with labels are needed"
+        )
     return ""
 
 
@@ -400,41 +377,37 @@ def _describe_main_answer(columns: Mapping[str, Any]) -> str:
     )
 
 
-def _find_hardly_better(prepared: Prepared, metrics: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """Return the first metric that both have if the model has none that is better by a standard error; else ""."""
-    names = [name for name in other if name in metrics]
-    for name in names:
+def _describe_hardly_better(prepared: Prepared, metrics: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """Return the first metric that both have, of both, if no metric is better by a standard error; else ""."""
+    described = ""
+    for name in [name for name in other if name in metrics]:
         error = find_standard_error(prepared, name, metrics[name])
         limit = other[name] + (-error if name.startswith(LOWER_IS_BETTER) else error)
         if not math.isfinite(limit) or is_better(metrics[name], limit, name):
             return ""
-    return next(iter(names), "")
+        described = described or f"{name} {metrics[name]:.4f} (standard error {error:.4f}) against {other[name]:.4f}"
+    return described
 
 
-def _list_constant_answers(
-    objective: Objective, prepared: Prepared, metrics: Mapping[str, float]
-) -> dict[str, dict[str, float]]:
-    """Return the metrics of one answer for all rows of the first validation split: the commonest label, then labels
-    with the accuracy of these metrics.
+def _find_constant_answer(objective: Objective, prepared: Prepared) -> tuple[str, dict[str, float]]:
+    """Return the commonest label of the first validation split, and the metrics of this answer for all rows.
 
-    There are none for tasks without labels, or if too few rows have another label than most.
+    Both are empty for tasks without labels, or if too few rows have another label.
     """
     tokens = prepared.validation[""]
     if prepared.kind not in LABEL_KINDS:
-        return {}
-    outputs = dict[str, Predictions]()
+        return "", {}
     if prepared.kind in ("class", "tags"):
-        counts, is_tags = _count_classes(tokens.labels, len(prepared.labels)), prepared.kind == "tags"
+        counts = _count_classes(tokens.labels, len(prepared.labels))
         if counts.sum() - counts.max() < _LEAST_OTHER_ROWS:
-            return {}
-        shares = counts / counts.sum()
-        for one in (counts.argmax(), *np.flatnonzero(np.isclose(shares, metrics.get("accuracy", shares)))):
-            output = np.full(tokens.lengths.max(), one) if is_tags else np.arange(len(counts)) == one
-            outputs[f"the {'tag' if is_tags else 'label'} {prepared.labels[one]}"] = output.astype(np.float32)
+            return "", {}
+        one, is_tags = int(counts.argmax()), prepared.kind == "tags"
+        answer = f"the {'tag' if is_tags else 'label'} {prepared.labels[one]}"
+        output = np.full(tokens.lengths.max(), one) if is_tags else np.arange(len(counts)) == one
     elif (tokens.labels != tokens.labels[:1]).any():
-        width = tokens.labels[0].size
-        outputs["one score" if prepared.kind == "score" else "no label"] = -np.ones(width, np.float32)
-    return {
-        answer: objective.compute_metrics(np.broadcast_to(output, (len(tokens), *output.shape)), tokens)
-        for answer, output in outputs.items()
-    }
+        answer = "one score" if prepared.kind == "score" else "no label"
+        output = -np.ones(tokens.labels[0].size)
+    else:
+        return "", {}
+    outputs = np.broadcast_to(output.astype(np.float32), (len(tokens), *output.shape))
+    return answer, objective.compute_metrics(outputs, tokens)

@@ -17,7 +17,6 @@ import pyarrow
 
 from cpuft.judge.errors import list_errors
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, read_predictions
-from cpuft.judge.wrong_labels import read_probabilities
 from cpuft.tasks import TASKS
 
 Row = tuple[str, ...]
@@ -66,7 +65,7 @@ def train(folder: Path, training: list[Row], validation: list[Row]) -> RunPredic
 
 def plant(predictions: RunPredictions, planted: set[int]) -> RunPredictions:
     """Return the predictions of a run whose validation file has wrong labels: they change nothing else."""
-    table, probabilities = predictions.table, read_probabilities(predictions)
+    table, probabilities = predictions.table, predictions.probabilities()
     labels = [int(label) for label in table.column("label").to_pylist()]
     labels = [1 - label if row in planted else label for row, label in enumerate(labels)]
     own = probabilities[np.arange(len(labels)), labels].astype(np.float32)

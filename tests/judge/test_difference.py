@@ -15,10 +15,10 @@ from scipy import stats
 from cpuft.errors import CpuftError
 from cpuft.judge import resampling
 from cpuft.judge.difference import compare_predictions, describe_better, describe_difference
+from cpuft.judge.label_metrics import compute_label_metrics, compute_tag_metrics
 from cpuft.judge.paired import list_paired_metrics
 from cpuft.judge.predictions import RunPredictions
 from cpuft.judge.resampling import judge_chance
-from cpuft.train.objective.labels import compute_label_metrics, compute_tag_metrics
 from cpuft.train.objective.relevance import compute_reranking_metrics
 from tests.judge.predicted import make_classes, make_predictions
 
@@ -34,7 +34,9 @@ def predict(kind: str, random: np.random.Generator, rows: int) -> tuple[RunPredi
         true, found = random.integers(len(labels), size=(2, rows))
         metrics = ("accuracy", "matthews_correlation", "f1_macro", *(("f1",) if kind == "binary" else ()))
         columns: dict[str, Any] = {name: np.take(labels, one) for name, one in (("label", true), ("prediction", found))}
-        return make_predictions("class", metrics, labels, **columns), compute_label_metrics(metrics, found, true)
+        return make_predictions("class", metrics, labels, **columns), compute_label_metrics(
+            metrics, found, true.astype(np.float32)
+        )
     if kind == "labels":
         true, found = (random.random((2, rows, 4)) < 0.4).astype(np.float32)
         metrics = ("accuracy", "f1_micro", "f1_macro")
@@ -52,7 +54,7 @@ def predict(kind: str, random: np.random.Generator, rows: int) -> tuple[RunPredi
     if kind == "score":
         metrics = ("pearson", "spearman")
         made = make_predictions(kind, metrics, label=true, prediction=found)
-        return made, compute_label_metrics(metrics, found, true)
+        return made, compute_label_metrics(metrics, found, true.astype(np.float32))
     metrics, queries = ("ndcg@3", "mrr@10", "map"), random.integers(0, 5, rows)
     made = make_predictions("relevance", metrics, label=true, prediction=found, query=queries)
     return made, compute_reranking_metrics(metrics, found.astype(np.float32), true >= 0.5, queries)
@@ -154,10 +156,12 @@ def test_chance_alone_is_rarely_called_a_difference(monkeypatch: pytest.MonkeyPa
             make_predictions("class", ("accuracy", "f1"), ("no", "yes"), label=named[0], prediction=one)
             for one in named[1:]
         ]
-        found = [judge_chance(one.paired) for one in list_paired_metrics(*made).values()]
+        chances = [judge_chance(one.paired) for one in list_paired_metrics(*made).values()]
         if not shift:
-            p.append(tuple(one.p for one in found))
-        covered.append(tuple(one.interval is not None and one.interval[0] <= shift <= one.interval[1] for one in found))
+            p.append(tuple(one.p for one in chances))
+        covered.append(
+            tuple(one.interval is not None and one.interval[0] <= shift <= one.interval[1] for one in chances)
+        )
     # Few rows differ, so that many swaps give the same difference: p is rather too large, and never too small.
     for share in (0.05, 0.1, 0.25, 0.5):
         assert (np.asarray(p) <= share).mean(0).max() <= share + 3 * np.sqrt(share * (1 - share) / len(p)), share
@@ -236,16 +240,16 @@ def test_what_is_said(counts: tuple[int, ...], verdict: str) -> None:
 def test_queries_are_the_rows_of_search() -> None:
     random = np.random.default_rng(5)
     of_a, of_b = random.random(50), random.random(50) + 0.5
-    made = [make_predictions("pairs", ("ndcg@10", "mrr@10"), **{"ndcg@10": one, "mrr@10": one}) for one in (of_a, of_b)]
+    columns: list[dict[str, Any]] = [{"ndcg@10": one, "mrr@10": one} for one in (of_a, of_b)]
+    made = [make_predictions("pairs", ("ndcg@10", "mrr@10"), **one) for one in columns]
     found = compare_predictions(*made)
     assert describe_difference(found).startswith("B is better: ndcg@10 ")
     better = int((of_a > of_b).sum())
     assert describe_better(found) == f"of 50 queries, A is better for {better}, and B for {50 - better}, by ndcg@10"
     wanted = stats.ttest_rel(of_b, of_a).confidence_interval()
     assert found.first.interval == pytest.approx((wanted.low, wanted.high), abs=0.02)
-    made = [
-        make_predictions("pairs", ("accuracy@1",), **{"accuracy@1": np.repeat(x, 25)}) for x in ([1.0, 0], [1.0, 1])
-    ]
+    columns = [{"accuracy@1": np.repeat(one, 25)} for one in ([1.0, 0], [1.0, 1])]
+    made = [make_predictions("pairs", ("accuracy@1",), **one) for one in columns]
     assert compare_predictions(*made).first.p == pytest.approx(0.5**24)
 
 

@@ -23,7 +23,7 @@ def make_reviews(**changes: Any) -> RunPredictions:
     labels = ["good", "bad", "bad", "bad", "good", "bad"]
     good = np.asarray([0.4, 0.55, 0.97, 0.1, 0.98, 0.2], np.float32)
     is_good = np.asarray(labels) == "good"
-    columns = {
+    columns: dict[str, Any] = {
         "text": [[text] for text in texts],
         "label": labels,
         "prediction": np.where(good > 0.5, "good", "bad").astype(object),
@@ -138,7 +138,8 @@ def test_the_document_that_is_ranked_first_stands_below_a_query() -> None:
         text=[["why?", f"document {number}"] for number in range(6)],
     )
     (one,) = list_errors("run", predictions, 20).worst
-    assert (one.texts, one.figure) == (("why?", "document 1"), pytest.approx(1 / 3))
+    assert one.texts == ("why?", "document 1")
+    assert one.figure == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_the_document_that_is_ranked_first_stands_below_a_query() -> None:
     ],
 )
 def test_wrong_tags_stand_beside_their_words(text: str, marked: str) -> None:
-    columns = {"text": [[text]], "label": [["PER", "O", "PER"]], "prediction": [["O", "O", "ORG"]]}
+    columns: dict[str, Any] = {"text": [[text]], "label": [["PER", "O", "PER"]], "prediction": [["O", "O", "ORG"]]}
     (one,) = list_errors("run", make_predictions("tags", ("f1",), **columns), 20).worst
     assert one.texts == (marked,)
 

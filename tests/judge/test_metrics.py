@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
-import operator
 import tracemalloc
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +125,7 @@ def test_entities_have_the_values_of_seqeval_and_other_tags_count_words() -> Non
         for name in ("O", "PER")
     )
 
-    words = [functools.reduce(operator.iadd, rows, []) for rows in (label, found)]
+    words = [list(itertools.chain.from_iterable(rows)) for rows in (label, found)]
     judgement = judge(make_predictions("tags", label, found, {"accuracy": accuracy_score(*words)}, tags))
     assert judgement.unit == "words"
     assert values(judgement) == {
@@ -178,7 +178,7 @@ def test_queries_are_drawn_as_a_whole() -> None:
     languages = np.where(query < 10, "en", "de").tolist()
     made = make_predictions("relevance", label, found, {"ndcg@10": 0.5}, query=query, slice=languages, slice_by="lang")
     reranked = judge(made)
-    columns = {"ndcg@10": np.asarray(wanted)}
+    columns: dict[str, Any] = {"ndcg@10": np.asarray(wanted)}
     searched = judge(make_predictions("pairs", np.arange(20), np.arange(20), {"ndcg@10": 0.5}, **columns))
     for judgement in (reranked, searched):
         assert (judgement.unit, judgement.rows, judgement.lengths) == ("queries", 20, [])

@@ -30,7 +30,7 @@ def test_no_other_threshold_has_a_better_f1(data: st.DataObject) -> None:
     found = choose_threshold(truth, probabilities)
     tried = {one: measure(one) for one in (1e-9, 0.5, *np.unique(probabilities))}
     assert found.examples == shape[0]
-    assert (measure(found.value), measure(0.5)) == (pytest.approx(found.f1), pytest.approx(found.usual_f1))
+    assert (measure(found.value), measure(0.5)) == pytest.approx((found.f1, found.usual_f1))
     assert found.f1 == pytest.approx(max(tried.values()))
     assert 0 < found.value < 1
     if found.usual_f1 == pytest.approx(found.f1):
@@ -41,11 +41,10 @@ def test_no_other_threshold_has_a_better_f1(data: st.DataObject) -> None:
 def test_a_short_threshold_is_taken_and_the_nearest_of_equal_ones() -> None:
     probabilities = np.asarray([[0.9], [0.41], [0.39], [0.02]])
     truth = np.asarray([[True], [True], [False], [False]])
-    assert choose_threshold(truth, probabilities) == Threshold(0.4, 1.0, pytest.approx(2 / 3), 4)
+    assert choose_threshold(truth, probabilities) == Threshold(0.4, 1.0, 2 / 3, 4)
     truth = np.asarray([[True], [False], [False], [True], [False]])
-    for probabilities, value in ([0.99, 0.7, 0.3, 0.2, 0.1], 0.8), ([0.95, 0.9, 0.3, 0.25, 0.1], 0.2):
-        found = choose_threshold(truth, np.asarray(probabilities)[:, None])
-        assert found == Threshold(value, pytest.approx(2 / 3), 0.5, 5)
+    for column, value in ([0.99, 0.7, 0.3, 0.2, 0.1], 0.8), ([0.95, 0.9, 0.3, 0.25, 0.1], 0.2):
+        assert choose_threshold(truth, np.asarray(column)[:, None]) == Threshold(value, 2 / 3, 0.5, 5)
 
 
 def save(folder: Path, kind: str = "labels", **columns: Any) -> str:

@@ -94,16 +94,16 @@ def test_many_texts_are_thinned_out_evenly(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tasks_without_one_say_so(tmp_path: Path) -> None:
-    with pytest.raises(CpuftError, match="there is none for --task text"):
+    with pytest.raises(CpuftError, match="--task text has none"):
         find_baseline(TrainConfig(task="text"))
     rows = "".join(f"text {number},label {number}\n" for number in range(101))
     Path("rows.csv").write_text(f"text,label\n{rows}")
     config = TrainConfig(task="files", train_file="rows.csv", validation_file="rows.csv")
-    with pytest.raises(CpuftError, match="it is for up to 100 classes, and there are 101"):
+    with pytest.raises(CpuftError, match="it is for at most 100 classes, and there are 101"):
         find_baseline(config)
     summary = add_baselines(summarize(config), config, BaselineConfig(True))
     assert summary.baselines == []
-    assert "note: no baseline: it is for up to 100 classes, and there are 101" in format_summary(summary)
+    assert "note: no baseline: it is for at most 100 classes, and there are 101" in format_summary(summary)
 
 
 def test_data_show_has_it_and_an_embedding_model_is_measured_before_its_training(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_a_run_that_has_trained_ends_well_whatever_its_predictions_are(
     show_judgement(tmp_path, progress)
     out, error = capsys.readouterr()
     assert out == ""
-    assert error.startswith("warning: where the model fails could not be found out (")
+    assert error.startswith("warning: the errors of the model could not be analysed (")
     assert error.count("\n") == 1
     write_predictions(tmp_path, made.about, {name: made.table[name] for name in made.table.column_names})
     show_judgement(tmp_path, progress)

@@ -64,16 +64,15 @@ PERFECT = [NO, YES, YES, YES]
 @pytest.mark.parametrize(
     "prepared, predictions, answer",
     [
-        (CLASSES, [YES] * 4, "accuracy 0.7500, f1 0.8571 is what the label yes for every row gives"),
-        (CLASSES, [NO] * 4, "accuracy 0.2500, f1 0.0000 is what the label no for every row gives"),
+        (CLASSES, [YES] * 4, "it calls 240 of 240 rows yes, and 180 rows have this label"),
+        (CLASSES, [NO] * 4, "it calls 240 of 240 rows no, and 60 rows have this label"),
         (CLASSES, PERFECT, ""),
         # 12 of 240 rows get the other label, where 60 have it.
-        (CLASSES, [*PERFECT, *[YES] * 16], "it calls 228 of 240 rows yes, a label of 180 rows"),
+        (CLASSES, [*PERFECT, *[YES] * 16], "it calls 228 of 240 rows yes, and 180 rows have this label"),
         # As many rows get each label as have it, but not the right ones: accuracies of 0.75 and 0.83.
         (CLASSES, [YES, NO, YES, YES, *PERFECT], "better than the label yes for every row: accuracy 0.7500"),
         (CLASSES, [YES, NO, YES, YES, *PERFECT * 2], ""),
         (prepare("class", [0, 1, 1, 1], ("no", "yes"), ("accuracy",), 4), [YES] * 4, ""),
-        (replace(CLASSES, metrics=("matthews_correlation",)), [YES] * 4, "matthews_correlation 0.0000 is what the"),
         (prepare("class", [1, 1, 1, 1], ("no", "yes"), ("accuracy",)), [YES] * 4, ""),
         (prepare("score", [0, 1, 2, 3], (), ("pearson",)), [[1]] * 4, "is what one score for every row"),
         (prepare("score", [0, 1, 2, 3], (), ("pearson",)), [[1], [1], [1], [2]], ""),
@@ -225,21 +224,12 @@ def test_a_loss_that_diverges_is_said_once() -> None:
     assert watch([0.0, *[3.5] * 79], replace(CLASSES, kind="similarity")) == []
 
 
-def test_a_model_that_loses_what_it_had_learned_is_noticed() -> None:
-    [warning] = watch(draw([*np.linspace(0.6, 0.2, 100), *[0.565] * 100]))
-    assert warning.startswith("120: warning: the model has lost what it had learned: the loss rose from 0.2")
-    assert "and that of one answer for every example is 0.5623: try a third of --learning-rate 2e-05" in warning
-    assert watch(draw([*np.linspace(0.6, 0.2, 100), *[0.5] * 100])) == []
-    rare = np.random.default_rng(0).random((2000, 2)) < 0.01  # batches of two examples, of which few are hard
-    assert watch(np.where(rare, 4.6, 0.01).mean(1), prepare("class", [0] * 99 + [1], ("a", "b"), ("f1",))) == []
-
-
 def test_a_loss_that_does_not_move_is_said_at_half_of_a_run_or_at_its_end() -> None:
     said = (
-        "warning: the model has learned nothing in 300 updates: the loss is 0.5666, and that of one answer for every "
+        "warning: the model has learned nothing in 300 updates: the loss is 0.5608, and that of one answer for every "
         "example is 0.5623: "
     )
-    [warning] = watch(draw([0.565] * 600))
+    [warning] = watch(draw([0.57] * 600))
     assert warning.startswith(f"300: {said}train longer, or with a higher or lower --learning-rate 2e-05, unless")
     assert watch(draw([0.565] * 600), learning_rate=1e-9, lora_rank=8)[0].endswith("1e-09 is too low, try 0.0002")
     [warning] = watch(draw([0.58] * 600), warmup_ratio=0.25)
@@ -251,7 +241,7 @@ def test_a_loss_that_does_not_move_is_said_at_half_of_a_run_or_at_its_end() -> N
     assert watch(draw([0.3] * 600)) == []  # a model that was trained before, and a rate that is too low
     assert watch(draw([0.60] * 600), label_smoothing=0.1) != []
     assert watch(draw([0.57] * 600), label_smoothing=0.1) == []
-    assert watch(draw([0.69] * 600), class_weights="balanced") != []
+    assert watch(draw([0.70] * 600), class_weights="balanced") != []
     assert watch(draw([0.67] * 600), class_weights="balanced") == []
     scores = prepare("score", [10, 60, 80, 90], (), ("pearson",))
     assert watch(draw(np.linspace(4500, 2000, 600)), scores) == []  # the mean of the scores is not learned yet
