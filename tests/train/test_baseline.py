@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
-from cpuft.config.baseline import BaselineConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.judge.baseline import Baseline, fit
@@ -101,7 +100,7 @@ def test_tasks_without_one_say_so(tmp_path: Path) -> None:
     config = TrainConfig(task="files", train_file="rows.csv", validation_file="rows.csv")
     with pytest.raises(CpuftError, match="it is for at most 100 classes, and there are 101"):
         find_baseline(config)
-    summary = add_baselines(summarize(config), config, BaselineConfig(True))
+    summary = add_baselines(summarize(config), config)
     assert summary.baselines == []
     assert "note: no baseline: it is for at most 100 classes, and there are 101" in format_summary(summary)
 
@@ -109,7 +108,7 @@ def test_tasks_without_one_say_so(tmp_path: Path) -> None:
 def test_data_show_has_it_and_an_embedding_model_is_measured_before_its_training(tmp_path: Path) -> None:
     Path("rows.csv").write_text(PAIRS)
     config = make_search_config(tmp_path, "pairs")
-    summary = add_baselines(summarize(config), config, BaselineConfig(True))
+    summary = add_baselines(summarize(config), config)
     names = [one.name for one in summary.baselines]
     assert (names[0], names[1].endswith(" without training")) == ("BM25", True)
     assert summary.baselines[0].metrics.keys() == summary.baselines[1].metrics.keys()
