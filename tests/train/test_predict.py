@@ -305,7 +305,7 @@ def test_predictions_replace_earlier_ones_only_when_that_is_asked_for(tmp_path: 
         predict(replace(asked, output="null.csv", overwrite=True))
 
 
-def test_texts_are_written_beside_their_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_written_beside_their_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learn(make_config(tmp_path, "class", max_steps=2), "fp32", tmp_path / "run")
     Path("new.csv").write_text("number,text,label\n7,the cat,not red\n9,=red(),red\n")
     request = PredictConfig(run="run", file="new.csv", with_input=True, id_column="number")
@@ -325,6 +325,14 @@ def test_texts_are_written_beside_their_predictions(tmp_path: Path, capsys: pyte
             name: cells[name] for name in ("index", "number", "label", "prediction")
         }
         assert float(str(row["p_red"])) == pytest.approx(float(cells["p_red"]), abs=1e-6)
+
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cpuft.train.predict._describe_failures", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        predict(replace(request, output="y.csv"))
+    assert read_csv("y.csv") == found
 
 
 def test_batches_are_those_of_the_evaluation() -> None:
