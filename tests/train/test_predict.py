@@ -177,7 +177,7 @@ def save_predictions(
 
 
 def test_the_threshold_is_said_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two rows, 0.5 predicts nothing, and anything between 0.2 and 0.3 all labels."""
+    """Of two rows, 0.5 predicts nothing, and anything between 0.2 and 0.34 all labels."""
     task, asked = make_task("labels", ("a", "b")), PredictConfig(run="run")
     auto = replace(asked, threshold="auto")
 
@@ -189,13 +189,13 @@ def test_the_threshold_is_said_with_its_reason(tmp_path: Path, capsys: pytest.Ca
     value, said = choose(auto)
     assert value == 0.5
     assert said.startswith(f"{usual}, because run has no predictions.parquet: give")
-    save_predictions(tmp_path / "run", [[0.3, 0.1], [0.2, 0.4]], [["a"], ["b"]])
+    save_predictions(tmp_path / "run", [[0.34, 0.1], [0.2, 0.4]], [["a"], ["b"]])
     gain = "f1_micro 1.0000 on the run's 2 validation examples, and 0.5 has 0.0000"
     assert choose(asked) == (0.5, f"{usual}\n")
-    best = f"labels with a probability above 0.25 are predicted: of all thresholds it has the best {gain}"
-    assert choose(auto) == (0.25, f"{best}\n")
+    best = f"labels with a probability above 0.3 are predicted: of all thresholds it has the best {gain}"
+    assert choose(auto) == (0.3, f"{best}\n")
     own = "it was chosen on these examples, so that their metrics are too good"
-    assert choose(replace(auto, split="validation")) == (0.25, f"{best}; {own}\n")
+    assert choose(replace(auto, split="validation")) == (0.3, f"{best}; {own}\n")
     assert choose(replace(asked, threshold="0.4")) == (0.4, "labels with a probability above 0.4 are predicted\n")
     save_predictions(tmp_path / "run", [[0.7, 0.1], [0.2, 0.6]], [["a"], ["b"]])
     best = "of all thresholds it has the best f1_micro 1.0000 on the run's 2 validation examples"
@@ -242,7 +242,9 @@ def test_a_kind_is_learned_and_its_metric_foretold(
     said = capsys.readouterr()
     assert said.out == f"{format_metrics(evaluation.metrics)}\npredictions: run/predictions.csv\n"
     assert "37 examples, " in said.err
-    assert "95 % intervals with 37 rows: " in said.err
+    # If all tags are right, no resample differs, and there is no interval.
+    varies = kind != "tags" or evaluation.metrics["accuracy"] < 1
+    assert ("95 % intervals with 37 rows: " in said.err) is varies
     found = read_csv("run/predictions.csv")
     rows = map(json.loads, Path("validation.jsonl").read_text().splitlines())
     assert len(found) == sum(len(row.get("tokens", ["one line"])) for row in rows)
