@@ -78,7 +78,8 @@ def test_the_page_of_a_run_shows_its_errors(capsys: pytest.CaptureFixture[str]) 
     made = make_reviews()
     columns = dict(zip(made.table.column_names, made.table.columns)) | {"text": [["<b>", "a & b"]] * 6}
     for number in (1, 2):
-        write_record(make_runs((number,))[0], Path(f"run-{number}"))
+        evaluations = [EvaluationLine(1, made.about.metrics, 6, 2.0)]
+        write_record(dataclasses.replace(make_runs((number,))[0], evaluations=evaluations), Path(f"run-{number}"))
         write_predictions(Path(f"run-{number}"), made.about, columns)
 
     def make_page(*words: str) -> str:
@@ -237,7 +238,8 @@ def test_options_with_their_defaults_are_folded(tmp_path: Path) -> None:
     text = write_page(runs, tmp_path / "page.html").read_text(encoding="utf-8")
     shown, folded = text[text.index("<h2>Settings</h2>") :].split("<details>")
     # The second record does not tell the backend.
-    told = [("learning rate", "2e-05"), ("backend", "auto, null")]
+    differing = [("backend", "auto and not given"), ("ranks", "1 and 2")]
+    told = [*differing, ("task", "mrpc"), ("learning rate", "2e-05")]
     assert re.findall("<tr><td>(.*?)</td><td>(.*?)</td></tr>", shown) == told
     assert "<td>epochs</td>" in folded
     assert "<td>torch</td>" in folded
