@@ -101,8 +101,8 @@ def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> 
         "the same options with another seed may give a model that differs as much: compare several seeds before you "
         "prefer an option"
     )
-    folders = [str(Path(one.path).parent) for one in (a, b)]
-    return Quality(*folders, differences, tuple(f"{note}." for note in notes if note))
+    first, second = (str(Path(one.path).parent) for one in (a, b))
+    return Quality(first, second, differences, tuple(f"{note}." for note in notes if note))
 
 
 def _describe_refusal(refused: CpuftError | None) -> str:
