@@ -171,7 +171,7 @@ class Run:
                 import numpy
 
                 return numpy.load(output)
-            return read_predictions(output, len(rows))
+            return read_predicted_rows(output, len(rows))
 
     def plot(self) -> Any:
         """Return a figure of matplotlib with the loss, and the first metric, over the examples of the training.
@@ -592,7 +592,7 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
     return columns
 
 
-def read_predictions(path: Path, count: int) -> list[dict[str, Any]]:
+def read_predicted_rows(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the predictions in a JSON lines file of `cpuft predict` as dicts, one for each of `count` examples."""
     found: list[dict[str, Any]] = [{} for _ in range(count)]
     for row in map(json.loads, path.read_text(encoding="utf-8").split("\n")[:-1]):

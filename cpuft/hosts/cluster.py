@@ -229,7 +229,7 @@ def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Ent
         return registry.read_entry(job.parent, job.name) if job else None
     roots = registry.search_roots(environ)
     if config.cluster:
-        return registry.find_entry(roots, config.cluster)
+        return registry.find_by_name(roots, config.cluster)
     return registry.find_by_hostfile(roots, config.hostfile)
 
 

@@ -171,7 +171,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
+def find_by_name(roots: tuple[Path, ...], name: str) -> Entry:
     """Return the entry of a cluster from the first registry that has it; CpuftError, with the known names, if none."""
     check_name(name)
     for root in roots:

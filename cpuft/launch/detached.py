@@ -278,7 +278,7 @@ def plan_start(
     return Plan((*claim, *sending, (begin,)), command_prefixes=cluster.command_prefixes)
 
 
-def start(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str], say: Say) -> int:
+def start_detached(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str], say: Say) -> int:
     """Move a command to the head host, and show what it prints until its run has begun or it has ended.
 
     Returns 0 if the run has begun, else the exit code of the command, of which nothing is left then. After a
@@ -540,7 +540,7 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
     ]
 
 
-def describe_run(head: Head, one: Description) -> tuple[str, ...]:
+def list_run_cells(head: Head, one: Description) -> tuple[str, ...]:
     """Return the cells that `cpuft runs` shows of a run: id, command, run, host, age, state, where its results are."""
     state = one.phase if one.phase and one.state == RUNNING else one.state
     state += f", exit code {one.code}" if one.state == ENDED else ""

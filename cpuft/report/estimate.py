@@ -52,7 +52,7 @@ INSTANCE_COLUMNS = tuple(InstanceType.__dataclass_fields__)
 """The head line of a table of instances; amx is yes or no."""
 
 
-def parse_instances(text: str, path: str) -> dict[str, InstanceType]:
+def parse_instance_types(text: str, path: str) -> dict[str, InstanceType]:
     """Return the instances of a CSV table (INSTANCE_COLUMNS) by name. Of lines with equal names, the last counts."""
     lines = csv.reader(io.StringIO(text, newline=""))
     found: dict[str, InstanceType] = {}
@@ -81,7 +81,7 @@ def find_instance(name: str, path: str = "") -> InstanceType:
     """Return the instance of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty."""
     table = Path(path) if path else TABLE
     try:
-        found = parse_instances(table.read_text(encoding="utf-8"), str(table))
+        found = parse_instance_types(table.read_text(encoding="utf-8"), str(table))
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}, which --instances names: give a CSV file like {TABLE}") from None
     except (OSError, UnicodeDecodeError) as error:
