@@ -593,7 +593,7 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
 
 
 def read_predicted_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the predictions in a JSON lines file of `cpuft predict` as dicts, one for each of `count` examples."""
+    """Return for each of `count` examples the dict that `Run.predict` describes; {} if the file has no line for it."""
     found: list[dict[str, Any]] = [{} for _ in range(count)]
     for row in map(json.loads, path.read_text(encoding="utf-8").split("\n")[:-1]):
         one, prediction = found[row["index"]], row["prediction"]

@@ -178,7 +178,7 @@ def cache_path(environ: Mapping[str, str]) -> Path:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Make the folder `cache_path` if necessary, with mode 700; return it. Raises as `make_private_folder`."""
+    """Return `cache_path`, made with mode 700. Raises CpuftError: it cannot be made, or others can write to it."""
     return make_private_folder(cache_path(environ), _ELSEWHERE)
 
 

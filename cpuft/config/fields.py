@@ -74,7 +74,7 @@ def format_flag(name: str, value: object = True) -> str:
 
 
 def format_arguments(config: Any) -> list[str]:
-    """Return a command-line argument for each option that differs from its default: ["--task=mrpc", ...]."""
+    """Return an argument for each option that differs from its default: ["--task=mrpc", "--fast-path=False"]."""
     fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
     return [f"{format_flag(field.name)}={getattr(config, field.name)}" for field in fields]
 

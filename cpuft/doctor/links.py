@@ -31,7 +31,7 @@ _LOADER = (
 
 
 def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Arrange all pairs of the numbers 0 to count - 1 in rounds, so that no number is in two pairs of a round.
+    """Arrange all pairs of the numbers 0 to count - 1 in rounds, with no number twice in a round; ((),) for count 1.
 
     Source: the circle method of round-robin tournaments.
     """

@@ -71,8 +71,8 @@ class Access:
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_transfer(self, host: Host, *words: str) -> Answer:
-        """Run `cpuft.transfer` on a host, which needs no cpuft, without input for 60 s at most; return its answer,
-        whatever its exit code. Raises as `Transport.run`.
+        """Run `cpuft.transfer` on a host, which needs no cpuft, without input; return its answer, whatever its exit
+        code. Raises CpuftError: the host cannot be reached, or it takes longer than 60 s.
         """
         program = Path(transfer.__file__).read_text(encoding="utf-8")
         return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program)

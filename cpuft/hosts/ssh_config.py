@@ -326,7 +326,8 @@ def format_inside(
     """Return file name -> text of the files with which a host of a cluster reaches all of its hosts.
 
     They belong into `folder`, whose name is the cluster's, beside the cluster's key `id_ed25519`. The head host is the
-    first of `members`. The other parameters are as in `Entry`, seen from the hosts. Raises as `format_ssh_config`.
+    first of `members`. The other parameters are as in `Entry`, seen from the hosts. Raises CpuftError: a value has a
+    character that ssh_config cannot hold.
     """
     name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"

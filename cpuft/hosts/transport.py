@@ -119,7 +119,7 @@ class Transport(ABC):
 
     def addresses(self, hosts: Sequence[Host]) -> list[str]:
         """Return the address of each host, or its name if it is one of several behind different ports of one address,
-        as a router forwards them: the hosts know each other by their names. Raises as `address`.
+        as a router forwards them: the hosts know each other by their names. Raises CpuftError: a host has no address.
         """
         found = [self.address(host) for host in hosts]
         ports = {one: [host.port for host, other in zip(hosts, found) if other == one] for one in found}
@@ -198,7 +198,7 @@ class SshTransport(Transport):
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine: as `here` says, else by its address. Raises as `read_login`."""
+        """Return whether a host is this machine: as `here` says, else by its address; False if that is not found."""
         if self.here is not None:
             return host.name == self.here
         if host.port:  # it is a container or a tunnel
@@ -556,7 +556,7 @@ def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> st
     """Return the public key that a host's ssh server shows, "ssh-ed25519 AAAA...", without a login. It is not verified.
 
     `seconds` is the time limit for the key exchange; 0 for the limits of a session. A server may be busy so long, but
-    its kernel has only 3.5 s to accept the connection. Raises as `open_session`.
+    its kernel has only 3.5 s to accept the connection. Raises HostError (a CpuftError): it does not answer in time.
     """
     import paramiko
 

@@ -144,7 +144,7 @@ class Head:
         return answer.output
 
     def list_runs(self) -> list[Description]:
-        """Return the detached runs of the host, the oldest first. Raises as `ask`, and for those of another cpuft."""
+        """Return the host's detached runs, oldest first. Raises CpuftError: it gives no answer or an unknown one."""
         lines = self.ask("list").splitlines()
         try:
             found = [load(Description, parse_json(line)) for line in lines if line.startswith("{")]
@@ -425,7 +425,7 @@ class Detached:
 
 
 def list_heads(config: LaunchConfig) -> list[Head]:
-    """Return the hosts that `config` names: any may be a head host of detached runs. Raises as `read_hosts`."""
+    """Return the hosts that `config` names, each a possible head host. Raises CpuftError: they cannot be found."""
     access, options = find_access(config), list_place_options(config)
     return [Head(host, access, options) for host in read_hosts(config)]
 

@@ -208,7 +208,7 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
 
     With a Python script, the modules and packages in its folder are sent; with `-m`, none are. A file or folder that an
     argument names, by itself or after `--option=`, is sent too, but neither the working directory nor a folder that
-    contains it. Devices and pipes are not sent. Raises as `make_bundle`.
+    contains it. Devices and pipes are not sent. Raises CpuftError: a link cannot be followed, or a file changes.
     """
     if not cluster.has_own_disks:
         return command, ()

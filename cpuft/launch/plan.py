@@ -239,8 +239,8 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
 
 
 def find_run_precision(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> str:
-    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8". Raises as
-    `check_training`.
+    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8". Raises
+    CpuftError: options exclude each other or have no effect, or a host cannot train in the precision.
     """
     train = check_training(cluster, train, environ)
     flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))

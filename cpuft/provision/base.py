@@ -205,7 +205,7 @@ class Provider(ABC, Generic[C, F]):
         return f"cluster {self.name} was removed"
 
     def show_down(self) -> Plan:
-        """Return the first plan that `down` would execute. Changes nothing anywhere. Raises as `plan_down`."""
+        """Return the first plan of `down`, and change nothing. Raises CpuftError: it must not be removed from here."""
         return self.plan_down(self.gather_remains())
 
     def plan_extension(self, lease: str) -> Plan:

@@ -168,7 +168,7 @@ def read_stamp(root: Path) -> dict[str, Any]:
 
 
 def write_stamp(path: Path, values: dict[str, object]) -> None:
-    """Write the stamp of the image that was built as PATH.new, and rename that to `path`. Raises as `list_packages`."""
+    """Write the stamp of the image that was built as PATH.new, and rename that to `path`; CpuftError if dpkg fails."""
     built = Path(f"{path}.new")
     values = values | {"packages": list_packages(built)}
     values |= {"contents": hash_text(json.dumps(values), 16)}

@@ -159,7 +159,7 @@ def _join_cells(cells: dict[str, Cell], columns: tuple[str, ...], where: str) ->
 
 
 def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
-    """Read a corpus again; yield the text of each piece, and whether it begins a document. Raises as `scan_texts`."""
+    """Read a corpus again; yield each piece, and whether it begins a document. Raises CpuftError: a file is gone."""
     for path in corpus.files:
         is_table = _is_table(path)
         for number, text in enumerate(_list_texts(path, corpus, "--train-file")):
@@ -170,7 +170,7 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
     """Yield all pieces; those of a `validation` corpus come last, and then only they are for validation.
 
     Without such a corpus, about `share` (0 to 1) of the pieces are for validation: blocks of up to 64 consecutive
-    pieces, evenly spread over the corpus, always the same ones. Raises as `scan_texts`.
+    pieces, evenly spread over the corpus, always the same ones. Raises CpuftError: a file can no longer be read.
     """
     size, before = min(_BLOCK_PIECES, max(1, corpus.pieces // 100)), None
     for number, (text, begins) in enumerate(list_pieces(corpus)):

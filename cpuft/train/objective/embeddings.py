@@ -76,7 +76,7 @@ class EmbeddingObjective(Objective):
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the encoder in fp32; its pooler, which nothing reads, is frozen. Raises as `Objective.load_model`."""
+        """Load the encoder in fp32, its unused pooler frozen. Raises CpuftError: it cannot be found or read."""
         model = load_model(config, self.model_class, {}, self.vocab_size, self.pad_id)
         for name, parameter in model.named_parameters():
             if "pooler" in name.split("."):
