@@ -135,7 +135,7 @@ class Run:
         For an embedding model, an array of embeddings, fp32, shape (rows, dimensions). Else a dict for each row, by the
         task: with `label` (the most likely class) and `probabilities` (by class), with `score`, with `labels` (those
         above the option `threshold`) and `probabilities`, or with `tags` (for each word a tag, empty if it was cut
-        off).
+        off). Without rows, [].
 
         Raises
         ------

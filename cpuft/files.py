@@ -70,7 +70,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 @contextmanager
 def write_folder_atomically(folder: Path) -> Iterator[Path]:
     """Yield the path of an empty folder beside `folder`, which becomes `folder` if the block raises nothing. Raises
-    CpuftError: as `refuse_filled`, or a file is above it.
+    CpuftError: anything but an empty folder is at `folder`, or a file is above it.
     """
     refuse_filled(folder)
     try:

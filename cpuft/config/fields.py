@@ -87,7 +87,7 @@ def split_arguments(config: type, arguments: Sequence[str]) -> tuple[list[str], 
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
-    """Return the configuration that arguments describe; the inverse of `format_arguments`."""
+    """Return the configuration of such arguments. Raises CpuftError: an option is unknown, or its value is wrong."""
     fields = _fields(config)
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
     for argument in rest:

@@ -93,7 +93,7 @@ def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[li
 
 
 def format_links(links: Sequence[Link]) -> str:
-    """Return a table as text, with a row for each sending host and a column for each receiving host."""
+    """Return a table, a row for each sending and a column for each receiving host: figures, an error, or "-"."""
     hosts = list(dict.fromkeys(link.source for link in links))
     cells = {
         (one.source, one.target): one.error[:30] or f"{one.latency_us:.0f} us {one.bits_per_second / 1e9:.2f} Gbit/s"

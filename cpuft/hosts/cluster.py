@@ -274,7 +274,7 @@ def find_slurm(environ: Mapping[str, str]) -> Transport | None:
 
 def find_access(config: LaunchConfig) -> Access:
     """Return how the hosts of a run are reached, and what is installed there. In an MPIJob, its ssh files are written.
-    Raises CpuftError: as `find_entry`, or the job cannot be used.
+    Raises CpuftError: both --cluster and --hostfile are given, or the entry or the job cannot be used.
     """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
     if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:

@@ -172,7 +172,7 @@ def check_name(name: str) -> str:
 
 
 def find_by_name(roots: tuple[Path, ...], name: str) -> Entry:
-    """Return the entry of a cluster from the first registry that has it; CpuftError, with the known names, if none."""
+    """Return the entry from the first registry that has it. Raises CpuftError: none has it, or it cannot be used."""
     check_name(name)
     for root in roots:
         if os.path.exists(root / name / FILE_NAME):

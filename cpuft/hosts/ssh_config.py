@@ -204,8 +204,8 @@ def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
 def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
     """Return (bastion, how it is reached) for each bastion on the way to a host, the first one first.
 
-    As for ssh, only the first of several bastions may need bastions itself. Raises CpuftError: as `read_login`, or
-    there are more than eight.
+    As for ssh, only the first of several bastions may need bastions itself. Raises CpuftError: ssh's configuration
+    cannot be read, or there are more than eight.
     """
     found: list[tuple[Host, Login]] = []
     while login.jumps:

@@ -135,10 +135,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
-        """Do what `run` does for a host that is not this machine: return the command's exit code and output.
-
-        Raises CpuftError: the host cannot be used, or the command takes longer than `seconds`.
-        """
+        """Do what `run` does for a host that is not this machine."""
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
         """Run a command on a host, wait for its end, and return its exit code and output, whatever they are.
@@ -337,7 +334,7 @@ def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClie
     """Log in to a host, through its bastions, for the time of the block; the value is paramiko's client.
 
     An unknown or changed host key is refused, and never learnt here. Raises HostError: the host or a bastion cannot be
-    used; CpuftError as `find_bastions`.
+    used; another CpuftError: ssh's configuration cannot be read.
     """
     login = read_login(host, config_path)
     with ExitStack() as stack:

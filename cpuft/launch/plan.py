@@ -262,7 +262,7 @@ def _describe_host_memory(
 def plan_bench(
     cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
 ) -> RunPlan:
-    """Plan to make the run folder and to measure the communication backends: the ranks write RUN_DIR/comm.jsonl."""
+    """Plan to measure backends into RUN_DIR/comm.jsonl. Raises CpuftError: an option is wrong, or there is one rank."""
     list_bench_cases(bench)
     if config.np < 2:
         raise CpuftError("bench comm measures the links between ranks: start two or more, e.g. --np 2")

@@ -219,7 +219,7 @@ class Provider(ABC, Generic[C, F]):
 
     def extend(self, lease: str, say: Say) -> str:
         """Execute `plan_extension`, and return a sentence for the user; that of a cloud says when the lease ends.
-        Raises CpuftError: as `plan_extension`, or a step fails.
+        Raises CpuftError: the cluster has no lease or cannot be extended, `lease` is not valid, or a step fails.
         """
         self.run(self.plan_extension(lease), say)
         return f"the lease of cluster {self.name} was extended"

@@ -200,7 +200,7 @@ class ImageFacts:
 
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
     """Look at what exists of the image at `target` and of its wheels (`gather_supply`). Changes nothing. Raises
-    CpuftError: as `gather_supply`, or TARGET.new is not cpuft's.
+    CpuftError: `wheels` has none, or a wheel that others may have written, or TARGET.new is not cpuft's.
     """
     built = Path(f"{target}.new")
     if built.exists() and not (built / STAMP).is_file():

@@ -296,7 +296,8 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     """Return what AWS offers of the instance type that the options ask for.
 
     The AMI is that of --image or the newest one of its recipe, otherwise Debian 12's. Spot prices and the role for spot
-    instances are looked up only if spot instances are wanted.
+    instances are looked up only if spot instances are wanted. Raises CpuftError: the type or the AMI is unknown, or the
+    region has no default network.
     """
     found = _find_type(client, config.type)
     subnets = client.query("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]

@@ -76,7 +76,7 @@ class RentalFacts:
 
 
 def parse_ssh_from(text: str) -> str:
-    """Return the address range of --ssh-from: `203.0.113.7` is `203.0.113.7/32`."""
+    """Return a range: 203.0.113.7/32 for "203.0.113.7". Raises CpuftError: it is none of IPv4, or is very large."""
     try:
         found = ipaddress.IPv4Network(text.strip())
     except ValueError:

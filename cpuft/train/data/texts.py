@@ -270,7 +270,7 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
 
 
 def find_document_marks(tokenizer: Any) -> tuple[list[int], int | None]:
-    """Return the ids that a decoder's tokenizer puts before a text, and the one that ends a text, if it has one."""
+    """Return the ids that a decoder's tokenizer puts before a text, and the one that ends a text, None without one."""
     end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
     return [one for one in tokenizer("")["input_ids"] if one != end], end
 

@@ -183,7 +183,7 @@ class Pairs(EmbeddingObjective):
         return compute_retrieval_metrics(self.metrics, *self._split(predictions, tokens))
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return each of `metrics` for each query that has a relevant document, and the number of the query."""
+        """Return a column for each of `metrics`, and "row": the numbers of the queries with a relevant document."""
         asked, values = measure_queries(self.metrics, *self._split(predictions, tokens))
         return {"row": asked, **values}
 
