@@ -291,8 +291,7 @@ def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
     """Plan to send every bundle to every host that needs it and is in `missing`, the answer of `gather_missing`. A step
-    is for one host, or for all, which send the bundle on to each other (relay.py). Raises CpuftError: a host lacks a
-    bundle without sources.
+    is for one host, or for all, which send it on to each other (relay.py). CpuftError: a bundle has no sources.
     """
     stages: list[tuple[Step, ...]] = []
     for bundle in bundles:

@@ -121,7 +121,7 @@ class RankDump:
 
     @property
     def location(self) -> str:
-        """Innermost place in the user's code or cpuft's training, else in any code, as "file:line in function"."""
+        """Innermost place in the user's or cpuft's training code, else in any: "file:line in function"; "" for none."""
         own = (one for one in self.frames if _TRAINING.search(one.file) or not _LIBRARIES.search(one.file))
         frame = next(own, self.frames[0] if self.frames else None)
         return f"{_shorten(frame.file)}:{frame.line} in {frame.function}" if frame else ""

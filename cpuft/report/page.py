@@ -84,7 +84,7 @@ def write_page(
 
 
 def write_quality_page(records: Sequence[Record], path: Path, quality: Quality) -> Path:
-    """Write the page of two runs whose speed cannot be compared to `path`, and return `path`."""
+    """Write the page of two runs whose speed cannot be compared; return `path`. CpuftError: another file is there."""
 
     def make_parts() -> dict[str, Any]:
         return {

@@ -197,9 +197,9 @@ _MOST_BARS = 40
 
 
 def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated.
+    """Return (caption, SVG) of the speedup over the number of ranks: measured, linear, of the ideal, and estimated.
 
-    Two numbers of ranks without predictions are not drawn: the speedup of the first is 1, and the table has the other.
+    Two numbers of ranks without predictions give []: the speedup of the first is 1, and the table has the other.
     """
     if len({row.np for row in comparison.rows}) < 3 and not predictions:
         return []
@@ -237,7 +237,7 @@ def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate])
 
 
 def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
-    """Draw the step time of the ideal and the shares of the missing time; negative shares are not drawn."""
+    """Return (caption, SVG) of the ideal's step and the shares of missing time above 0; [] if no run has an ideal."""
     rows = [(row, row.ideal) for row in comparison.rows if row.ideal and row.ideal.parts]
     if not rows:
         return []
@@ -248,7 +248,7 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
-    """Draw the loss and the first two metrics over time and over examples; not a metric that was evaluated once."""
+    """Return (caption, SVG) of the loss and the first two metrics, over time and examples; not of a single point."""
     panels = list_learning_panels(runs)
     return [_draw(panel) for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
 

@@ -125,7 +125,7 @@ def _parse_one(name: str, value: Any) -> Any:
 
 
 def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
-    """Return the places of a sweep's runs, as `plan_places` does, after this machine's cores have been counted."""
+    """Count this machine's cores; return the places of a sweep's runs. Raises CpuftError: there are fewer."""
     facts = gather_facts((LOCAL,), Access())[0]
     return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
 

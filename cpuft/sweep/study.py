@@ -435,7 +435,7 @@ def read_sweep(folder: str) -> Sweep:
 
 @contextmanager
 def open_sweep(folder: str) -> Iterator[Sweep]:
-    """Open the sweep in a folder to work on it inside the `with` block, where no other process on any host does."""
+    """Yield the sweep in a folder, locked for this process. Raises CpuftError: it is not there, or locked elsewhere."""
     read_sweep(folder)
     end = time.monotonic() + _STATUS_SECONDS
     while is_active(folder) and time.monotonic() < end:  # `cpuft sweep status` has the lock for a moment

@@ -172,7 +172,7 @@ class AmiBuilder:
         return f"AMI {name} was made; {hint}"
 
     def show(self) -> Plan:
-        """Return the first plan of `make`, whose notes say what follows; an empty one if the AMI exists. Changes nothing."""
+        """Return the first plan of `make`, whose notes say what follows; it is empty if the AMI exists."""
         supply = self._gather_supply()
         if not supply.complete:
             note = "The AMI's name depends on its wheels, so the other steps are planned when the wheels are downloaded"
@@ -263,7 +263,7 @@ def list_images(region: str, services: Services | None = None) -> str:
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
-    """Delete the AMI with the name or id `wanted` and its snapshots, or only plan that with `dry_run`."""
+    """Delete an AMI, by name or id, and its snapshots (not with `dry_run`); return the plan. CpuftError: no such AMI."""
     client = (services or Services()).open_client(region)
     plan = plan_deletion(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), wanted, client.region)
     for step in () if dry_run else (step for stage in plan.stages for step in stage):

@@ -236,7 +236,7 @@ def _resource_name(name: str) -> str:
 
 
 def find_lease(config: AwsConfig, resources: Resources) -> tuple[int, int]:
-    """Return the end of the lease and its limit in epoch seconds, which are fixed when the group is created."""
+    """Return (end, limit) of the lease in epoch seconds: the group's, or by the options. CpuftError: one is wrong."""
     if resources.group:
         return resources.group.until, resources.group.limit
     now, lease = int(resources.now), parse_lease(config.lease)
