@@ -195,7 +195,7 @@ class SshTransport(Transport):
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine: as `here` says, else by its address; False if that is not found."""
+        """Return whether a host is this machine, by `here` or its address. Raises CpuftError: ssh's config is wrong."""
         if self.here is not None:
             return host.name == self.here
         if host.port:  # it is a container or a tunnel
@@ -553,7 +553,7 @@ def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> st
     """Return the public key that a host's ssh server shows, "ssh-ed25519 AAAA...", without a login. It is not verified.
 
     `seconds` is the time limit for the key exchange; 0 for the limits of a session. A server may be busy so long, but
-    its kernel has only 3.5 s to accept the connection. Raises HostError (a CpuftError): it does not answer in time.
+    its kernel has only 3.5 s to accept the connection. Raises CpuftError: the host or a bastion cannot be used.
     """
     import paramiko
 

@@ -378,7 +378,7 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
 
 
 def read_doctor_links(text: str, path: str) -> Network | None:
-    """Return the median link of `cpuft doctor --json`; None for another text. CpuftError if no link was measured."""
+    """Return the medians of links in `cpuft doctor --json`; None for another text. CpuftError: no link was measured."""
     try:
         links = load(list[Link], load(dict[str, Any], parse_json(text)).get("links"), "links")
     except ValueError:

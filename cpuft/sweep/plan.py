@@ -125,7 +125,7 @@ def _parse_one(name: str, value: Any) -> Any:
 
 
 def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
-    """Count this machine's cores; return the places of a sweep's runs. Raises CpuftError: there are fewer."""
+    """Count this machine's cores; return the places of a sweep's runs. CpuftError: hosts or cores are too few."""
     facts = gather_facts((LOCAL,), Access())[0]
     return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
 

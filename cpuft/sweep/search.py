@@ -61,7 +61,7 @@ def list_variable_options() -> tuple[str, ...]:
 
 
 def parse_values(name: str, text: str) -> Values:
-    """Return the values in "1e-5,3e-5", "1..5" or "1e-5..1e-3". Raises CpuftError: one is wrong, or none may vary."""
+    """Return the values in "1e-5,3e-5", "1..5" or "1e-5..1e-3". CpuftError: one is wrong, or `name` cannot vary."""
     flag = format_flag(name)
     field, kind = _FIELDS[name], _TYPES[name]
     if name not in list_variable_options():

@@ -414,7 +414,7 @@ def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs:
 
 
 def read_sweep(folder: str) -> Sweep:
-    """Return the sweep in a folder, without a last line that was cut off. Raises CpuftError: none, or it is damaged."""
+    """Return the sweep in a folder, without a line cut off at the end. Raises CpuftError: it is missing or damaged."""
     path = Path(folder, FILE_NAME)
     if not path.is_file():
         raise CpuftError(

@@ -263,7 +263,10 @@ def list_images(region: str, services: Services | None = None) -> str:
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
-    """Delete an AMI, by name or id, and its snapshots (not with `dry_run`); return the plan. CpuftError: no such AMI."""
+    """Delete the AMI with the name or id `wanted` and its snapshots, unless `dry_run`; return the plan.
+
+    Raises CpuftError: cpuft has made no such AMI.
+    """
     client = (services or Services()).open_client(region)
     plan = plan_deletion(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), wanted, client.region)
     for step in () if dry_run else (step for stage in plan.stages for step in stage):

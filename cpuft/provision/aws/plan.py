@@ -76,7 +76,7 @@ class RentalFacts:
 
 
 def parse_ssh_from(text: str) -> str:
-    """Return a range: 203.0.113.7/32 for "203.0.113.7". Raises CpuftError: it is none of IPv4, or is very large."""
+    """Return an IPv4 range, 203.0.113.7/32 for "203.0.113.7". Raises CpuftError: it is none, or a very large one."""
     try:
         found = ipaddress.IPv4Network(text.strip())
     except ValueError:

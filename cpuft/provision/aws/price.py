@@ -31,7 +31,7 @@ class Price:
         return f"list price of {LISTED} in {self.dated}"
 
     def find(self, instance: Instance) -> float | None:
-        """Return the hourly price of an instance, at the present spot price; None if that is unknown."""
+        """Return the hourly price of an instance, also for earlier hours at the present spot price; None if unknown."""
         if not instance.spot:
             return self.on_demand
         return self.spot_by_zone.get(instance.zone, max(self.spot_by_zone.values(), default=None))

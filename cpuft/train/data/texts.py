@@ -159,7 +159,7 @@ def _join_cells(cells: dict[str, Cell], columns: tuple[str, ...], where: str) ->
 
 
 def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
-    """Read a corpus again; yield each piece, and whether it begins a document. Raises CpuftError: a file is gone."""
+    """Yield each piece, and whether it begins a document. Raises CpuftError: a file can no longer be read."""
     for path in corpus.files:
         is_table = _is_table(path)
         for number, text in enumerate(_list_texts(path, corpus, "--train-file")):
