@@ -223,7 +223,7 @@ class ScoredPairs(EmbeddingObjective):
         return compute_label_metrics(self.metrics, predictions[:, 0], tokens.labels)
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return score and cosine of each example."""
+        """Return of each example "label" (its score) and "prediction" (the cosine)."""
         return list_scores(predictions, tokens)
 
 
