@@ -65,6 +65,7 @@ def write_page(
 
     `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`. A single run
     may have a `judgement`, and with `examples` shows some that its model gets wrong; two runs may have their `quality`.
+    Raises CpuftError: the runs cannot be compared, one has no steps, or another file is at `path`.
     """
     comparison = compare(list(records))
     if unfinished:
@@ -83,7 +84,7 @@ def write_page(
 
 
 def write_quality_page(records: Sequence[Record], path: Path, quality: Quality) -> Path:
-    """Write the page of two runs whose speed cannot be compared to `path`, and return `path`."""
+    """Write the page of two runs whose speed cannot be compared; return `path`. CpuftError: another file is there."""
 
     def make_parts() -> dict[str, Any]:
         return {
@@ -103,7 +104,7 @@ def write_quality_page(records: Sequence[Record], path: Path, quality: Quality) 
 
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
-    """Write a page with the parts that `make_parts` returns, as `describe` names them, and return `path`."""
+    """Write a page of what `make_parts` returns; return `path`. Raises CpuftError: a file that is no page is there."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
@@ -117,7 +118,7 @@ def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path
 
 
 def read_estimates(path: str) -> list[Estimate]:
-    """Return the estimates that `cpuft estimate --json` printed into the file at `path`."""
+    """Return the estimates in a file of `cpuft estimate --json`. Raises CpuftError: it is missing or something else."""
     try:
         found = load(dict[str, Any], parse_json(Path(path).read_text(encoding="utf-8")))
         return load(list[Estimate], found.get("predictions"))
@@ -213,10 +214,7 @@ def _link_row(run: Record) -> list[str]:
 
 
 def _list_settings(runs: Sequence[Record]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return two lists of names and values: options without their defaults, and other options and versions.
-
-    Whatever differs between the runs is in the first list.
-    """
+    """Return (what differs between the runs and options without their defaults, other options and versions)."""
     defaults = {one.name: _text(one.default) for one in dataclasses.fields(TrainConfig)}
     special, others = list[tuple[str, str]](), list[tuple[str, str]]()
     for kind in ("options", "versions"):

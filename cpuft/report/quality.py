@@ -67,7 +67,7 @@ class Quality:
 
 
 def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | None, str]:
-    """Return the comparison of the speed of two runs, that of their metrics, and why there is none of the metrics.
+    """Return the comparison of two runs' speed or None, that of their metrics or None, and why this one is missing.
 
     Raises CpuftError: there is neither of the two.
     """

@@ -151,8 +151,8 @@ def restore_best(
 def train_independently(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, done: int = 0
 ) -> TrainingResult:
-    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective. Raises as
-    `train`.
+    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective. Raises
+    TrainingInterrupted: a rank was asked to stop; CpuftError: a loss is not finite.
     """
     own: list[StepLine] = []
     for line in train(setup, checkpoints, done):
