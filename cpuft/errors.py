@@ -75,6 +75,11 @@ def last_line(text: str, default: str) -> str:
     return (text.strip().splitlines() or [default])[-1]
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the text of any exception in one line of at most 200 characters; its class if it has no text."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `0 hosts`, `1 host`, `2 hosts`."""
     return f"{number} {noun}{'s' * (number != 1)}"

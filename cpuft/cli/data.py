@@ -10,9 +10,9 @@ import click
 
 from cpuft.cli.common import compute_settings, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, Verbs, make_options, pick
-from cpuft.config.baseline import BaselineConfig
 from cpuft.config.fields import format_arguments, option_names
 from cpuft.config.train import DATA_OPTIONS, TrainConfig
+from cpuft.errors import CpuftError
 
 _OTHERS = tuple(name for name in option_names(TrainConfig) if name not in DATA_OPTIONS)
 
@@ -26,13 +26,25 @@ def data() -> None:
     cls=Verb,
     params=[
         *make_options(TrainConfig, *_OTHERS),
-        *make_options(BaselineConfig),
+        click.Option(
+            ["--baseline"],
+            is_flag=True,
+            help="Show what the metric is without a training: of word and character counts with a linear model, or of "
+            "BM25 for search; of an embedding model or reranker, also before its training",
+        ),
+        click.Option(
+            ["--static-model"],
+            default="",
+            metavar="NAME",
+            help="With --baseline, for tasks with classes of texts, also show the metric of static embeddings with a "
+            "linear model: the folder or the Hugging Face hub name of a model of model2vec",
+        ),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the numbers as one JSON object"),
         DRY_RUN_HERE,
         CONFIG_FILE,
     ],
 )
-def show(dry_run: bool, as_json: bool, **values: Any) -> None:
+def show(dry_run: bool, as_json: bool, baseline: bool, static_model: str, **values: Any) -> None:
     """Show columns, labels, lengths and duplicates of the data that a training would use.
 
     The options are those of cpuft launch, and the examples are read and tokenised in the same way: the columns that are
@@ -44,8 +56,9 @@ def show(dry_run: bool, as_json: bool, **values: Any) -> None:
     from cpuft.argv import module_command
     from cpuft.steps import Step
 
+    if static_model and not baseline:
+        raise CpuftError("--static-model adds static embeddings to the baseline: give --baseline as well")
     config = pick(TrainConfig, values)
-    form = "json" if as_json else "text"
-    arguments = (*format_arguments(config), *format_arguments(pick(BaselineConfig, values)))
-    command = (*module_command(sys.executable, "cpuft.train.data.show"), form, *arguments)
+    own = ("json" if as_json else "text", "baseline" if baseline else "", static_model)
+    command = (*module_command(sys.executable, "cpuft.train.data.show"), *own, *format_arguments(config))
     run_or_print(Step(f"read the data of --task {config.task}", command, compute_settings(os.environ)), dry_run)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import click
 
-from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs, make_options, pick
-from cpuft.config.errors import ErrorsConfig
+from cpuft.cli.options import CONFIG_FILE, FieldOption, Verb, complete_runs
 
 
 @click.command(
     cls=Verb,
     params=[
-        *make_options(ErrorsConfig, "run"),
+        FieldOption(
+            ["--most"], "", "N", default=20, type=click.IntRange(1), help="Largest number of examples in each list"
+        ),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the examples as one JSON object"),
         CONFIG_FILE,
         click.Argument(["run"], metavar="RUN", shell_complete=complete_runs),
     ],
 )
-def errors(as_json: bool, **values: Any) -> None:
+def errors(run: str, most: int, as_json: bool, config: str) -> None:
     """List the validation examples that a run gets most wrong, and labels that may be wrong.
 
     RUN is the folder of a finished run. Of labels, first come the wrong predictions of which the model is most certain;
@@ -32,6 +32,5 @@ def errors(as_json: bool, **values: Any) -> None:
     from cpuft.judge.errors import format_errors, list_errors
     from cpuft.judge.predictions import read_predictions
 
-    asked = pick(ErrorsConfig, values)
-    found = list_errors(asked.run, read_predictions(asked.run), asked.most)
+    found = list_errors(run, read_predictions(run), most)
     click.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else format_errors(found).rstrip("\n"))

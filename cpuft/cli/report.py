@@ -29,7 +29,7 @@ from cpuft.errors import CpuftError
             ["--no-examples"],
             is_flag=True,
             help="With --html, leave out the validation examples that a run gets wrong, because their texts may be "
-            "private",
+            "private; the run keeps them in its predictions.parquet",
         ),
         click.Option(
             ["--estimate"],
@@ -85,7 +85,7 @@ def report(
     from cpuft.record import Record, read_record
     from cpuft.report.comparison import compare, group_jobs
     from cpuft.report.judgement import format_judgement, judge_record, judgement_to_json
-    from cpuft.report.page import find_runs, page_path, read_estimates, write_page, write_quality_page
+    from cpuft.report.page import find_runs, page_path, read_estimates, write_page
     from cpuft.report.quality import compare_pair
     from cpuft.report.tables import format_markdown, format_quality, format_quality_markdown, format_text, to_json
     from cpuft.sweep.results import choose_metric, format_sweep, sweep_to_json, write_sweep_page
@@ -142,18 +142,16 @@ def report(
             say(f"metrics are not compared row by row: {problem}")
     else:
         comparison = compare(records)
-    if len(records) == 1:
+    if len(records) == 1 and not markdown:
         try:
             judgement = judge_record(records[0])
         except CpuftError as error:
             say(f"where the model fails is not shown: {error}")
-    if html and comparison:
+    if html:
         predictions = read_estimates(estimate) if estimate else []
         path = page_path(runs)
         write_page(records, path, predictions, unfinished, judgement, quality, examples=not no_examples)
         click.echo(f"page: {path}")
-    elif html and quality:
-        click.echo(f"page: {write_quality_page(records, page_path(runs), quality)}")
     elif as_json:
         told = to_json(comparison) if comparison else {}
         told |= {"quality": quality.to_json()} if quality else {}
@@ -162,5 +160,5 @@ def report(
     else:
         texts = [(format_markdown if markdown else format_text)(comparison)] if comparison else []
         texts += [(format_quality_markdown if markdown else format_quality)(quality)] if quality else []
-        texts += [format_judgement(judgement)] if judgement and not markdown else []
+        texts += [format_judgement(judgement)] if judgement else []
         click.echo("\n".join(texts), nl=False)

@@ -50,7 +50,7 @@ class PredictConfig:
     data_dir: str = option(
         "", "Folder of the GLUE data, with files such as MRPC/test.tsv (default: as in the run)", takes="FOLDER"
     )
-    overwrite: bool = option(False, "Replace the --output file if an earlier cpuft predict wrote it")
+    overwrite: bool = option(False, "Replace the --output file if it is there")
     model: str = option(
         "",
         "Embedding model, instead of RUN: the folder or the Hugging Face hub name of a model of sentence-transformers, "

@@ -434,7 +434,7 @@ class TrainConfig:
     best_metric: str = evaluation_option(
         "",
         "With --eval-every, metric by which --save-best and --early-stopping compare evaluations, such as f1, or "
-        "macro-f1, which any classes have (default: the first metric of the task)",
+        "macro-f1 (the mean F1 of the classes) for examples with one class (default: the first metric of the task)",
         takes="NAME",
     )
     save_best: bool = evaluation_option(
@@ -449,8 +449,8 @@ class TrainConfig:
     )
     slice_by: str = evaluation_option(
         "",
-        "With --task files, column of your files, with at most 100 different values, such as a language: how good the "
-        "model is can be told for each of its values (default: none)",
+        "With --task files, column of your files, with at most 100 different values, such as a language; cpuft report "
+        "then shows the metrics for each value of this column (default: none)",
         takes="NAME",
     )
     examples: bool = evaluation_option(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from cpuft.config.train import EVALUATION_ONLY
+from cpuft.config.train import EVALUATION_ONLY, TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.record import FILE_NAME, STEP_PHASES, BaselineLine, Record, StepLine, describe_baseline, drop_warm_up
 from cpuft.report.significance import half_width, is_different, standard_error
@@ -390,6 +391,32 @@ def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
         alike = (header.world_size, header.global_batch, header.ranks, header.versions, options)
         groups.setdefault(repr(alike), []).append(run)
     return list(groups.values())
+
+
+def list_settings(runs: Sequence[Record]) -> tuple[list[tuple[str, str]], ...]:
+    """Return three lists of names and values: what differs between the runs, then options without their defaults, then
+    all others, with versions.
+    """
+    defaults = {one.name: _format_setting(one.default) for one in fields(TrainConfig)}
+    lists: tuple[list[tuple[str, str]], ...] = ([], [], [])
+    headers = [run.header for run in runs]
+    options = [{"task": one.task, "model": one.model, **one.options} for one in headers]
+    others = [
+        {"ranks": one.world_size, "number format": one.precision, "checksum of the data": one.data, **one.versions}
+        for one in headers
+    ]
+    for found in (options, others):
+        for name in dict.fromkeys(itertools.chain.from_iterable(found)):
+            values = [_format_setting(one.get(name, "")) for one in found]
+            is_usual = found is others or values[0] == defaults.get(name)
+            differs = len(set(values)) > 1
+            value = (" and " if len(values) == 2 else ", ").join(values) if differs else values[0]
+            lists[0 if differs else 2 if is_usual else 1].append((name.replace("_", " "), value))
+    return lists
+
+
+def _format_setting(value: object) -> str:
+    return (value if isinstance(value, str) else json.dumps(value)) or "not given"
 
 
 def _pair_rounds(group: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:

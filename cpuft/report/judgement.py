@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuft.errors import CpuftError
-from cpuft.judge.predictions import FILE_NAME, read_predictions
+from cpuft.errors import CpuftError, describe_error, install_command
+from cpuft.judge.predictions import FILE_NAME, RunPredictions, read_predictions
 from cpuft.judge.tables import list_tables
 from cpuft.record import Record
 from cpuft.report.plots import Line, draw_lines
@@ -19,26 +19,42 @@ if TYPE_CHECKING:  # a report without predictions is also made where NumPy is no
     from cpuft.judge.metrics import Judgement
 
 
-def judge_record(record: Record) -> Judgement | None:
-    """Return what the predictions of a run say about its model; None if the run has none.
+def has_predictions(record: Record) -> bool:
+    """Return whether a run has kept what its model predicts; a run of --task text or chat has not."""
+    return Path(record.path).with_name(FILE_NAME).is_file()
 
-    Raises CpuftError: they cannot be read or judged, or they are not those whose metrics the record has.
+
+def read_run_predictions(record: Record) -> RunPredictions:
+    """Read the predictions of a run. Raises CpuftError: there are none, they are damaged, or they are not those whose
+    metrics the record has.
     """
-    folder = Path(record.path)
-    folder = folder.parent if folder.suffix == ".jsonl" else folder
-    path = folder / FILE_NAME
-    if not path.is_file():
-        return None
-    predictions = read_predictions(str(folder))
+    predictions = read_predictions(str(Path(record.path).parent))
     if str(predictions.about.metrics) != str(record.metrics):
-        raise CpuftError(f"{path} is of another evaluation than the metrics in {record.path}: fetch the run again")
+        raise CpuftError(
+            f"{Path(record.path).with_name(FILE_NAME)} is of another evaluation than the metrics in {record.path}: "
+            "fetch the run again"
+        )
+    return predictions
+
+
+def judge_record(record: Record) -> Judgement | None:
+    """Return what the predictions of a run say about its model; None if the run has none. Raises CpuftError: they
+    cannot be read or judged.
+    """
+    if not has_predictions(record):
+        return None
+    predictions = read_run_predictions(record)
     try:
         from cpuft.judge.metrics import judge
 
         return judge(predictions)
+    except ImportError:
+        raise CpuftError(f"predictions are judged with NumPy and SciPy: {install_command('train')}") from None
     except Exception as error:  # whatever a library says about columns that are not what they should be
-        reason = " ".join(str(error).split())[:200]
-        raise CpuftError(f"{path} cannot be judged ({type(error).__name__}: {reason}): fetch the run again") from None
+        problem = f"{type(error).__name__}: {describe_error(error)}"
+        raise CpuftError(
+            f"the predictions beside {record.path} cannot be judged ({problem}): fetch the run again"
+        ) from None
 
 
 def format_judgement(judgement: Judgement) -> str:

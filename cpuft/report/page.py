@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
-from cpuft.judge.predictions import FILE_NAME as PREDICTIONS_FILE
-from cpuft.judge.predictions import read_predictions
 from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
-from cpuft.report.comparison import Comparison, compare, group_repeats
+from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings
 from cpuft.report.estimate import Estimate
 from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
-from cpuft.report.judgement import draw_calibration
+from cpuft.report.judgement import draw_calibration, has_predictions, read_run_predictions
 from cpuft.report.plots import (
     COLOURS,
     draw_learning_curves,
@@ -64,41 +60,35 @@ def write_page(
     """Write the page of these runs and their ideals to `path`, and return `path`. An older page of cpuft is replaced.
 
     `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`. A single run
-    may have a `judgement`, and with `examples` shows some that its model gets wrong; two runs may have their `quality`.
-    Raises CpuftError: the runs cannot be compared, one has no steps, or another file is at `path`.
+    may have a `judgement`, and with `examples` shows some that its model gets wrong. Two runs may have their `quality`;
+    it alone is shown if they are not the same job.
     """
-    comparison = compare(list(records))
+    notes, runs, comparison = list[str](), list(records), None
+    try:
+        comparison = compare(runs)
+        runs = [group[0] for group in group_repeats([one for one in _in_order(runs) if not one.header.independent])]
+    except CpuftError:
+        if not quality:
+            raise
     if unfinished:
         named = ", ".join(f"{folder_of(one)} ({counted(len(one.steps), 'step')} recorded)" for one in unfinished)
-        note = f"left out, because these runs are not finished: {named}."
-        comparison = dataclasses.replace(comparison, notes=(*comparison.notes, note))
-    runs = [group[0] for group in group_repeats([one for one in _in_order(records) if not one.header.independent])]
+        notes.append(f"left out, because these runs are not finished: {named}.")
     for run in runs:
         if not run.steps:
             raise CpuftError(f"{run.path} has no steps to draw: leave it out of the page")
-    shows_errors = examples and len(records) == 1
-    errors, notes = _describe_errors(str(Path(records[0].path).parent)) if shows_errors else ({}, [])
-    comparison = dataclasses.replace(comparison, notes=(*comparison.notes, *notes))
-    parts = {"quality": quality, **errors}
-    return render_page(path, lambda: describe(comparison, runs, predictions, judgement) | parts)
-
-
-def write_quality_page(records: Sequence[Record], path: Path, quality: Quality) -> Path:
-    """Write the page of two runs whose speed cannot be compared; return `path`. CpuftError: another file is there."""
+    errors = None
+    if examples and len(records) == 1:
+        try:
+            errors = _describe_errors(records[0])
+        except Exception as error:  # the page is written without them
+            notes.append(f"the model's errors are not shown: {str(error) or type(error).__name__}")
 
     def make_parts() -> dict[str, Any]:
-        return {
-            "title": quality.title,
-            "verdict": quality.verdict,
-            "columns": quality.columns,
-            "rows": quality.rows,
-            "legend": _list_legend(records),
-            "figures": {"Loss and metric": draw_learning_curves(records)},
-            "hosts": [host_row(run) for run in records],
-            "links": [],
-            "settings": _list_settings(records)[0],
-            "notes": quality.notes,
-        }
+        parts = describe(runs, predictions, comparison, quality) | {"errors": errors}
+        parts["notes"] = [*parts["notes"], *notes]
+        if judgement:
+            parts |= {"judged": list_tables(judgement), "calibration": draw_calibration(judgement)}
+        return parts
 
     return render_page(path, make_parts)
 
@@ -133,65 +123,65 @@ def _in_order(records: Sequence[Record]) -> list[Record]:
 
 
 def describe(
-    comparison: Comparison,
     runs: Sequence[Record],
     predictions: Sequence[Estimate],
-    judgement: Judgement | None = None,
+    comparison: Comparison | None,
+    quality: Quality | None,
 ) -> dict[str, Any]:
-    """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
+    """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison. Without
+    a comparison, the page has the parts of `quality` in its place.
 
     A row of `legend` is (label, number of the colour, whether the line is dashed). `figures` has lists of (caption,
     SVG) by heading, and `drawings` the label, the drawings of hosts and the number of other hosts of each run.
     """
-    settings, other_settings = _list_settings(runs)
+    different, special, others = list_settings(runs)
+    speed = list[tuple[str, str]]()
+    if comparison:
+        speed = [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)]
+        parts = {
+            "title": format_title(comparison),
+            "verdict": format_verdict(comparison),
+            "columns": table_columns(comparison),
+            "rows": table_rows(comparison),
+            "seed_columns": seed_columns(comparison),
+            "seed_rows": seed_rows(comparison),
+            "notes": comparison.notes,
+            "quality": quality,
+        }
+    else:
+        parts = {name: getattr(quality, name) for name in ("title", "verdict", "columns", "rows", "notes")}
     return {
-        "title": format_title(comparison),
-        "verdict": format_verdict(comparison),
-        "columns": table_columns(comparison),
-        "rows": table_rows(comparison),
-        "seed_columns": seed_columns(comparison),
-        "seed_rows": seed_rows(comparison),
-        "legend": _list_legend(runs),
+        **parts,
+        "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
         "figures": {
-            "Speed": [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)],
+            "Speed": speed,
             "Loss and metric": draw_learning_curves(runs),
             "Where the time of a step goes": [draw_phases(runs)],
         },
-        "judged": list_tables(judgement) if judgement else [],
-        "calibration": draw_calibration(judgement) if judgement else [],
         "drawings": list(
             zip(label_runs(runs), draw_hosts(runs), [max(0, len(run.header.hosts) - MOST_HOSTS) for run in runs])
         ),
         "hosts": [host_row(run) for run in runs],
         "links": [_link_row(run) for run in runs],
-        "settings": settings,
-        "other_settings": other_settings,
-        "notes": comparison.notes,
+        "settings": [*different, *special],
+        "other_settings": others,
     }
 
 
-def _list_legend(runs: Sequence[Record]) -> list[tuple[str, int, bool]]:
-    return [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))]
-
-
-def _describe_errors(run: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of the page about examples that a run gets wrong, and notes; both empty if it keeps no texts.
-
-    An example is a description and its texts. Whatever fails here, the page is written.
+def _describe_errors(run: Record) -> dict[str, Any] | None:
+    """Return the part of the page about examples that a run gets wrong; None if it keeps no predictions or texts. An
+    example is a description and its texts.
     """
-    if not Path(run, PREDICTIONS_FILE).is_file():
-        return {}, []
-    try:
-        predictions = read_predictions(run)
-        if "text" not in predictions.table.column_names:
-            return {}, []
-        from cpuft.judge.errors import list_errors, list_sections, summarize  # imports NumPy
+    if not has_predictions(run):
+        return None
+    predictions = read_run_predictions(run)
+    if "text" not in predictions.table.column_names:
+        return None
+    from cpuft.judge.errors import list_errors, list_sections, summarize  # imports NumPy
 
-        found = list_errors(run, predictions, _MOST_EXAMPLES)
-        sections = [(heading, [(one, *texts) for one, texts in examples]) for heading, examples in list_sections(found)]
-        return {"errors": {"summary": summarize(found), "sections": sections}}, []
-    except Exception as error:
-        return {}, [f"the model's errors are not shown: {str(error) or type(error).__name__}"]
+    found = list_errors(str(Path(run.path).parent), predictions, _MOST_EXAMPLES)
+    sections = [(heading, [(one, *texts) for one, texts in examples]) for heading, examples in list_sections(found)]
+    return {"summary": summarize(found), "sections": sections}
 
 
 def host_row(run: Record) -> list[str]:
@@ -211,25 +201,6 @@ def _link_row(run: Record) -> list[str]:
     step = statistics.fmean(line.step_seconds for line in steady)
     share = f"{waited / step:.0%}" if step > 0 else "-"
     return [folder_of(run), run.header.backend, f"{sent / 1e6:.1f}", f"{waited:.3f}", share]
-
-
-def _list_settings(runs: Sequence[Record]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return (what differs between the runs and options without their defaults, other options and versions)."""
-    defaults = {one.name: _text(one.default) for one in dataclasses.fields(TrainConfig)}
-    special, others = list[tuple[str, str]](), list[tuple[str, str]]()
-    for kind in ("options", "versions"):
-        found = [getattr(run.header, kind) for run in runs]
-        for name in dict.fromkeys(name for values in found for name in values):
-            texts = [_text(values.get(name)) for values in found]
-            same = len(set(texts)) == 1
-            is_special = not same or (kind == "options" and texts[0] != defaults.get(name))
-            value = texts[0] if same else ", ".join(texts)
-            (special if is_special else others).append((name.replace("_", " "), value))
-    return special, others
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,9 +16,9 @@ from cpuft.judge.difference import (
     format_interval,
     format_p,
 )
-from cpuft.judge.predictions import read_predictions
 from cpuft.record import Record
-from cpuft.report.comparison import Comparison, OtherJobError, compare
+from cpuft.report.comparison import Comparison, OtherJobError, compare, list_settings
+from cpuft.report.judgement import has_predictions, read_run_predictions
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,8 @@ class Quality:
 
 
 def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | None, str]:
-    """Return the comparison of two runs' speed or None, that of their metrics or None, and why this one is missing.
-
-    Raises CpuftError: there is neither of the two.
+    """Return the comparison of the speed of two runs, that of their metrics, and why there is none of the metrics
+    although one of them has predictions. Raises CpuftError: there is neither of the two comparisons.
     """
     comparison, refused, quality, problem = None, None, None, ""
     try:
@@ -79,9 +77,11 @@ def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | Non
     try:
         quality = compare_quality(a, b, refused)
     except CpuftError as error:
-        problem = str(error)
         if refused:
-            raise CpuftError(f"{refused}. Nor can their metrics be compared row by row: {problem}") from None
+            raise CpuftError(
+                f"{refused}. Their metrics cannot be compared row by row, either, because {error}"
+            ) from None
+        problem = str(error) if has_predictions(a) or has_predictions(b) else ""
     return comparison, quality, problem
 
 
@@ -90,12 +90,7 @@ def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> 
 
     Raises CpuftError: one of them has no predictions, or they are of other rows.
     """
-    folders = [str(Path(one.path).parent) for one in (a, b)]
-    found = [read_predictions(folder) for folder in folders]
-    for record, predictions in zip((a, b), found):
-        if str(record.metrics) != str(predictions.about.metrics):
-            raise CpuftError(f"the predictions beside {record.path} have other metrics than it: fetch the run again")
-    differences = compare_predictions(*found)
+    differences = compare_predictions(read_run_predictions(a), read_run_predictions(b))
     notes = [describe_better(differences), _describe_refusal(refused), _describe_changes(a, b)]
     if len(differences.found) > 1:
         notes.append(
@@ -106,7 +101,8 @@ def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> 
         "the same options with another seed may give a model that differs as much: compare several seeds before you "
         "prefer an option"
     )
-    return Quality(folders[0], folders[1], differences, tuple(f"{note}." for note in notes if note))
+    folders = [str(Path(one.path).parent) for one in (a, b)]
+    return Quality(*folders, differences, tuple(f"{note}." for note in notes if note))
 
 
 def _describe_refusal(refused: CpuftError | None) -> str:
@@ -117,19 +113,5 @@ def _describe_refusal(refused: CpuftError | None) -> str:
 
 def _describe_changes(a: Record, b: Record) -> str:
     """Return in which options two runs differ."""
-    options = []
-    for header in (a.header, b.header):
-        told = {"task": header.task, "model": header.model, "ranks": header.world_size, "precision": header.precision}
-        options.append(told | {"checksum of the data": header.data} | {**header.options, **told})
-    first, second = options
-    listed = [
-        f"{name.replace('_', ' ')} ({_format_option(first.get(name))} and {_format_option(second.get(name))})"
-        for name in dict.fromkeys((*first, *second))
-        if first.get(name) != second.get(name)
-    ]
+    listed = [f"{name} ({values})" for name, values in list_settings([a, b])[0]]
     return f"A and B differ in {', '.join(listed)}" if listed else "A and B have the same options"
-
-
-def _format_option(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if text and value is not None else "not given"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cpuft.config.export import ExportConfig
 from cpuft.config.fields import parse_arguments
 from cpuft.config.predict import PredictConfig
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, describe_error
 from cpuft.files import refuse_filled, write_folder_atomically, write_text
 from cpuft.tasks import EMBEDDING_KINDS, Task
 from cpuft.terminal import align
@@ -159,9 +159,10 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
         try:
             difference, size = find_difference(model, graph, batch)
         except Exception as error:  # the runtimes raise errors of their own classes
-            reason = " ".join(str(error).split())[:200]
             shape = "x".join(map(str, batch.inputs["input_ids"].shape))
-            raise CpuftError(f"the exported {kind} cannot run a batch of {shape} tokens ({reason}): {advice}") from None
+            raise CpuftError(
+                f"the exported {kind} cannot run a batch of {shape} tokens ({describe_error(error)}): {advice}"
+            ) from None
         limit = MAX_DIFFERENCE * max(1.0, size) if request.precision == "fp32" else math.inf
         if not difference <= limit or difference == math.inf:
             raise CpuftError(

@@ -30,7 +30,7 @@ from cpuft.train.model import load_model
 from cpuft.train.predict import (
     FinishedRun,
     Table,
-    check_output,
+    check_predictions_file,
     choose_run_precision,
     give_ids,
     name_given,
@@ -62,7 +62,7 @@ def generate(request: PredictConfig) -> None:
     """
     run = read_finished_run(request.run)
     path = Path(request.output or Path(request.run, "predictions.csv"))
-    check_output(path, request.overwrite, request.run)
+    check_predictions_file(path, request)
     prompts = read_prompts(request, run.task.kind == "chat")
     tokenizer = load_tokenizer(str(run.model))
     if run.task.kind == "chat":

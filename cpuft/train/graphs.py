@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, describe_error, install_command
 from cpuft.train.embedder import finish_embeddings, pool
 from cpuft.train.embedding_form import EmbeddingForm
 from cpuft.train.objective.base import Batch
@@ -229,10 +229,9 @@ def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
                 dynamo=False,
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise CpuftError(
-            f"a {type(model).__name__} cannot be exported ({reason}): serve the model with transformers, or train "
-            f"another one"
+            f"a {type(model).__name__} cannot be exported ({describe_error(error)}): serve the model with "
+            f"transformers, or train another one"
         ) from None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.config.train import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
-from cpuft.errors import CpuftError, install_command, list_names, suggest_names
+from cpuft.errors import CpuftError, describe_error, install_command, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
@@ -167,7 +167,7 @@ def check_untrained(config: TrainConfig) -> None:
 
 
 def _describe_bad_config(name: str, error: Exception) -> str:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    reason = describe_error(error)
     return f"no model can be made of {name} ({reason}): correct its settings, or take one of {', '.join(SIZES)}"
 
 

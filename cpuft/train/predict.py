@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from cpuft.config.fields import option_names, parse_arguments
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError, counted
-from cpuft.files import refuse_special
+from cpuft.errors import CpuftError, counted, describe_error
 from cpuft.hardware import Precision, choose_precision
 from cpuft.judge.predictions import FILE_NAME, About, RunPredictions
 from cpuft.judge.tables import describe_judgement
@@ -29,7 +28,6 @@ from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TASKS, Task, find_task
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
-from cpuft.train.data.columnar import list_columns
 from cpuft.train.data.prepare import tokenize
 from cpuft.train.data.relevance import read_documents_to_predict
 from cpuft.train.data.sources import (
@@ -42,7 +40,7 @@ from cpuft.train.data.sources import (
     read_splits,
 )
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
-from cpuft.train.data.write_tables import Column, check_ending, write_table
+from cpuft.train.data.write_tables import Column, check_output, write_table
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 
 if TYPE_CHECKING:
@@ -58,8 +56,6 @@ Given = Sequence[tuple[str, Sequence[Any]]]
 
 _INDEX = Column("index", "int64")
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
-_BEGINS = {".csv": b"index,", ".tsv": b"index\t", ".jsonl": b'{"index":'}
-"""The first bytes of files of predictions, by the endings of their names."""
 _MAX_SCORE = 5.0
 """The scores of STS-B, GLUE's only regression task, are from 0 to this."""
 
@@ -161,35 +157,13 @@ def name_submission(task: Task, suffix: str) -> str:
     return f"{task.folder}{part}.tsv"
 
 
-def check_output(path: Path, overwrite: bool = False, run: str = "") -> None:
-    """Raise CpuftError if predictions may not be written to `path`; with `overwrite`, predictions may be replaced."""
-    check_ending(path)
-    refuse_special(path)
-    if run and path.resolve() == Path(run, FILE_NAME).resolve():
-        raise CpuftError(
-            f"{path} is where a run keeps the predictions for its validation examples: give another --output"
-        )
-    try:
-        if not path.stat().st_size:
-            return
-        is_ours = _holds_predictions(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CpuftError(f"{path} cannot be written ({error.strerror}): give another --output") from None
-    if not is_ours:
-        raise CpuftError(f"{path} exists, and no cpuft predict has written it: give another --output")
-    if not overwrite:
-        raise CpuftError(f"{path} holds predictions already: add --overwrite to replace them, or give another --output")
-
-
-def _holds_predictions(path: Path) -> bool:
-    if path.suffix == ".parquet":
-        with suppress(CpuftError):
-            return list_columns(path, "--output")[:1] == [_INDEX.name]
-        return False
-    with path.open("rb") as file:
-        return file.read(9).startswith(_BEGINS[path.suffix])
+def check_predictions_file(path: Path, request: PredictConfig) -> None:
+    """Raise CpuftError if predictions may not be written to `path`."""
+    check_output(path, request.overwrite)
+    own = Path(request.run, FILE_NAME)
+    for kept, what in ((own, "the run's predictions for its validation examples"), (request.file, "the examples")):
+        if path.resolve() == Path(kept).resolve():
+            raise CpuftError(f"{path} is the file of {what}: give another --output")
 
 
 _TASK_KINDS = {
@@ -282,7 +256,7 @@ def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[
 
 
 def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str]) -> dict[str, Path]:
-    """Return for each suffix of a split's metrics the file for its predictions, after `check_output`."""
+    """Return for each suffix of a split's metrics the file for its predictions, after `check_predictions_file`."""
     output, paths = Path(request.output), dict[str, Path]()
     for suffix in suffixes:
         if request.output:
@@ -291,7 +265,7 @@ def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str])
             is_test = request.split == "test"
             name = name_submission(run.task, suffix) if is_test else f"predictions{suffix}.csv"
             paths[suffix] = Path(request.run, name)
-        check_output(paths[suffix], request.overwrite, request.run)
+        check_predictions_file(paths[suffix], request)
     return paths
 
 
@@ -305,15 +279,18 @@ def predict(request: PredictConfig) -> None:
     threshold = choose_threshold(request, task)
     numbered = {suffix: number_words(split) if task.kind == "tags" else split for suffix, split in splits.items()}
     prepared = tokenize_splits(run, task, numbered)
-    outputs, metrics = _compute_predictions(request, run, prepared, splits, threshold)
+    outputs, metrics, describe_failures = _compute_predictions(request, run, prepared, splits, threshold)
     for suffix, examples in splits.items():
         given = give_ids(request.id_column, examples.ids)
         if request.with_input and task.kind != "tags":  # a table of tags contains the words anyway
-            given = [*given, *zip(task.texts, zip(*examples.texts))]
+            columns = [[texts[place] for texts in examples.texts] for place in range(len(task.texts))]
+            given = [*given, *zip(task.texts, columns)]
         table = tabulate_predictions(task, examples, outputs[suffix], prepared.validation[suffix], given, threshold)
         write_table(paths[suffix], *(tabulate_submission(task, outputs[suffix]) if request.split == "test" else table))
     if metrics:
-        print(format_metrics(metrics))
+        print(format_metrics(metrics), flush=True)
+    for line in describe_failures():  # after the files, because it takes a while
+        print(line, file=sys.stderr, flush=True)
     print(f"predictions: {', '.join(map(str, paths.values()))}")
 
 
@@ -321,28 +298,28 @@ def choose_threshold(request: PredictConfig, task: Task) -> float:
     """Return the threshold of --threshold, and say on standard error which one it is and why. Raises CpuftError: it is
     no number from 0 to 1, or the task has no use for it.
     """
-    asked, value, reason = request.threshold, DEFAULT, ""
     if task.kind != "labels":
-        if asked != PredictConfig().threshold:
+        if request.threshold != PredictConfig().threshold:
             raise CpuftError(f"--threshold is for several labels, and {request.run} predicts none: leave it out")
-        return value
-    if asked != "auto":
-        value = _parse_threshold(asked)
+        return DEFAULT
+    value, reason = _find_best(request) if request.threshold == "auto" else (_parse_threshold(request.threshold), "")
+    print(f"labels with a probability above {value:g} are predicted{reason}", file=sys.stderr, flush=True)
+    return value
+
+
+def _find_best(request: PredictConfig) -> tuple[float, str]:
+    """Return the best threshold for the run's validation examples, and the reason for it; 0.5 if there is none."""
     try:
         found = find_threshold(request.run)
-        gain = f"f1_micro {found.f1:.4f} on the run's {counted(found.examples, 'validation example')}"
-        if found.value != DEFAULT:
-            gain += f", and 0.5 has {found.usual_f1:.4f}"
-        if asked == "auto":
-            value, reason = found.value, f": of all thresholds it has the best {gain}"
-            if request.split:
-                reason += "; it was chosen on these examples, so that their metrics are too good"
-        elif value == DEFAULT != found.value:
-            reason = f"; --threshold auto would take {found.value:g}, which has {gain}"
     except CpuftError as error:
-        reason = f", because {error}" if asked == "auto" else ""
-    print(f"labels above {value:g} are predicted{reason}", file=sys.stderr, flush=True)
-    return value
+        return DEFAULT, f", because {error}"
+    reason = f": of all thresholds it has the best f1_micro {found.f1:.4f} on the run's "
+    reason += counted(found.examples, "validation example")
+    if found.value != DEFAULT:
+        reason += f", and 0.5 has {found.usual_f1:.4f}"
+    if request.split:
+        reason += "; it was chosen on these examples, so that their metrics are too good"
+    return found.value, reason
 
 
 def _parse_threshold(text: str) -> float:
@@ -391,8 +368,10 @@ def use_fast_path(run: FinishedRun, model: Any, precision: str) -> None:
 
 def _compute_predictions(
     request: PredictConfig, run: FinishedRun, prepared: Prepared, splits: dict[str, Examples], threshold: float
-) -> tuple[dict[str, Outputs], dict[str, float]]:
-    """Return the outputs of each split by its suffix, and the metrics of splits with labels; print the speed."""
+) -> tuple[dict[str, Outputs], dict[str, float], Callable[[], list[str]]]:
+    """Return the outputs of each split by its suffix, the metrics of splits with labels, and a function that tells
+    where the model fails; print the speed.
+    """
     # Imported here because it imports torch, for which an error about bad input should not wait.
     from cpuft.train.evaluate import compute_outputs
 
@@ -401,7 +380,7 @@ def _compute_predictions(
     use_fast_path(run, model, precision.name)
     resume_garbage_collection()
     start, outputs, metrics = time.perf_counter(), dict[str, Outputs](), dict[str, float]()
-    describe = None
+    describe: Callable[[], list[str]] = list
     for suffix, tokens in prepared.validation.items():
         size = request.batch_size or run.train.eval_batch_size
         outputs[suffix] = compute_outputs(model, objective, tokens, size, run.ranks, precision.name)
@@ -417,8 +396,8 @@ def _compute_predictions(
     count, seconds = sum(map(len, prepared.validation.values())), time.perf_counter() - start
     reason = f": {precision.reason}" * (precision.name == "bf16")
     speed = f"{counted(count, 'example')}, {count / seconds:.1f} examples/s in {precision.name}{reason}"
-    print(speed, *(describe() if describe else ()), sep="\n", file=sys.stderr, flush=True)
-    return outputs, metrics
+    print(speed, file=sys.stderr, flush=True)
+    return outputs, metrics, describe
 
 
 def _describe_failures(
@@ -442,8 +421,7 @@ def _describe_failures(
         about = About(prepared.kind, prepared.labels, metrics, "", 0)
         return describe_judgement(judge(RunPredictions(about, table)), is_run=False)
     except Exception as error:  # the predictions are worth more than what is said of them
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        return [f"warning: where the model fails could not be found out ({reason})"]
+        return [f"warning: where the model fails could not be found out ({describe_error(error)})"]
 
 
 def number_words(examples: Examples) -> Examples:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpuft.config.train import TrainConfig
+from cpuft.errors import describe_error
 from cpuft.judge.predictions import FILE_NAME, About, write_predictions
 from cpuft.record import EvaluationLine
 from cpuft.train.data.archive import Prepared
@@ -32,10 +33,9 @@ def save_predictions(
             )
             write_predictions(folder, about, join_columns(parts))
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         return (
             f"warning: what the model predicts for the validation examples could not be written to {FILE_NAME} "
-            f"({reason}): the run is complete, but nothing can be told about single examples"
+            f"({describe_error(error)}): the run is complete, but nothing can be told about single examples"
         )
     return ""
 

@@ -13,7 +13,7 @@ import torch
 
 from cpuft.comm.compression.embedding_rows import check_lookups
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, describe_error
 from cpuft.rank.world import World
 from cpuft.train.arena import UNUSED_ATTRIBUTE
 from cpuft.train.data.archive import Prepared
@@ -135,7 +135,7 @@ def try_model(
         check_lookups(model, batch.inputs["input_ids"], partial(forward, precision))
         setattr(model, UNUSED_ATTRIBUTE, find_unused_parameters(model, losses[-1]))
     except Exception as error:  # models raise whatever their layers raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = describe_error(error)
         if isinstance(error, (CpuftError, MemoryError)) or "allocate memory" in reason:
             raise
         works_in_fp32 = False

@@ -19,10 +19,9 @@ from cpuft.config.fields import parse_arguments
 from cpuft.config.mine import MineConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.files import refuse_special
 from cpuft.train.data.embedding_pairs import choose_pair_columns
 from cpuft.train.data.tables import find_column, read_tables
-from cpuft.train.data.write_tables import Column, check_ending, write_table
+from cpuft.train.data.write_tables import Column, check_output, write_table
 from cpuft.train.embedding_form import find_embedding_model, read_form
 from cpuft.train.startup import run_as_process
 from cpuft.train.write_embeddings import (
@@ -43,16 +42,6 @@ _COLUMNS = ("anchor", "positive")
 """Names of the first columns that are written, by which --task pairs finds them."""
 _ROWS_AT_ONCE = 4096
 _PROGRESS_SECONDS = 10.0
-
-
-def _choose_negatives_file(request: MineConfig) -> Path:
-    """Return the file to write; raise CpuftError if it may not or cannot be written."""
-    path = Path(request.output)
-    check_ending(path)
-    refuse_special(path)
-    if path.exists() and not request.overwrite:
-        raise CpuftError(f"{path} exists: give another --output, or replace the file with --overwrite")
-    return path
 
 
 def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
@@ -122,7 +111,8 @@ def write_negatives(request: MineConfig) -> None:
     Makes the output's folder. Raises CpuftError: file, model or output cannot be used, or no anchor has enough
     negatives.
     """
-    path = _choose_negatives_file(request)
+    path = Path(request.output)
+    check_output(path, request.overwrite)
     anchors, positives = read_anchors(request)
     corpus = read_corpus(request)
     form = read_form(find_embedding_model(request.model))

@@ -21,7 +21,7 @@ GOOD = MineConfig(model="minilm", file="my pairs.csv", output="out.csv", negativ
     [
         ({"model": ""}, "there is no --model: name the embedding model that compares the texts, such as minilm"),
         ({"file": ""}, "there is no --file: give a file with rows of an anchor and a positive"),
-        ({"output": ""}, "there is no --output: give a file that ends in .csv, .jsonl, .parquet"),
+        ({"output": ""}, "there is no --output: give a file that ends in .csv, .tsv, .jsonl, .parquet"),
         ({"corpus_column": "x"}, "--corpus-column names a column of --corpus: add --corpus, or leave it out"),
         ({"search_depth": 3, "skip_top": 2}, "--search-depth 3 leaves fewer than 2 documents after --skip-top 2: rai"),
     ],

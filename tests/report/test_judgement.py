@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from cpuft.cli import cli
@@ -54,7 +56,9 @@ def test_a_report_of_one_run_tells_where_it_fails(tmp_path: Path) -> None:
     assert "NaN" not in json.dumps(undefined)
 
 
-def test_a_run_is_shown_without_predictions_that_are_not_its_own(tmp_path: Path) -> None:
+def test_a_run_is_shown_without_predictions_that_are_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = write_run(tmp_path / "run", make_five_classes())
     whole = (run / FILE_NAME).read_bytes()
     write_record(make_record(), tmp_path / "other")
@@ -68,7 +72,13 @@ def test_a_run_is_shown_without_predictions_that_are_not_its_own(tmp_path: Path)
         assert after.stdout == before.stdout
         assert after.stderr.count("\n") == 1
         assert message in after.stderr
+        report(str(tmp_path / "other"), "--html")
+        page = (tmp_path / "other/report.html").read_text(encoding="utf-8")
+        assert re.search(f"the model&#39;s errors are not shown: .*{message}", page)
     made = make_five_classes()
     columns = {name: made.table[name] for name in made.table.column_names if name != "prediction"}
     write_predictions(run, made.about, columns)
     assert "cannot be judged" in report(str(run)).stderr
+    assert report(str(run), "--markdown").stderr == ""
+    monkeypatch.setitem(sys.modules, "cpuft.judge.metrics", None)
+    assert "predictions are judged with NumPy and SciPy: " in report(str(run)).stderr

@@ -94,7 +94,7 @@ def test_the_same_run_twice_is_no_difference() -> None:
         ("missing", "b has no predictions.parquet"),
         ("damaged", "b/predictions.parquet is damaged"),
         ("others", "the two runs have different validation rows"),
-        ("older", "the predictions beside b/record.jsonl have other metrics than it: fetch the run again"),
+        ("older", "b/predictions.parquet is of another evaluation than the metrics in b/record.jsonl: fetch the run"),
     ],
 )
 def test_without_predictions_of_the_same_rows_one_reason_is_told(problem: str, message: str, is_same_job: bool) -> None:
@@ -117,4 +117,14 @@ def test_without_predictions_of_the_same_rows_one_reason_is_told(problem: str, m
         assert done.stderr.count(f"metrics are not compared row by row: {message}") == 1
     else:
         assert "are not the same job: they differ in model (minilm and bert-base)" in str(done.exception)
-        assert f". Nor can their metrics be compared row by row: {message}" in str(done.exception)
+        wanted = f". Their metrics cannot be compared row by row, either, because {message}"
+        assert wanted in str(done.exception)
+
+
+def test_runs_without_predictions_are_compared_by_speed_alone() -> None:
+    """Such as those of --task text."""
+    records = [make_record(ranks) for ranks in (1, 2)]
+    for folder, record in zip("ab", records):
+        write_record(record, Path(folder))
+    done = report("a", "b")
+    assert (done.stdout, done.stderr) == (format_text(compare(records)), "")

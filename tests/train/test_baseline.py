@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
-from cpuft.config.baseline import BaselineConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.judge.baseline import Baseline, fit
@@ -101,19 +100,29 @@ def test_tasks_without_one_say_so(tmp_path: Path) -> None:
     config = TrainConfig(task="files", train_file="rows.csv", validation_file="rows.csv")
     with pytest.raises(CpuftError, match="it is for at most 100 classes, and there are 101"):
         find_baseline(config)
-    summary = add_baselines(summarize(config), config, BaselineConfig(True))
+    summary = add_baselines(summarize(config), config)
     assert summary.baselines == []
     assert "note: no baseline: it is for at most 100 classes, and there are 101" in format_summary(summary)
 
 
-def test_data_show_has_it_and_an_embedding_model_is_measured_before_its_training(tmp_path: Path) -> None:
+def test_data_show_has_it_and_an_embedding_model_is_measured_before_its_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("rows.csv").write_text(PAIRS)
     config = make_search_config(tmp_path, "pairs")
-    summary = add_baselines(summarize(config), config, BaselineConfig(True))
+    summary = add_baselines(summarize(config), config)
     names = [one.name for one in summary.baselines]
     assert (names[0], names[1].endswith(" without training")) == ("BM25", True)
     assert summary.baselines[0].metrics.keys() == summary.baselines[1].metrics.keys()
     assert format_summary(summary)[-2].startswith("baseline (BM25, ")
+
+    def fail(config: TrainConfig) -> None:
+        raise CpuftError("there are no weights")
+
+    monkeypatch.setattr("cpuft.train.data.show._measure_untrained", fail)
+    summary = add_baselines(summarize(config), config)
+    assert [one.name for one in summary.baselines] == ["BM25"]
+    assert "the model is not measured before its training: there are no weights" in summary.notes
 
 
 def test_static_embeddings_equal_a_plain_script(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_answers_to_a_column_of_prompts_are_written_beside_them(lora: int, tmp_p
         rows = list(csv.reader(file))
     assert [row[:3] for row in rows] == [["index", "n", "prompt"], ["0", "1", "Who barks?"], ["1", "2", "'=1+1"]]
     assert rows[0][3] == "answer"
-    with pytest.raises(CpuftError, match="holds predictions already: add --overwrite"):
+    with pytest.raises(CpuftError, match="exists: give another --output, or"):
         generate(request)
     generate(replace(request, overwrite=True))
     chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Who barks?", "=1+1")]
@@ -111,7 +111,7 @@ def test_answers_to_a_column_of_prompts_are_written_beside_them(lora: int, tmp_p
     found = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     wanted = [row[3].removeprefix("'") for row in rows[1:]]
     assert found == [{"index": n, "n": f"id{n}", **chats[n], "answer": wanted[n]} for n in range(2)]
-    with pytest.raises(CpuftError, match=r"out\.jsonl holds predictions already: add --overwrite"):
+    with pytest.raises(CpuftError, match=r"out\.jsonl exists: give another --output, or"):
         generate(request)
     generate(replace(request, overwrite=True))
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, describe_error
 from cpuft.serialization import load, parse_json
 from cpuft.train.data.archive import EMPTY, Tokens
 from cpuft.train.data.tables import list_json_lines, read_text
@@ -350,8 +350,9 @@ def render(
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates raise errors of their own, and of jinja
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise CpuftError(f"{where}: the chat template refuses the conversation ({reason}): {advice}") from None
+        raise CpuftError(
+            f"{where}: the chat template refuses the conversation ({describe_error(error)}): {advice}"
+        ) from None
 
 
 def _cut(ids: NDArray[np.int32], mask: NDArray[np.int8], max_length: int) -> _Example | None:

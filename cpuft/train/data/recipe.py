@@ -17,7 +17,7 @@ from cpuft.train.model_shape import find_shape
 LOWER_IS_BETTER = ("perplexity",)
 """Metrics of which the smallest value is the best."""
 _MACRO_F1 = "f1_macro"
-"""The mean F1 of the classes, which all tasks with classes can have."""
+"""The mean F1 of the classes, which tasks whose examples have one class can have."""
 _HAVE_CLASSES = ("class", "tags")
 """Kinds of data in which each example, or each word, has one class."""
 

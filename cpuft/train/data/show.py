@@ -1,4 +1,4 @@
-"""What a training would learn from: `python -m cpuft.train.data.show text|json --task=...`, for `cpuft data show`."""
+"""What a training would learn from: `python -m cpuft.train.data.show`, started by `cpuft data show`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config.baseline import BaselineConfig
-from cpuft.config.fields import parse_arguments, split_arguments
+from cpuft.config.fields import parse_arguments
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.record import BaselineLine, format_baseline
@@ -458,15 +457,11 @@ def _show(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def add_baselines(summary: DataSummary, config: TrainConfig, wanted: BaselineConfig) -> DataSummary:
+def add_baselines(summary: DataSummary, config: TrainConfig, static_model: str = "") -> DataSummary:
     """Return the summary with what can be had without a training; of a model for search, what it reaches untrained.
 
     Raises CpuftError: the static model cannot be used.
     """
-    if wanted.static_model and not wanted.baseline:
-        raise CpuftError("--static-model adds static embeddings to the baseline: give --baseline as well")
-    if not wanted.baseline:
-        return summary
     found, notes = list[BaselineLine](), list(summary.notes)
     try:
         if summary.unknown_labels:
@@ -474,10 +469,13 @@ def add_baselines(summary: DataSummary, config: TrainConfig, wanted: BaselineCon
         found.append(find_baseline(config))
     except CpuftError as error:
         notes.append(f"no baseline: {error}")
-    if wanted.static_model:
-        found.append(find_static_baseline(config, wanted.static_model))
+    if static_model:
+        found.append(find_static_baseline(config, static_model))
     if summary.kind in SENTENCE_TRANSFORMERS_KINDS:
-        found.append(_measure_untrained(config))
+        try:
+            found.append(_measure_untrained(config))
+        except CpuftError as error:
+            notes.append(f"the model is not measured before its training: {error}")
     return replace(summary, baselines=found, notes=notes)
 
 
@@ -496,14 +494,17 @@ def _measure_untrained(config: TrainConfig) -> BaselineLine:
 
 
 def main() -> None:
-    """Print the summary in the form that the first argument names: text or json. Exit as `run_as_process` says."""
+    """Print the summary. Arguments: its form, text or json; baseline, or empty for none; the static model, or empty;
+    and options. Exit as `run_as_process` says.
+    """
 
     def show() -> None:
-        own, others = split_arguments(BaselineConfig, sys.argv[2:])
+        form, with_baseline, static_model, *others = sys.argv[1:]
         config = parse_arguments(TrainConfig, others)
-        summary = add_baselines(summarize(config), config, parse_arguments(BaselineConfig, own))
-        is_json = sys.argv[1] == "json"
-        print(json.dumps(asdict(summary), indent=2) if is_json else "\n".join(format_summary(summary)))
+        summary = summarize(config)
+        if with_baseline:
+            summary = add_baselines(summary, config, static_model)
+        print(json.dumps(asdict(summary), indent=2) if form == "json" else "\n".join(format_summary(summary)))
 
     run_as_process(show)
 

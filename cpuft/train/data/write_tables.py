@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 
 from cpuft.config.table_files import OUTPUT_ENDINGS
 from cpuft.errors import CpuftError, install_command
-from cpuft.files import write_atomically
+from cpuft.files import refuse_special, write_atomically
 from cpuft.train.data.sources import LABEL_SEPARATOR
 
 _DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
@@ -35,13 +35,16 @@ Rows = Iterable[Sequence[Any]]
 """Rows of cells in the order of the columns."""
 
 
-def check_ending(path: Path) -> None:
-    """Raise CpuftError if the name of a file to write tells no format, or one that needs a missing package."""
+def check_output(path: Path, overwrite: bool) -> None:
+    """Raise CpuftError if no table can be written to --output, or if the file exists and may not be replaced."""
     if path.suffix not in OUTPUT_ENDINGS:
         raise CpuftError(
             f"{path} has the ending {path.suffix!r:.20}: give an --output that ends in {', '.join(OUTPUT_ENDINGS)}"
         )
     check_pyarrow(path)
+    refuse_special(path)
+    if path.exists() and not overwrite:
+        raise CpuftError(f"{path} exists: give another --output, or replace the file with --overwrite")
 
 
 def check_pyarrow(path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, describe_error
 from cpuft.train.data.archive import EMPTY, UNTAGGED, Tokens
 from cpuft.train.data.order import Indices
 from cpuft.train.data.tokenizer import load_tokenizer
@@ -199,8 +199,7 @@ def _check_head(model: Any, form: HeadForm, name: str) -> None:
         wanted = model(input_ids=ids, use_cache=False).logits[0].float()
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     except Exception as error:  # models raise whatever their layers raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise CpuftError(f"{problem} ({reason}): {next_step}") from None
+        raise CpuftError(f"{problem} ({describe_error(error)}): {next_step}") from None
     finally:
         model.train(was_training)
     targets = wanted.argmax(-1)
