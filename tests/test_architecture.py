@@ -249,6 +249,7 @@ TESTED_ELSEWHERE = {
     "train/objective/table.py": "train/test_run.py",
     "train/passes.py": "train/test_loop.py",
     "train/setup.py": "train/test_loop.py",
+    "train/training.py": "train/test_loop.py",
 }
 """Modules without a test file of their own name, and the file that tests them. All others are tested in the file of
 the same path: `cpuft/launch/plan.py` in `tests/launch/test_plan.py`."""
