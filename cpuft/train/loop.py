@@ -90,8 +90,8 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         may_save = update in averaging_updates or update % config.sync_every == 0
         # What a rank has asked for (a signal, the time of a checkpoint), agreed on for this update in earlier messages.
         due = Requests() if is_last else control.find_due(may_save)  # after the last update the run saves anyway
-        # Exchange of parameters: with ZeRO-1 in every update; with --sync-every N, a mean is sent now and applied after N
-        # further updates at the latest. Other exchanges do nothing.
+        # Exchange of parameters: with ZeRO-1 in every update; with --sync-every N, a mean is sent now and applied after
+        # N further updates at the latest. Other exchanges do nothing.
         exchange.synchronize_parameters(is_due=update in averaging_updates, wait=due.any or is_last)
         is_pause = (
             due.any or is_last or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
