@@ -135,7 +135,7 @@ class Run:
         For an embedding model, an array of embeddings, fp32, shape (rows, dimensions). Else a dict for each row, by the
         task: with `label` (the most likely class) and `probabilities` (by class), with `score`, with `labels` (those
         above the option `threshold`) and `probabilities`, or with `tags` (for each word a tag, empty if it was cut
-        off).
+        off). Without rows, [].
 
         Raises
         ------
@@ -171,7 +171,7 @@ class Run:
                 import numpy
 
                 return numpy.load(output)
-            return read_predictions(output, len(rows))
+            return read_predicted_rows(output, len(rows))
 
     def plot(self) -> Any:
         """Return a figure of matplotlib with the loss, and the first metric, over the examples of the training.
@@ -592,8 +592,8 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
     return columns
 
 
-def read_predictions(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the predictions in a JSON lines file of `cpuft predict` as dicts, one for each of `count` examples."""
+def read_predicted_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return for each of `count` examples the dict that `Run.predict` describes; {} if the file has no line for it."""
     found: list[dict[str, Any]] = [{} for _ in range(count)]
     for row in map(json.loads, path.read_text(encoding="utf-8").split("\n")[:-1]):
         one, prediction = found[row["index"]], row["prediction"]

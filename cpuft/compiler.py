@@ -110,7 +110,7 @@ def compile_target(compiler: str, target: Target) -> bytes:
 
     The library names no OpenMP library, because a host without a compiler may have none but torch's own. Whoever loads
     it must have loaded torch's OpenMP library before, with its symbols for all (`cpuft.kernels.Kernels`). Raises
-    CpuftError: as `compile_kernels`, or the compiler is not GCC.
+    CpuftError: the compiler fails, takes more than 300 s, or is not GCC.
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
@@ -161,7 +161,7 @@ def choose_target(cpu_flags: Collection[str]) -> Target | None:
 
 
 def find_installed(cpu_flags: Collection[str], folders: Sequence[Path] = FOLDERS) -> Path | None:
-    """Return the path of the fastest library compiled in advance from exactly these sources that this CPU can run."""
+    """Return the fastest library compiled in advance from exactly these sources that this CPU can run, or None."""
     if platform.machine() != "x86_64":
         return None
     names = [name_library(target) for target in TARGETS if target.needs <= set(cpu_flags)]

@@ -13,7 +13,7 @@ _EMBEDDING_FILES = {".npy": b"\x93NUMPY", ".parquet": b"PAR1"}
 
 
 def name_embeddings(request: PredictConfig) -> Path:
-    """Return the file of embeddings to write, --output or embeddings.npy in the run's folder, if it may be written."""
+    """Return --output or embeddings.npy in the run's folder. Raises CpuftError: embeddings may not be written there."""
     if not request.output and not request.run:
         raise CpuftError("--model needs --output: name a file for the embeddings that ends in .npy or .parquet")
     path = Path(request.output or Path(request.run, "embeddings.npy"))

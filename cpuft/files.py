@@ -70,7 +70,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 @contextmanager
 def write_folder_atomically(folder: Path) -> Iterator[Path]:
     """Yield the path of an empty folder beside `folder`, which becomes `folder` if the block raises nothing. Raises
-    CpuftError: as `refuse_filled`, or a file is above it.
+    CpuftError: anything but an empty folder is at `folder`, or a file is above it.
     """
     refuse_filled(folder)
     try:
@@ -178,7 +178,7 @@ def cache_path(environ: Mapping[str, str]) -> Path:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Make the folder `cache_path` if necessary, with mode 700; return it. Raises as `make_private_folder`."""
+    """Return `cache_path`, made with mode 700. Raises CpuftError: it cannot be made, or others can write to it."""
     return make_private_folder(cache_path(environ), _ELSEWHERE)
 
 

@@ -71,7 +71,7 @@ def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
 
 
 def compiler_target(max_isa: str, flags: Collection[str]) -> str:
-    """Return the -march value for code that obeys ONEDNN_MAX_CPU_ISA and runs on this CPU."""
+    """Return the -march value for a value of ONEDNN_MAX_CPU_ISA: "native" if it is none or this CPU lacks the ISA."""
     target, needed = _TARGETS.get(max_isa.upper(), ("native", ""))
     return target if needed in flags else "native"
 
@@ -96,7 +96,10 @@ class Precision:
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """Return the precision of a run; CpuftError for bf16 on a CPU without its instructions, unless `emulate` is set."""
+    """Return the precision of a run: "auto" is bf16 where the CPU has it, else fp32.
+
+    Raises CpuftError: bf16 is `wanted` of a CPU without its instructions, and `emulate` is not set.
+    """
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":
         return Precision("fp32", "as you asked")

@@ -40,7 +40,7 @@ def format_run_memory(memory: RunMemory) -> tuple[str, ...]:
 
 
 def split_run_memory(arguments: Sequence[str]) -> tuple[RunMemory | None, list[str]]:
-    """Return the memory that `format_run_memory` passed, if it is there, and the other arguments in their order."""
+    """Return the memory that `format_run_memory` passed, else None, and the other arguments in their order."""
     found = [arg.removeprefix(_MEMORY_FLAG) for arg in arguments if arg.startswith(_MEMORY_FLAG)]
     others = [arg for arg in arguments if not arg.startswith(_MEMORY_FLAG)]
     return (load(RunMemory, parse_json(found[-1])) if found else None), others

@@ -358,7 +358,7 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the saved model: those of the last evaluation or, with --save-best, of the best one."""
+        """Metrics of the saved model, by the last evaluation or with --save-best by the best one; {} without any."""
         saved = self.footer.saved_step if self.footer else 0
         lines = [line for line in self.evaluations if line.step == saved] or self.evaluations
         return lines[-1].metrics if lines else {}

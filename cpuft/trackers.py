@@ -233,7 +233,7 @@ def values_of(line: Line) -> dict[str, float]:
     return {}
 
 
-def describe_run(header: Header, folder: Path) -> TrackedRun:
+def make_tracked_run(header: Header, folder: Path) -> TrackedRun:
     """Return what trackers have to know of the run with this header, which stays the same when the run is restarted."""
     versions = {f"version_{name}": version for name, version in header.versions.items()}
     more = {"ranks": header.world_size, "hosts": ", ".join(header.hosts), "cpu": header.cpu_model}
@@ -251,7 +251,7 @@ def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
     step = 0
     for line in lines:
         if isinstance(line, Header):
-            trackers = [TRACKERS[name](describe_run(line, folder)) for name in names]
+            trackers = [TRACKERS[name](make_tracked_run(line, folder)) for name in names]
         if isinstance(line, (StepLine, EvaluationLine)):
             step = line.step
         if values := values_of(line):

@@ -658,7 +658,7 @@ def _answer() -> Stream:
 
 def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
     """Receive files into a folder, as `place` says: this user's private folder, a folder below it, and for a bundle its
-    checksum. Raises as `receive`, and TransferError: another user can open a folder that must be private.
+    checksum. Raises what `receive` raises, and TransferError: another user can open a folder that must be private.
     """
     root, folder, checksum = (*place, "")[:3]
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):

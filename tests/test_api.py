@@ -28,7 +28,7 @@ from cpuft.api import (
     launch,
     parse_options,
     pickle_call,
-    read_predictions,
+    read_predicted_rows,
     write_rows,
 )
 from cpuft.config.compare import CompareConfig
@@ -324,7 +324,7 @@ def test_predictions_are_read_by_task(rows: list[dict[str, Any]], found: list[di
     is_tags = "token" in rows[0]
     numbered = [{"index": 0 if is_tags else number, **row} for number, row in enumerate(rows)]
     path.write_text("".join(json.dumps(row) + "\n" for row in numbered))
-    assert read_predictions(path, 2) == found
+    assert read_predicted_rows(path, 2) == found
 
 
 def test_plots_of_earlier_runs(tmp_path: Path) -> None:

@@ -211,10 +211,10 @@ TESTED_ELSEWHERE = {
     "execute.py": "launch/test_supervise.py",
     "hosts/mpi_implementations.py": "launch/test_mpirun.py",
     "judge/label_metrics.py": "train/objective/test_labels.py",
-    "judge/paired.py": "judge/test_difference.py",
     "judge/ranking.py": "train/objective/test_relevance.py",
     "judge/resampling.py": "judge/test_difference.py",
     "judge/search_metrics.py": "train/test_retrieval_metrics.py",
+    "judge/weighted_metrics.py": "judge/test_metrics.py",
     "kernels.py": "train/fast/test_kernels.py",
     "model_files.py": "cli/test_push.py",
     "network.py": "provision/test_simulated.py",
@@ -249,6 +249,7 @@ TESTED_ELSEWHERE = {
     "train/objective/table.py": "train/test_run.py",
     "train/passes.py": "train/test_loop.py",
     "train/setup.py": "train/test_loop.py",
+    "train/training.py": "train/test_loop.py",
 }
 """Modules without a test file of their own name, and the file that tests them. All others are tested in the file of
 the same path: `cpuft/launch/plan.py` in `tests/launch/test_plan.py`."""

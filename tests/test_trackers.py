@@ -21,8 +21,8 @@ from cpuft.trackers import (
     TrackedRun,
     Tracker,
     check_trackers,
-    describe_run,
     follow,
+    make_tracked_run,
     parse_trackers,
     send,
     send_record,
@@ -82,10 +82,10 @@ def test_a_tracker_gets_every_value_of_the_record(listening: type[Listening], tm
 
 
 def test_a_restarted_run_has_the_same_key_and_another_run_another() -> None:
-    key = describe_run(RECORD.header, Path("run")).key
-    assert describe_run(RECORD.header, Path("elsewhere/run")).key == key
+    key = make_tracked_run(RECORD.header, Path("run")).key
+    assert make_tracked_run(RECORD.header, Path("elsewhere/run")).key == key
     other = replace(RECORD.header, started="2026-01-01T00:00:00+00:00")
-    assert describe_run(other, Path("run")).key != key
+    assert make_tracked_run(other, Path("run")).key != key
 
 
 def test_a_record_is_followed_while_it_is_written(tmp_path: Path) -> None:

@@ -82,7 +82,15 @@ def move(
     `values` are those of all options of the verb, `there` is what the command does on the head host, whose Python must
     have `packages` besides cpuft. Raises CpuftError: the head host cannot run it, or it could not be started.
     """
-    from cpuft.launch.detached import Detached, Head, examine_python, list_place_options, plan_move, plan_start, start
+    from cpuft.launch.detached import (
+        Detached,
+        Head,
+        examine_python,
+        list_place_options,
+        plan_move,
+        plan_start,
+        start_detached,
+    )
     from cpuft.launch.inputs import TRAINING_INPUTS, LaunchNote, list_input_paths
     from cpuft.secret_variables import secrets_for_ranks
     from cpuft.steps import format_comment, format_plan
@@ -104,7 +112,7 @@ def move(
     note = LaunchNote(paths, config.cluster, hostfile, ssh_config)
     run = Detached(head, order, run_dir)
     try:
-        code = start(run, plan, note, os.environ, say)
+        code = start_detached(run, plan, note, os.environ, say)
     except KeyboardInterrupt:
         say(f"cpuft: run {run.order.id} goes on without this machine. {run.describe_commands()}")
         return 130

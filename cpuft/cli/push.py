@@ -97,10 +97,7 @@ def _may_be_uploaded(folder: Path, name: str) -> bool:
 
 
 def _check_base_model(folder: Path) -> None:
-    """Raise CpuftError if the folder holds adapters for a base model in a local folder, which nobody else can load.
-
-    The path of that folder would be uploaded, too.
-    """
+    """Raise CpuftError if the folder holds adapters for a base model in a local folder, which nobody else can load."""
     path = folder / "adapter_config.json"
     if not path.exists():
         return

@@ -225,10 +225,7 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str
 
 
 def _carry_out(folder: str, config: SweepConfig, options: list[str], places: list[Place]) -> None:
-    """Run the queue, print the results, and exit.
-
-    SIGUSR1, with which a job script asks for a checkpoint, gives exit code 75.
-    """
+    """Run the queue, print the results, and exit: with 75 after SIGUSR1, a job script's request for a checkpoint."""
     from cpuft.sweep.queue import SweepQueue
     from cpuft.sweep.results import format_sweep
     from cpuft.sweep.study import open_sweep

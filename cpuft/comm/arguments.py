@@ -51,7 +51,7 @@ def reduction_name(operation: object) -> str:
 
 
 def count_bytes(value: Any) -> int:
-    """Return the bytes of a tensor, of which a sparse one has indices and values, or of nested lists of tensors."""
+    """Return the bytes of a tensor (of a sparse one, its indices and values) or of nested lists of them, else 0."""
     if isinstance(value, torch.Tensor):
         return value._indices().nbytes + value._values().nbytes if value.is_sparse else value.nbytes
     return sum(map(count_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -201,12 +201,12 @@ def _destroy_group() -> None:
 
 
 def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, repeat: int) -> Measurement:
-    """Measure an operation of the default process group. All ranks call this together and get the same result.
+    """Measure "all_reduce", "all_gather", "reduce_scatter" or "broadcast" on all ranks, which get the same result.
 
     For each repetition, the result holds the seconds of the slowest rank, and the CPU share (0 to 1 of the cores that
-    it may use) of the busiest rank. `backend` is only the name in the result. `nbytes`, of the whole message of all
-    ranks, is rounded down to equal parts of the ranks, but not in the result. There are fewer repetitions than
-    `repeat`, but at least 5, if they would take more than three seconds.
+    it may use) of the busiest rank. `backend` is only the name in the result; `dtype` is a name in torch, as "float32".
+    `nbytes`, of the whole message of all ranks, is rounded down to equal parts of the ranks, but not in the result.
+    `repeat` is cut, but not below 5, if the repetitions would take more than three seconds.
     """
     call = _make_operation(operation, getattr(torch, dtype), nbytes)
     call()

@@ -169,7 +169,7 @@ class CoalescedWork(dist.Work):
         return all(work.wait() for work in self._works)
 
     def synchronize(self) -> None:
-        """Block until all operations are done; raises as `wait`."""
+        """Block until all operations are done; raises the error of the first in launch order that failed."""
         self.wait()
 
     def is_completed(self) -> bool:

@@ -74,7 +74,7 @@ def format_flag(name: str, value: object = True) -> str:
 
 
 def format_arguments(config: Any) -> list[str]:
-    """Return a command-line argument for each option that differs from its default: ["--task=mrpc", ...]."""
+    """Return an argument for each option that differs from its default: ["--task=mrpc", "--fast-path=False"]."""
     fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
     return [f"{format_flag(field.name)}={getattr(config, field.name)}" for field in fields]
 
@@ -87,7 +87,7 @@ def split_arguments(config: type, arguments: Sequence[str]) -> tuple[list[str], 
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
-    """Return the configuration that arguments describe; the inverse of `format_arguments`."""
+    """Return the configuration of such arguments. Raises CpuftError: an option is unknown, or its value is wrong."""
     fields = _fields(config)
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
     for argument in rest:

@@ -260,7 +260,10 @@ def _run_probe(host: Host, order: dict[str, Any], access: Access) -> str:
 
 
 def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:
-    """Run each finding's fix, if any; return a line for each, "CPUFT-028 on node1: fixed". Raises as Transport.run."""
+    """Run the findings' fixes; return a line for each, which ends in "fixed" or "the fix failed (OUTPUT)".
+
+    Raises CpuftError: a host cannot be reached, or its fix takes too long.
+    """
     hosts = {one.name: one.host for one in state.hosts}
     lines = []
     for finding in findings:

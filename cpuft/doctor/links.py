@@ -31,7 +31,7 @@ _LOADER = (
 
 
 def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Arrange all pairs of the numbers 0 to count - 1 in rounds, so that no number is in two pairs of a round.
+    """Arrange all pairs of the numbers 0 to count - 1 in rounds, with no number twice in a round; ((),) for count 1.
 
     Source: the circle method of round-robin tournaments.
     """
@@ -93,7 +93,7 @@ def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[li
 
 
 def format_links(links: Sequence[Link]) -> str:
-    """Return a table as text, with a row for each sending host and a column for each receiving host."""
+    """Return a table, a row for each sending and a column for each receiving host: figures, an error, or "-"."""
     hosts = list(dict.fromkeys(link.source for link in links))
     cells = {
         (one.source, one.target): one.error[:30] or f"{one.latency_us:.0f} us {one.bits_per_second / 1e9:.2f} Gbit/s"

@@ -71,8 +71,8 @@ class Access:
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_transfer(self, host: Host, *words: str) -> Answer:
-        """Run `cpuft.transfer` on a host, which needs no cpuft, without input for 60 s at most; return its answer,
-        whatever its exit code. Raises as `Transport.run`.
+        """Run `cpuft.transfer` on a host, which needs no cpuft, without input; return its answer, whatever its exit
+        code. Raises CpuftError: the host cannot be reached, or it takes longer than 60 s.
         """
         program = Path(transfer.__file__).read_text(encoding="utf-8")
         return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program)
@@ -229,7 +229,7 @@ def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Ent
         return registry.read_entry(job.parent, job.name) if job else None
     roots = registry.search_roots(environ)
     if config.cluster:
-        return registry.find_entry(roots, config.cluster)
+        return registry.find_by_name(roots, config.cluster)
     return registry.find_by_hostfile(roots, config.hostfile)
 
 
@@ -274,7 +274,7 @@ def find_slurm(environ: Mapping[str, str]) -> Transport | None:
 
 def find_access(config: LaunchConfig) -> Access:
     """Return how the hosts of a run are reached, and what is installed there. In an MPIJob, its ssh files are written.
-    Raises CpuftError: as `find_entry`, or the job cannot be used.
+    Raises CpuftError: both --cluster and --hostfile are given, or the entry or the job cannot be used.
     """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
     if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:

@@ -145,7 +145,7 @@ def _name_user(number: int) -> str:
 
 def make_state_root(root: Path) -> None:
     """Make the folder of the registry and the missing folders above it, with mode 700; existing ones keep theirs.
-    Raises as `refuse_untrusted`.
+    Raises CpuftError: others may write to it or replace it.
     """
     for folder in [*reversed(root.parents), root]:
         with suppress(FileExistsError):
@@ -155,7 +155,7 @@ def make_state_root(root: Path) -> None:
 
 def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[Path, ...]:
     """Return the registries in which a run looks for its cluster: this user's, then that of this host's cluster if
-    there is one. Raises as `state_root`.
+    there is one. Raises CpuftError: the path contains white space, or others may write to it.
     """
     own = state_root(environ)
     # "env" is the Python environment that cpuft provision installs on hosts, with the cluster's entry beside it.
@@ -171,8 +171,8 @@ def check_name(name: str) -> str:
     return name
 
 
-def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
-    """Return the entry of a cluster from the first registry that has it; CpuftError, with the known names, if none."""
+def find_by_name(roots: tuple[Path, ...], name: str) -> Entry:
+    """Return the entry from the first registry that has it. Raises CpuftError: none has it, or it cannot be used."""
     check_name(name)
     for root in roots:
         if os.path.exists(root / name / FILE_NAME):
@@ -182,7 +182,7 @@ def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
 
 
 def read_entry_if_exists(root: Path, name: str) -> Entry | None:
-    """Return the entry of a cluster; None where there is none. Raises as `read_entry`."""
+    """Return the entry of a cluster, or None. Raises CpuftError: it is damaged, or others may write to it."""
     return read_entry(root, name) if os.path.exists(root / check_name(name) / FILE_NAME) else None
 
 
@@ -245,7 +245,7 @@ def list_names(root: Path) -> list[str]:
 
 
 def find_by_hostfile(roots: tuple[Path, ...], hostfile: str) -> Entry | None:
-    """Return the entry of the cluster that has this hostfile; None if no cluster has it. Raises as `read_entry`."""
+    """Return the entry of the cluster that has this hostfile, else None. Raises CpuftError: an entry cannot be used."""
     wanted = str(Path(hostfile).resolve())
     entries = (read_entry(root, name) for root in roots for name in list_names(root))
     return next((entry for entry in entries if str(Path(entry.hostfile).resolve()) == wanted), None)

@@ -204,8 +204,8 @@ def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
 def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
     """Return (bastion, how it is reached) for each bastion on the way to a host, the first one first.
 
-    As for ssh, only the first of several bastions may need bastions itself. Raises CpuftError: as `read_login`, or
-    there are more than eight.
+    As for ssh, only the first of several bastions may need bastions itself. Raises CpuftError: ssh's configuration
+    cannot be read, or there are more than eight.
     """
     found: list[tuple[Host, Login]] = []
     while login.jumps:
@@ -326,7 +326,8 @@ def format_inside(
     """Return file name -> text of the files with which a host of a cluster reaches all of its hosts.
 
     They belong into `folder`, whose name is the cluster's, beside the cluster's key `id_ed25519`. The head host is the
-    first of `members`. The other parameters are as in `Entry`, seen from the hosts. Raises as `format_ssh_config`.
+    first of `members`. The other parameters are as in `Entry`, seen from the hosts. Raises CpuftError: a value has a
+    character that ssh_config cannot hold.
     """
     name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"

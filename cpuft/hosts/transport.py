@@ -119,7 +119,7 @@ class Transport(ABC):
 
     def addresses(self, hosts: Sequence[Host]) -> list[str]:
         """Return the address of each host, or its name if it is one of several behind different ports of one address,
-        as a router forwards them: the hosts know each other by their names. Raises as `address`.
+        as a router forwards them: the hosts know each other by their names. Raises CpuftError: a host has no address.
         """
         found = [self.address(host) for host in hosts]
         ports = {one: [host.port for host, other in zip(hosts, found) if other == one] for one in found}
@@ -135,10 +135,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
-        """Do what `run` does for a host that is not this machine: return the command's exit code and output.
-
-        Raises CpuftError: the host cannot be used, or the command takes longer than `seconds`.
-        """
+        """Do what `run` does for a host that is not this machine."""
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
         """Run a command on a host, wait for its end, and return its exit code and output, whatever they are.
@@ -198,7 +195,7 @@ class SshTransport(Transport):
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine: as `here` says, else by its address. Raises as `read_login`."""
+        """Return whether a host is this machine, by `here` or its address. Raises CpuftError: ssh's config is wrong."""
         if self.here is not None:
             return host.name == self.here
         if host.port:  # it is a container or a tunnel
@@ -337,7 +334,7 @@ def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClie
     """Log in to a host, through its bastions, for the time of the block; the value is paramiko's client.
 
     An unknown or changed host key is refused, and never learnt here. Raises HostError: the host or a bastion cannot be
-    used; CpuftError as `find_bastions`.
+    used; another CpuftError: ssh's configuration cannot be read.
     """
     login = read_login(host, config_path)
     with ExitStack() as stack:
@@ -556,7 +553,7 @@ def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> st
     """Return the public key that a host's ssh server shows, "ssh-ed25519 AAAA...", without a login. It is not verified.
 
     `seconds` is the time limit for the key exchange; 0 for the limits of a session. A server may be busy so long, but
-    its kernel has only 3.5 s to accept the connection. Raises as `open_session`.
+    its kernel has only 3.5 s to accept the connection. Raises CpuftError: the host or a bastion cannot be used.
     """
     import paramiko
 

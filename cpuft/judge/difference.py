@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.judge.predictions import FILE_NAME, RunPredictions
+
+if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
+    from cpuft.judge.resampling import Difference
 
 _LEAST_P = 0.001
 """Smallest p-value that is written as a number."""
 _QUERY_KINDS = ("pairs", "relevance")
 _SAME = ("split", "row", "query", "label")
 """Columns that must be equal in both files, where they have them."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference of a metric between run A and run B, over the rows that both predicted."""
-
-    metric: str
-    a: float
-    b: float
-    interval: tuple[float, float] | None
-    """95 % interval of B - A, paired by row; None if no resample differs from the others."""
-    p: float
-    """Probability of a difference at least as large if both models were equally good."""
-    smallest: float | None
-    """About the smallest difference that these rows can show; None if they can show none, however large."""
-    is_real: bool
-    """Whether chance alone is unlikely to make such a difference: p is below 5 %, and 0 is not in the interval."""
-    is_same: bool
-    """Whether each row counts the same for both."""
-    rows: int
-    """Number of validation rows; of queries in search."""
-    better: tuple[int, int] | None
-    """Number of rows in which only A was right, and only B; of queries for which A, and B, was better. None for
-    scores."""
-
-    @property
-    def difference(self) -> float:
-        """B - A."""
-        return self.b - self.a
 
 
 @dataclass(frozen=True)
@@ -66,8 +41,10 @@ class Differences:
 def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
     """Compare the metrics of two runs row by row. Raises CpuftError: their rows are not the same, or are damaged."""
     try:
-        from cpuft.judge.paired import list_paired_metrics
-        from cpuft.judge.resampling import judge_chance
+        import numpy as np
+
+        from cpuft.judge.resampling import compare
+        from cpuft.judge.weighted_metrics import observe, select_split
     except ImportError:
         raise CpuftError(f"predictions are compared with NumPy and SciPy: {install_command('train')}") from None
     _refuse_others(a, b)
@@ -79,11 +56,17 @@ def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
                     f"the two runs have read different values of {name} from the same validation rows: train both with "
                     "the same --max-length and other options of the data"
                 )
-        found = []
-        for name, metric in list_paired_metrics(a, b).items():
-            chance = judge_chance(metric.paired)
-            rows = int(metric.paired.counts.sum())
-            found.append(Difference(name, **vars(chance), rows=rows, better=metric.better))
+        numbers = (
+            one.to_numpy() for run in (a, b) for one in run.table.columns if str(one.type) in ("float", "double")
+        )
+        if not all(np.isfinite(one).all() for one in numbers):
+            raise CpuftError("one of the runs predicts no numbers (NaN): train it again with a smaller --learning-rate")
+        found: dict[str, Difference] = {}
+        for suffix in a.table.column("split").unique().to_pylist():
+            observations = observe([select_split(run, suffix) for run in (a, b)])
+            names = [name for name in observations.names if all(name + suffix in run.about.metrics for run in (a, b))]
+            for one in compare(observations, names) if names else ():
+                found[one.metric + suffix] = replace(one, metric=one.metric + suffix)
     except (KeyError, TypeError, ValueError) as error:
         raise CpuftError(f"the predictions of the two runs do not fit together ({error}): train them again") from None
     if not found:
@@ -91,7 +74,7 @@ def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
             f"the two runs report no metric ({', '.join(a.about.metrics)}) that can be compared row by row: compare "
             f"their {FILE_NAME} yourself"
         )
-    return Differences(a.about.kind, tuple(found))
+    return Differences(a.about.kind, tuple(found[name] for name in a.about.metrics if name in found))
 
 
 def _refuse_others(a: RunPredictions, b: RunPredictions) -> None:
@@ -118,7 +101,7 @@ def _sort_rows(predictions: RunPredictions) -> RunPredictions:
     left_out = ("text", "slice", "tokens", "probabilities")
     table = predictions.table
     kept = table.select([name for name in table.column_names if name not in left_out])
-    return replace(predictions, table=kept.sort_by([("split", "ascending"), ("row", "ascending")]))
+    return predictions.replace(kept.sort_by([("split", "ascending"), ("row", "ascending")]))
 
 
 def describe_difference(differences: Differences, a: str = "A", b: str = "B", metric: Difference | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,10 @@ class RunPredictions:
     def column(self, name: str) -> Any:
         """Return a column as a NumPy array of numbers, or of Python objects (strings and lists)."""
         return self.table.column(name).to_numpy()
+
+    def replace(self, table: pyarrow.Table, **about: Any) -> RunPredictions:
+        """Return other rows or columns, with these changes of `about`."""
+        return RunPredictions(dataclasses.replace(self.about, **about), table)
 
     def number_classes(self, name: str) -> NDArray[np.int64]:
         """Return the numbers of the classes in a column of the kind class, shape (rows,)."""

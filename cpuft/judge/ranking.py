@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+METRICS = ("ndcg", "mrr", "map")
+"""Metrics of rerankers, without @K."""
 LEAST_RELEVANT = 0.5
 """Score from which on the metrics count a document as relevant."""
 
@@ -29,7 +31,7 @@ def _measure(name: str, relevant: NDArray[np.bool_], scores: NDArray[np.float32]
     from sklearn.metrics import average_precision_score, ndcg_score
 
     metric, _, depth = name.partition("@")
-    if metric not in ("ndcg", "mrr", "map"):
+    if metric not in METRICS:
         raise ValueError(f"{name} is no metric of rerankers")
     if not relevant.any():
         return 0.0

@@ -1,230 +1,217 @@
-"""What chance can do to the difference of a metric between two models that predicted the same rows."""
+"""What chance can do to metrics: bootstrap intervals of one model, and tests of the difference between two."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import binom, binomtest
+
+from cpuft.judge.weighted_metrics import Indices, Name, Numbers, Observations
 
 _LEVEL = 0.05
 """A difference is real if chance alone makes one as large with a smaller probability."""
 _LEAST_ROWS = 6
 """With fewer rows, no difference has such a small probability: two signs of five are equal with probability 2/32."""
-_MOST_RESAMPLES, _LEAST_RESAMPLES = 5000, 500
-_MOST_DRAWS = 2**25
-"""About how many random numbers are drawn at most; with very many rows, _LEAST_RESAMPLES decides."""
-_AT_ONCE = 2**21
-"""Numbers of one block of resamples: 16 MB."""
-_SEED = 0
+_ESTIMATE_SAMPLES, _DIFFERENCE_SAMPLES = (200, 1000, 5_000_000), (500, 5000, 2**25)
+"""The least and the most samples, and about how many random numbers are drawn for them."""
+_MOST_NUMBERS = 2**18
+"""Largest number of entries of the arrays of a block of samples: 2 MB each."""
 _ROUNDING = 1e-12
 
-Numbers = NDArray[Any]
+
+@dataclass(frozen=True)
+class Estimate:
+    """A metric with its 95 % interval; NaN where one is undefined."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
 
 
 @dataclass(frozen=True)
-class Paired:
-    """A metric of two models, A and B, as a function of sums over the rows of a validation set.
+class Difference:
+    """The difference of a metric between run A and run B, over the rows that both predicted."""
 
-    Rows that are alike, with both models, share a cell.
-    """
-
-    counts: Numbers
-    """Number of rows of each cell."""
-    a: Any
-    """What a row of each cell adds to the sums of A, shape (cells, columns): an array, or a sparse one by rows."""
-    b: Any
-    compute: Callable[[Numbers], Numbers]
-    """From sums, shape (..., columns), to the metric, shape (...)."""
-    resample: Callable[[Numbers], tuple[Numbers, Numbers]] | None = None
-    """From how often each row counts, shape (..., rows), to the metric of both, where it is no function of sums."""
-
-
-@dataclass(frozen=True)
-class Chance:
-    """The metric of two models, and what chance can do to its difference."""
-
+    metric: str
     a: float
     b: float
     interval: tuple[float, float] | None
-    """95 % interval of B - A; None if nothing varies."""
+    """95 % interval of B - A, paired by row; None if no resample differs from the others."""
     p: float
     """Probability of a difference at least as large if both models were equally good."""
     smallest: float | None
     """About the smallest difference that these rows can show; None if they can show none, however large."""
     is_real: bool
-    """Whether the test finds a difference, and the interval does not contradict it."""
+    """Whether chance alone is unlikely to make such a difference: p is below 5 %, and 0 is not in the interval."""
     is_same: bool
-    """Whether each row counts the same for both models."""
+    """Whether each row counts the same for both."""
+    rows: int
+    """Number of validation rows; of queries in search."""
+    better: tuple[int, int] | None
+    """Number of rows in which only A was right, and only B; of queries for which A, and B, was better. None for
+    scores."""
+
+    @property
+    def difference(self) -> float:
+        """B - A."""
+        return self.b - self.a
 
 
-def divide(sums: Numbers) -> Numbers:
-    """Return the first sum divided by the second one, 0 where that is 0."""
-    return _divide(sums[..., 0], sums[..., 1])
+def _merge_alike(observations: Observations, rows: Indices) -> tuple[Indices, Indices]:
+    """Return one observation for each group of equal ones (with both models), and the number of each group."""
+    if observations.alike is None:
+        return rows, np.ones(len(rows), np.int64)
+    alike = observations.alike.reshape(-1, observations.count)[:, rows]
+    _, first, counts = np.unique(alike, axis=1, return_index=True, return_counts=True)
+    return rows[first], counts
 
 
-def _divide(above: Numbers, below: Numbers) -> Numbers:
-    return np.divide(above, below, out=np.zeros(np.shape(above)), where=np.asarray(below) != 0)
+def _draw_weights(counts: Indices, sizes: Iterator[int]) -> Iterator[Numbers]:
+    """Yield how often each observation is drawn if as many as there are are drawn with replacement."""
+    random, total = np.random.default_rng(0), int(counts.sum())
+    for size in sizes:
+        if len(counts) == total:
+            drawn = [np.bincount(random.integers(total, size=total), minlength=total) for _ in range(size)]
+            yield np.stack(drawn).astype(np.float64)
+        else:
+            yield random.multinomial(total, counts / total, size).astype(np.float64)
 
 
-def compute_f1(sums: Numbers) -> Numbers:
-    """Return F1 from the numbers of found, predicted and true ones; 0 without any."""
-    return _divide(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
+def _list_blocks(cells: int, columns: int, samples: tuple[int, int, int]) -> Iterator[int]:
+    """Yield how many samples are made at once, so that memory does not grow with observations or classes."""
+    least, most, numbers = samples
+    left, size = min(most, max(least, numbers // cells)), max(1, _MOST_NUMBERS // max(cells, columns))
+    while left > 0:
+        yield min(size, left)
+        left -= size
 
 
-def compute_macro_f1(sums: Numbers, classes: int = 0) -> Numbers:
-    """Return the mean F1 of `classes`, or of those that occur, from the numbers of all classes, as `compute_f1`."""
-    found, predicted, true = np.moveaxis(sums.reshape(*sums.shape[:-1], 3, -1), -2, 0)
-    scores = _divide(2.0 * found, predicted + true)
-    return _divide(
-        scores.sum(-1), np.asarray(classes or ((predicted + true) > 0).sum(-1)) + np.zeros(scores.shape[:-1])
-    )
+def _join_samples(samples: Sequence[dict[Name, Numbers]]) -> dict[Name, Numbers]:
+    return {name: np.concatenate([one[name] for one in samples]) for name in samples[0]}
 
 
-def compute_matthews(sums: Numbers) -> Numbers:
-    """Return Matthews' correlation for any number of classes, from numbers as for `compute_macro_f1`; 0 if undefined.
+def _is_share(values: Numbers) -> bool:
+    return bool(np.isin(values, (0, 1)).all())
 
-    The formula is that of Gorodkin (2004), which scikit-learn uses.
+
+def estimate(observations: Observations, names: Sequence[Name], rows: Indices) -> dict[Name, Estimate]:
+    """Return metrics of some of the observations of a run, with percentile intervals of a bootstrap; of shares of the
+    observations, such as accuracy, with Wilson's.
     """
-    found, predicted, true = np.moveaxis(sums.reshape(*sums.shape[:-1], 3, -1).astype(float), -2, 0)
-    rows = true.sum(-1)
-    spread = (rows**2 - (predicted**2).sum(-1)) * (rows**2 - (true**2).sum(-1))
-    return _divide(found.sum(-1) * rows - (predicted * true).sum(-1), np.sqrt(np.maximum(spread, 0)))
+    first, counts = _merge_alike(observations, rows)
+    terms = observations.terms[first]
+    values = observations.measure(names, terms, counts[None].astype(np.float64))
+    blocks = _list_blocks(*terms.shape, _ESTIMATE_SAMPLES)
+    samples = _join_samples([observations.measure(names, terms, drawn) for drawn in _draw_weights(counts, blocks)])
+    found = dict[Name, Estimate]()
+    for name, (value,) in values.items():
+        low, high = np.quantile(samples[name], (_LEVEL / 2, 1 - _LEVEL / 2))
+        if name in observations.means and _is_share(observations.means[str(name)]):
+            interval = binomtest(round(value * len(rows)), len(rows)).proportion_ci(method="wilson")
+            low, high = interval.low, interval.high
+        elif low == high:  # samples that are all alike, as those of a model without errors, say nothing of other rows
+            low = high = math.nan
+        found[name] = Estimate(float(value), float(low), float(high))
+    return found
 
 
-def list_moments(values: Numbers, others: Numbers) -> Numbers:
-    """Return for each row what the sums of `compute_pearson` need, shape (rows, 6)."""
-    x, y = (_standardize(one.astype(float)) for one in (values, others))
-    return np.stack([np.ones(len(x)), x, y, x * x, y * y, x * y], 1)
+def compare(observations: Observations, names: Sequence[str]) -> list[Difference]:
+    """Return the differences between two models, each with a 95 % interval and a p-value; always the same ones.
 
-
-def _standardize(values: Numbers) -> Numbers:
-    """Return the values with mean 0 and deviation 1: so sums lose no digits, and two models have one scale."""
-    return np.asarray((values - values.mean()) / (values.std() or 1.0))
-
-
-def compute_pearson(sums: Numbers) -> Numbers:
-    """Return the correlation from the sums of `list_moments`; 0 with a constant."""
-    x, y, xx, yy, xy = (sums[..., place] / sums[..., 0] for place in range(1, 6))
-    spread = np.maximum(xx - x * x, 0) * np.maximum(yy - y * y, 0)
-    return _divide(xy - x * y, np.where(spread > _ROUNDING, np.sqrt(spread), 0))
-
-
-class Ranks:
-    """The ranks of values, which depend on how often each row counts."""
-
-    def __init__(self, values: Numbers) -> None:
-        self._order = np.argsort(values, kind="stable")
-        is_new = np.diff(values[self._order], prepend=np.nan) != 0
-        self._starts, self._groups = np.flatnonzero(is_new), np.cumsum(is_new) - 1
-
-    def find(self, weights: Numbers) -> Numbers:
-        """Return each row's rank if it counts so often, shape (..., rows); equal values share their mean rank."""
-        together = np.add.reduceat(weights[..., self._order], self._starts, axis=-1)
-        middle = np.cumsum(together, axis=-1) - (together - 1) / 2
-        ranks = np.empty(weights.shape)
-        ranks[..., self._order] = middle[..., self._groups]
-        return ranks
-
-
-def correlate_weighted(weights: Numbers, values: Numbers, others: Numbers) -> Numbers:
-    """Return the correlation of rows that count so often; all have the shape (..., rows)."""
-    total = weights.sum(-1)
-    x, y = (one - ((weights * one).sum(-1) / total)[..., None] for one in (values, others))
-    spread = (weights * x * x).sum(-1) * (weights * y * y).sum(-1)
-    return _divide((weights * x * y).sum(-1), np.sqrt(spread))
-
-
-def judge_chance(paired: Paired) -> Chance:
-    """Return the metric of both models, a 95 % interval of the difference, and a p-value; always the same ones.
-
-    A share of the rows, such as accuracy, has McNemar's exact test and the interval of Agresti and Min (2005), which
-    holds also where nearly all rows are right. Other metrics have a permutation test, which swaps the two predictions
-    of random rows, and a bootstrap over rows. So that test and interval never contradict each other, the interval is
-    widened to hold 0 where the test finds no difference.
+    A share of the observations, such as accuracy, has McNemar's exact test and the interval of Agresti and Min (2005),
+    which holds also where nearly all are right. Other metrics have a permutation test, which swaps the two predictions
+    of random observations, and a bootstrap over observations. So that test and interval never contradict each other,
+    the interval is widened to hold 0 where the test finds no difference.
     """
-    a, b = (float(paired.compute(paired.counts @ one)) for one in (paired.a, paired.b))
-    judge = _judge_share if _is_share(paired) else _judge_by_resampling
-    interval, p, smallest = judge(paired, b - a)
-    if interval and p >= _LEVEL:
-        interval = (min(interval[0], 0.0), max(interval[1], 0.0))
-    is_real = p < _LEVEL and not (interval and interval[0] <= 0 <= interval[1])
-    is_same = not abs(paired.b - paired.a).sum()
-    return Chance(a, b, interval, p, smallest if paired.counts.sum() >= _LEAST_ROWS else None, is_real, is_same)
+    first, counts = _merge_alike(observations, np.arange(observations.count))
+    both = np.concatenate([first, observations.count + first])
+    terms = observations.terms[both]
+    terms_a, terms_b = terms[: len(first)], terms[len(first) :]
+    differs = np.flatnonzero(np.asarray(abs(terms_a - terms_b).sum(1)))
+
+    def measure(a: tuple[Any, Numbers], b: tuple[Any, Numbers]) -> list[dict[Name, Numbers]]:
+        return [observations.measure(names, terms, weights.astype(np.float64)) for terms, weights in (a, b)]
+
+    def subtract(a: tuple[Any, Numbers], b: tuple[Any, Numbers]) -> dict[Name, Numbers]:
+        of_a, of_b = measure(a, b)
+        return {name: of_b[name] - of_a[name] for name in names}
+
+    shares = {name for name, values in observations.means.items() if _is_share(values)}
+    drawn, swapped = dict[Name, Numbers](), dict[Name, Numbers]()
+    if not shares.issuperset(names):
+        shape = (len(both), terms.shape[1], _DIFFERENCE_SAMPLES)
+        draws = _draw_weights(counts, _list_blocks(*shape))
+        drawn = _join_samples([subtract((terms_a, weights), (terms_b, weights)) for weights in draws])
+        swaps = _draw_swaps(counts, differs, _list_blocks(*shape))
+        swapped = _join_samples(
+            [
+                subtract((terms, np.hstack([counts - moved, moved])), (terms, np.hstack([moved, counts - moved])))
+                for moved in swaps
+            ]
+        )
+    of_a, of_b = measure((terms_a, counts[None]), (terms_b, counts[None]))
+    found = []
+    for name in names:
+        a, b = float(of_a[name][0]), float(of_b[name][0])
+        values = observations.means.get(name, observations.is_right)
+        pair = None if values is None else np.asarray(values, np.float64)[both].reshape(2, -1)
+        better = None if pair is None else (int(counts[pair[0] > pair[1]].sum()), int(counts[pair[1] > pair[0]].sum()))
+        if name in shares and better:
+            interval, p, smallest = _test_share(*better, observations.count)
+        else:
+            interval, p, smallest = _test_resampled(b - a, drawn[name], swapped[name])
+        if interval and p >= _LEVEL:
+            interval = (min(interval[0], 0.0), max(interval[1], 0.0))
+        found.append(
+            Difference(
+                name,
+                a,
+                b,
+                interval,
+                p,
+                smallest if observations.count >= _LEAST_ROWS else None,
+                p < _LEVEL and not (interval and interval[0] <= 0 <= interval[1]),
+                better == (0, 0) if name in observations.means else not len(differs),
+                observations.count,
+                better,
+            )
+        )
+    return found
 
 
-_Found = tuple[tuple[float, float] | None, float, float]
+def _draw_swaps(counts: Indices, differs: Indices, sizes: Iterator[int]) -> Iterator[Indices]:
+    """Yield in how many of the observations that differ the two models' predictions are swapped: a random half."""
+    random = np.random.default_rng(0)
+    for size in sizes:
+        moved = np.zeros((size, len(counts)), np.int64)
+        moved[:, differs] = random.binomial(counts[differs], 0.5, (size, len(differs)))
+        yield moved
+
+
+_Tested = tuple[tuple[float, float] | None, float, float]
 """Interval, p-value and smallest difference."""
 
 
-def _is_share(paired: Paired) -> bool:
-    """Return whether the metric is the share of the rows that are right."""
-    return paired.compute is divide and all(
-        bool(np.isin(one[:, 0], (0, 1)).all() and (one[:, 1] == 1).all()) for one in (paired.a, paired.b)
-    )
-
-
-def _judge_share(paired: Paired, difference: float) -> _Found:
-    rows, change = int(paired.counts.sum()), paired.b[:, 0] - paired.a[:, 0]
-    only_a, only_b = (int(paired.counts[change == one].sum()) for one in (-1, 1))
+def _test_share(only_a: int, only_b: int, rows: int) -> _Tested:
     differing = only_a + only_b
     p = float(binomtest(only_b, differing).pvalue) if differing else 1.0
     # Half a row is added to each of the four cells of right and wrong.
     middle = (only_b - only_a) / (rows + 2)
-    off = 1.959964 * np.sqrt(max(differing + 1 - (only_b - only_a) ** 2 / (rows + 2), 0.0)) / (rows + 2)
+    off = 1.959964 * math.sqrt(max(differing + 1 - (only_b - only_a) ** 2 / (rows + 2), 0.0)) / (rows + 2)
     likely = max(differing, _LEAST_ROWS)
     fewer = int(binom.ppf(_LEVEL / 2, likely, 0.5))
     fewer -= int(binom.cdf(fewer, likely, 0.5) > _LEVEL / 2)
-    return (max(float(middle - off), -1.0), min(float(middle + off), 1.0)), p, float(likely - 2 * fewer) / rows
+    return (max(middle - off, -1.0), min(middle + off, 1.0)), p, (likely - 2 * fewer) / rows
 
 
-def _judge_by_resampling(paired: Paired, difference: float) -> _Found:
-    found = _bootstrap(paired)
-    low, high = np.quantile(found, (_LEVEL / 2, 1 - _LEVEL / 2))
-    swapped = np.abs(_permute(paired))
-    as_large = int((swapped >= abs(difference) - _ROUNDING).sum())
+def _test_resampled(difference: float, drawn: Numbers, swapped: Numbers) -> _Tested:
+    low, high = np.quantile(drawn, (_LEVEL / 2, 1 - _LEVEL / 2))
+    as_large = int((np.abs(swapped) >= abs(difference) - _ROUNDING).sum())
     p = (1 + as_large) / (1 + len(swapped))
     # Where nearly all rows are alike, all resamples may be: then nothing is known about others.
-    return (float(low), float(high)) if high - low > _ROUNDING else None, p, float(np.quantile(swapped, 1 - _LEVEL))
-
-
-def _bootstrap(paired: Paired) -> Numbers:
-    """Return B - A for as many rows that are drawn with replacement, the same ones for both models."""
-    random, counts, found = np.random.default_rng(_SEED), paired.counts, list[Numbers]()
-    rows = int(counts.sum())
-    for size in _list_blocks(paired):
-        if len(counts) == rows:
-            drawn = np.stack([np.bincount(random.integers(rows, size=rows), minlength=rows) for _ in range(size)])
-        else:
-            drawn = random.multinomial(rows, counts / rows, size)
-        if paired.resample:
-            a, b = paired.resample(drawn)
-        else:
-            a, b = (paired.compute(drawn @ one) for one in (paired.a, paired.b))
-        found.append(b - a)
-    return np.concatenate(found)
-
-
-def _permute(paired: Paired) -> Numbers:
-    """Return B - A with the predictions of the two models swapped in a random half of the rows."""
-    random, change, found = np.random.default_rng(_SEED), paired.b - paired.a, list[Numbers]()
-    differs = np.flatnonzero(np.asarray(abs(change).sum(1)).ravel() > 0)
-    counts, change = paired.counts[differs], change[differs]
-    a, b = (paired.counts @ one for one in (paired.a, paired.b))
-    for size in _list_blocks(paired):
-        moved = random.binomial(counts, 0.5, (size, len(counts))) @ change
-        found.append(paired.compute(b - moved) - paired.compute(a + moved))
-    return np.concatenate(found)
-
-
-def _list_blocks(paired: Paired) -> Iterator[int]:
-    """Yield how many resamples are made at once, so that memory does not grow with rows or classes."""
-    cells, columns = paired.a.shape
-    left = min(_MOST_RESAMPLES, max(_LEAST_RESAMPLES, _MOST_DRAWS // cells))
-    size = max(1, _AT_ONCE // max(cells, columns))
-    while left > 0:
-        yield min(size, left)
-        left -= size
+    interval = (float(low), float(high)) if high - low > _ROUNDING else None
+    return interval, p, float(np.quantile(np.abs(swapped), 1 - _LEVEL))

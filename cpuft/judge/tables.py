@@ -11,7 +11,8 @@ from cpuft.errors import escape_controls
 from cpuft.terminal import align
 
 if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
-    from cpuft.judge.metrics import ClassScore, Estimate, Judgement, Part
+    from cpuft.judge.metrics import ClassScore, Judgement, Part
+    from cpuft.judge.resampling import Estimate
 
 _MOST_LINES = 6
 """Largest number of classes at the end of a run."""

@@ -137,8 +137,8 @@ def run_on_head_host(
 
     If this process ends, so does the connection, and with it the run. A finished run is removed from the hosts, and so
     is a new one whose input files could not be sent. Of any other run, the checkpoints stay there, and everything stays
-    if `plan.keep_host_copies` is set. Raises as `run_attempt`, and LaterStartError. Before Interrupted is raised, what
-    the ranks recorded has been fetched.
+    if `plan.keep_host_copies` is set. Raises what `run_attempt` raises, LaterStartError, and after what the ranks
+    recorded has been fetched, Interrupted.
     """
     config = cluster.access.entry.ssh_config_there or cluster.access.transport.config
     order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), state, time_limit, config)

@@ -164,8 +164,8 @@ def plan_comparison(
 
 def run_comparison(planned: Sequence[PlannedRun], progress: str, time_limit: float, say: Say) -> tuple[int, PlannedRun]:
     """Carry out one run or more, one after another; return the exit code of the last run that was started, and that
-    run. The first run that fails is the last one. `time_limit` is that of each run, in seconds; 0 for none. Raises as
-    `run_attempt`.
+    run. The first run that fails is the last one. `time_limit` is that of each run, in seconds; 0 for none. Raises
+    what `run_attempt` raises: CpuftError (also HeadHostLostError and NotStoredError) and RuntimeError.
     """
     with renew_leases(planned[0].cluster.access, say):
         for run in planned:

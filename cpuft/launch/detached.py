@@ -144,7 +144,7 @@ class Head:
         return answer.output
 
     def list_runs(self) -> list[Description]:
-        """Return the detached runs of the host, the oldest first. Raises as `ask`, and for those of another cpuft."""
+        """Return the host's detached runs, oldest first. Raises CpuftError: it gives no answer or an unknown one."""
         lines = self.ask("list").splitlines()
         try:
             found = [load(Description, parse_json(line)) for line in lines if line.startswith("{")]
@@ -278,7 +278,7 @@ def plan_start(
     return Plan((*claim, *sending, (begin,)), command_prefixes=cluster.command_prefixes)
 
 
-def start(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str], say: Say) -> int:
+def start_detached(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str], say: Say) -> int:
     """Move a command to the head host, and show what it prints until its run has begun or it has ended.
 
     Returns 0 if the run has begun, else the exit code of the command, of which nothing is left then. After a
@@ -425,7 +425,7 @@ class Detached:
 
 
 def list_heads(config: LaunchConfig) -> list[Head]:
-    """Return the hosts that `config` names: any may be a head host of detached runs. Raises as `read_hosts`."""
+    """Return the hosts that `config` names, each a possible head host. Raises CpuftError: they cannot be found."""
     access, options = find_access(config), list_place_options(config)
     return [Head(host, access, options) for host in read_hosts(config)]
 
@@ -540,7 +540,7 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
     ]
 
 
-def describe_run(head: Head, one: Description) -> tuple[str, ...]:
+def list_run_cells(head: Head, one: Description) -> tuple[str, ...]:
     """Return the cells that `cpuft runs` shows of a run: id, command, run, host, age, state, where its results are."""
     state = one.phase if one.phase and one.state == RUNNING else one.state
     state += f", exit code {one.code}" if one.state == ENDED else ""

@@ -172,7 +172,7 @@ def _ranks(numbers: Iterable[int]) -> str:
 
 
 def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
-    """Return the last lines that the user sees: which rank on which host failed first, and the end of its traceback.
+    """Return why `failures[0]` failed, and the end of its output unless the caller gets its exception (`raised`).
 
     After at most 15 lines of output come `absent`, the lines of `describe_absent`, if there are any, because these
     hosts and ranks are the cause. If no rank failed, the last lines of mpirun's output are shown.

@@ -208,7 +208,7 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
 
     With a Python script, the modules and packages in its folder are sent; with `-m`, none are. A file or folder that an
     argument names, by itself or after `--option=`, is sent too, but neither the working directory nor a folder that
-    contains it. Devices and pipes are not sent. Raises as `make_bundle`.
+    contains it. Devices and pipes are not sent. Raises CpuftError: a link cannot be followed, or a file changes.
     """
     if not cluster.has_own_disks:
         return command, ()
@@ -291,8 +291,7 @@ def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
     """Plan to send every bundle to every host that needs it and is in `missing`, the answer of `gather_missing`. A step
-    is for one host, or for all, which send the bundle on to each other (relay.py). Raises CpuftError: a host lacks a
-    bundle without sources.
+    is for one host, or for all, which send it on to each other (relay.py). CpuftError: a bundle has no sources.
     """
     stages: list[tuple[Step, ...]] = []
     for bundle in bundles:

@@ -146,7 +146,7 @@ def add_transfers(
 
     `missing` has the remote folders of the bundles that a host does not have, `run_dir` is on this machine, and
     `host_copies` are those of earlier attempts. If the head host is among `prepared_hosts`, which have the prepared
-    examples, nothing is prepared again, and the examples are only copied to other hosts.
+    examples, they are only copied to other hosts. Raises CpuftError: files to send are no longer here.
     """
     work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
     copies = plan_data_copies(cluster, work, prepared_hosts) if plan.prepare else ()
@@ -194,7 +194,7 @@ def plan_training(
 
     The plan does not yet send or fetch files: `add_transfers` adds that. `run_dir` is the run folder as the ranks see
     it. `independent` means that each rank trains by itself, to measure what the hosts can do without communication, and
-    `is_measured` that the speed is measured, so that nothing may run beside the training.
+    `is_measured` that nothing may run beside it. Raises CpuftError: options exclude each other or do not fit the hosts.
     """
     train = check_training(cluster, train, environ)
     check_engine_for_launch(train.engine, bool(config.interruption_notice), independent)
@@ -239,8 +239,8 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
 
 
 def find_run_precision(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> str:
-    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8". Raises as
-    `check_training`.
+    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8". Raises
+    CpuftError: options exclude each other or have no effect, or a host cannot train in the precision.
     """
     train = check_training(cluster, train, environ)
     flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
@@ -262,7 +262,7 @@ def _describe_host_memory(
 def plan_bench(
     cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
 ) -> RunPlan:
-    """Plan to make the run folder and to measure the communication backends: the ranks write RUN_DIR/comm.jsonl."""
+    """Plan to measure backends into RUN_DIR/comm.jsonl. Raises CpuftError: an option is wrong, or there is one rank."""
     list_bench_cases(bench)
     if config.np < 2:
         raise CpuftError("bench comm measures the links between ranks: start two or more, e.g. --np 2")
@@ -316,7 +316,7 @@ def plan_launch(
     The parts for input files, preparation and results are empty. `run_dir` is the run folder as the ranks see it.
     `command` is what each rank runs: a program, or "-m" and a module of cpuft, with arguments. `backend` determines the
     cores for communication. `extra` are further settings, in place of cpuft's usual ones of the same names; values that
-    the user has set in `environ` are kept.
+    the user has set in `environ` are kept. Raises CpuftError: a host has no interface to the others, or no --iface.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
     secret_settings, without_secrets, notes = plan_secrets(cluster, run_dir, environ)

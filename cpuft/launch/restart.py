@@ -199,7 +199,7 @@ def find_limit(job: Job, cluster: Cluster) -> int:
 
 
 def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """Return the line of a printed plan that tells when the run is restarted; () if never. Raises as `find_limit`."""
+    """Return a plan's line about restarts of the run; () if there is none. CpuftError if --min-np exceeds --np."""
     limit = find_limit(job, cluster)
     if not limit:
         return ()

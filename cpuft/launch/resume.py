@@ -128,8 +128,8 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
     """Return what is known about a run here and on the hosts that `config` names, which are all asked at once.
 
     If every host is this machine, only the run folder here is read. Hosts that do not answer raise nothing and are
-    listed in `unreachable` of the result. Raises CpuftError: as `read_resumed_run`, or only silent hosts may have a
-    record.
+    listed in `unreachable` of the result. Raises CpuftError: the run cannot be resumed (`read_resumed_run`), or only
+    silent hosts may have a record.
     """
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
@@ -279,7 +279,7 @@ def find_newest_checkpoint(run_dir: str, host_copies: Iterable[HostCopy] = ()) -
 
 
 def find_checkpoint_here(run_dir: str, part: str = "") -> Path | None:
-    """Return the folder of the newest checkpoint here, damaged or not, or with "best" that of the best evaluation."""
+    """Return the newest checkpoint here, damaged or not, or with "best" the best evaluation's; None without one."""
     folder = Path(run_dir, CHECKPOINTS, part)
     names = os.listdir(folder) if folder.is_dir() else []
     found = [name for name in names if _CHECKPOINT.fullmatch(name)]

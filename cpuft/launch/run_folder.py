@@ -33,7 +33,8 @@ def choose_run_dir(wanted: str, name: str) -> str:
     """Return the absolute path of a new run folder, without links, and do not make it.
 
     It is `wanted`, or if this is "" runs/NAME-YYYYMMDD-HHMMSS (local time) in the working directory, with -2 behind it
-    or a higher number if this process is not the first to get that name.
+    or a higher number if this process is not the first to get that name. Raises CpuftError: `wanted` exists, its parent
+    cannot be written to, or the disk is full.
     """
     # Hosts and caches know a run by its path, so the same folder must always have the same one.
     path = Path(os.path.realpath(wanted) if wanted else _find_unused_name(os.path.realpath(f"runs/{name}")))

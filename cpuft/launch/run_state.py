@@ -147,8 +147,8 @@ def note_state(run_dir: str, **changes: Any) -> None:
 
 
 def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
-    """Return the first state of a start of the run, from that in the run folder on this machine. Nothing is written.
-    Raises as `read_state`.
+    """Return the first state of a start of the run, from that in the run folder on this machine, if it has one.
+    Nothing is written. Raises CpuftError: that state cannot be used.
     """
     identity, _, name = cluster.name_folder(run_dir).partition("/")
     earlier = read_state(run_dir) or RunState(identity, name)

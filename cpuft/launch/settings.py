@@ -47,7 +47,7 @@ def plan_settings(
     """Return the environment variables of the ranks: those that all hosts share, and further ones of each host.
 
     Values that the user has set in `environ` are kept, and the user's own variables for MPI, oneCCL and OpenMP are
-    added. `backend` determines the cores for communication.
+    added. `backend` determines the cores for communication. Raises CpuftError: a host has no interface to the others.
     """
     environ = user_variables(environ)
     placements, reason = _plan_placements(cluster, config, backend)
@@ -83,7 +83,7 @@ def _plan_placements(
 
 
 def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
-    """Return each host's network interface towards the others: `wanted`, or if it is "" the one that routes there."""
+    """Return each host's interface: `wanted`, or if it is "" the one to the others. Raises CpuftError: it has none."""
     if len(cluster.facts) == 1 and not wanted:
         return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)
     return tuple(choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
@@ -116,7 +116,7 @@ def shared_settings(
 
 
 def script_settings(np: int, independent: bool) -> tuple[Setting, ...]:
-    """Return settings that make a user's script connect its `np` ranks, although libraries look for GPUs first."""
+    """Return settings that make a script connect its `np` ranks without GPUs; () for one rank or `independent` ones."""
     if np < 2 or independent:
         return ()
     return (

@@ -121,7 +121,7 @@ class RankDump:
 
     @property
     def location(self) -> str:
-        """Innermost place in the user's code or cpuft's training, else in any code, as "file:line in function"."""
+        """Innermost place in the user's or cpuft's training code, else in any: "file:line in function"; "" for none."""
         own = (one for one in self.frames if _TRAINING.search(one.file) or not _LIBRARIES.search(one.file))
         frame = next(own, self.frames[0] if self.frames else None)
         return f"{_shorten(frame.file)}:{frame.line} in {frame.function}" if frame else ""
@@ -301,7 +301,7 @@ def diagnose_run(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None], least_seconds: float = 0.0
 ) -> tuple[Diagnosis, set[str]]:
     """Gather and write the dumps of all ranks, and return whom the others wait for, and the hosts that do not answer.
-    Call this after some ranks have waited long or in vain, and before any is ended. Raises as `write_dumps`.
+    Call this after ranks have waited long or in vain, before any is ended. Raises CpuftError: no dump can be stored.
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     # A login to a host that is frozen takes longer than to find out that it is.

@@ -205,7 +205,7 @@ class Provider(ABC, Generic[C, F]):
         return f"cluster {self.name} was removed"
 
     def show_down(self) -> Plan:
-        """Return the first plan that `down` would execute. Changes nothing anywhere. Raises as `plan_down`."""
+        """Return the first plan of `down`, and change nothing. Raises CpuftError: it must not be removed from here."""
         return self.plan_down(self.gather_remains())
 
     def plan_extension(self, lease: str) -> Plan:
@@ -219,7 +219,7 @@ class Provider(ABC, Generic[C, F]):
 
     def extend(self, lease: str, say: Say) -> str:
         """Execute `plan_extension`, and return a sentence for the user; that of a cloud says when the lease ends.
-        Raises CpuftError: as `plan_extension`, or a step fails.
+        Raises CpuftError: the cluster has no lease or cannot be extended, `lease` is not valid, or a step fails.
         """
         self.run(self.plan_extension(lease), say)
         return f"the lease of cluster {self.name} was extended"

@@ -168,7 +168,7 @@ def read_stamp(root: Path) -> dict[str, Any]:
 
 
 def write_stamp(path: Path, values: dict[str, object]) -> None:
-    """Write the stamp of the image that was built as PATH.new, and rename that to `path`. Raises as `list_packages`."""
+    """Write the stamp of the image that was built as PATH.new, and rename that to `path`; CpuftError if dpkg fails."""
     built = Path(f"{path}.new")
     values = values | {"packages": list_packages(built)}
     values |= {"contents": hash_text(json.dumps(values), 16)}
@@ -200,7 +200,7 @@ class ImageFacts:
 
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
     """Look at what exists of the image at `target` and of its wheels (`gather_supply`). Changes nothing. Raises
-    CpuftError: as `gather_supply`, or TARGET.new is not cpuft's.
+    CpuftError: `wheels` has none, or a wheel that others may have written, or TARGET.new is not cpuft's.
     """
     built = Path(f"{target}.new")
     if built.exists() and not (built / STAMP).is_file():

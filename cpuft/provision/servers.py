@@ -524,7 +524,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return parse_pins(text, self.config.pins)
 
     def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan what is missing on servers and here; without wheels, up to their download. Raises as `plan_servers`."""
+        """Plan what is missing; without wheels, up to their download. CpuftError if a server cannot be provisioned."""
         return plan_servers(self.config, facts)
 
     def plan_down(self, facts: ClusterFacts) -> Plan:

@@ -57,7 +57,7 @@ def format_evaluation(update: int, metrics: Mapping[str, float]) -> str:
 
 
 def parse_evaluation(line: str) -> tuple[int, dict[str, float]] | None:
-    """Return (number of updates, metrics by name, with four decimal places) of a line that `format_evaluation` made."""
+    """Return (number of updates, metrics by name) of a line that `format_evaluation` made; None for another line."""
     found = _EVALUATION.fullmatch(line)
     if found is None:
         return None

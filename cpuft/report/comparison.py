@@ -91,10 +91,7 @@ def count_common(steps: Sequence[StepLine], most: int) -> int:
 
 
 def _divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> dict[str, float]:
-    """Return the mean seconds of a step beyond `ideal_seconds`, as in `IdealComparison.parts`.
-
-    The ranks synchronise after every `every` updates.
-    """
+    """Return `IdealComparison.parts` of a mean step, when the ranks synchronise after every `every` updates."""
     mean = statistics.fmean(statistics.fmean(line.compute_seconds) for line in steps)
     meetings = itertools.groupby(steps, key=lambda line: (line.step - 1) // every)
     slowest = sum(max(map(sum, _by_rank(list(lines)))) for _, lines in meetings) / len(steps)

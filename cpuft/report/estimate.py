@@ -52,8 +52,8 @@ INSTANCE_COLUMNS = tuple(InstanceType.__dataclass_fields__)
 """The head line of a table of instances; amx is yes or no."""
 
 
-def parse_instances(text: str, path: str) -> dict[str, InstanceType]:
-    """Return the instances of a CSV table (INSTANCE_COLUMNS) by name. Of lines with equal names, the last counts."""
+def parse_instance_types(text: str, path: str) -> dict[str, InstanceType]:
+    """Return a CSV table's types by name, the last of equal names. Raises CpuftError: a line has another form."""
     lines = csv.reader(io.StringIO(text, newline=""))
     found: dict[str, InstanceType] = {}
     try:
@@ -78,10 +78,13 @@ def _parse_words(words: list[str]) -> InstanceType:
 
 
 def find_instance(name: str, path: str = "") -> InstanceType:
-    """Return the instance of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty."""
+    """Return the type of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty.
+
+    Raises CpuftError: the table cannot be read, or does not have this type.
+    """
     table = Path(path) if path else TABLE
     try:
-        found = parse_instances(table.read_text(encoding="utf-8"), str(table))
+        found = parse_instance_types(table.read_text(encoding="utf-8"), str(table))
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}, which --instances names: give a CSV file like {TABLE}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -249,7 +252,8 @@ def read_job(record: Record, compression: str = "auto") -> Job:
 
     The times are means of the steps without the first tenth, or the medians that scripts/record-layer-times measured.
     `compression` is the only compression level that the job may use; `auto` stands for the level of the recorded run,
-    or if that had `auto`, too, for all levels that a launch may choose.
+    or if that had `auto`, too, for all levels that a launch may choose. Raises CpuftError: the run had several ranks,
+    --sync-every or too few steps.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
@@ -362,6 +366,7 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
     """Return the network that fits measured all-reduces best, by least squares of relative errors.
 
     Of several backends, the one with the highest rate counts. The CPU cost per byte is that of the largest message.
+    Raises CpuftError: `measured` has no all-reduces of the type `sent_as` in two sizes.
     """
     dtype = "float32" if sent_as == "none" else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
@@ -373,7 +378,7 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
 
 
 def read_doctor_links(text: str, path: str) -> Network | None:
-    """Return the median latency and rate of the links in the output of `cpuft doctor --json`; None for another text."""
+    """Return the medians of links in `cpuft doctor --json`; None for another text. CpuftError: no link was measured."""
     try:
         links = load(list[Link], load(dict[str, Any], parse_json(text)).get("links"), "links")
     except ValueError:

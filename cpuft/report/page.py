@@ -94,7 +94,7 @@ def write_page(
 
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
-    """Write a page with the parts that `make_parts` returns, as `describe` names them, and return `path`."""
+    """Write a page of what `make_parts` returns; return `path`. Raises CpuftError: a file that is no page is there."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
@@ -108,7 +108,7 @@ def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path
 
 
 def read_estimates(path: str) -> list[Estimate]:
-    """Return the estimates that `cpuft estimate --json` printed into the file at `path`."""
+    """Return the estimates in a file of `cpuft estimate --json`. Raises CpuftError: it is missing or something else."""
     try:
         found = load(dict[str, Any], parse_json(Path(path).read_text(encoding="utf-8")))
         return load(list[Estimate], found.get("predictions"))

@@ -159,7 +159,7 @@ def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
 
 
 def make_figure(panels: Sequence[Panel]) -> Any:
-    """Return a figure of matplotlib with one or more panels side by side, each with its caption as the title."""
+    """Return a matplotlib figure of panels side by side, titled by their captions; CpuftError without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -176,10 +176,7 @@ def make_figure(panels: Sequence[Panel]) -> Any:
 
 
 def _draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
-    """Draw one stacked bar per label, from top to bottom, with a legend of the parts; return the SVG as text.
-
-    `parts` has the lengths of each part in all bars.
-    """
+    """Return an SVG with a stacked bar per label, from top to bottom; `parts` has each part's lengths in all bars."""
     found: list[str] = []
     with _figure(name, 1.3 + 0.24 * len(labels), found) as figure:
         panel = figure.subplots()
@@ -200,9 +197,9 @@ _MOST_BARS = 40
 
 
 def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated.
+    """Return (caption, SVG) of the speedup over the number of ranks: measured, linear, of the ideal, and estimated.
 
-    Two numbers of ranks without predictions are not drawn: the speedup of the first is 1, and the table has the other.
+    Two numbers of ranks without predictions give []: the speedup of the first is 1, and the table has the other.
     """
     if len({row.np for row in comparison.rows}) < 3 and not predictions:
         return []
@@ -240,7 +237,7 @@ def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate])
 
 
 def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
-    """Draw the step time of the ideal and the shares of the missing time; negative shares are not drawn."""
+    """Return (caption, SVG) of the ideal's step and the shares of missing time above 0; [] if no run has an ideal."""
     rows = [(row, row.ideal) for row in comparison.rows if row.ideal and row.ideal.parts]
     if not rows:
         return []
@@ -251,7 +248,7 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
-    """Draw the loss and the first two metrics over time and over examples; not a metric that was evaluated once."""
+    """Return (caption, SVG) of the loss and the first two metrics, over time and examples; not of a single point."""
     panels = list_learning_panels(runs)
     return [_draw(panel) for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
 
@@ -302,7 +299,7 @@ def folder_of(run: Record) -> str:
 
 
 def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
-    """Draw one bar per rank, or the fastest and the slowest rank of each run if there are many ranks."""
+    """Return (caption, SVG): a bar for each rank, or for each run's fastest and slowest rank if there are many."""
     bars: list[tuple[str, dict[str, float]]] = []
     few = sum(run.header.world_size for run in runs) <= _MOST_BARS
     for label, run in zip(label_runs(runs), runs):
@@ -329,7 +326,7 @@ def phases_of(run: Record) -> list[dict[str, float]]:
 
 
 def write_plot(record: str) -> Path:
-    """Plot the record of `cpuft bench comm` into an SVG file beside it, and return the path of the SVG."""
+    """Plot the record of `cpuft bench comm`; return the SVG beside it. CpuftError without matplotlib or if damaged."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -82,7 +82,7 @@ def _metric_names(comparison: Comparison) -> list[str]:
 
 
 def seed_columns(comparison: Comparison) -> list[str]:
-    """Return the headings of the table of metrics over seeds, in their order."""
+    """Return the headings of the table of metrics over seeds."""
     base = comparison.rows[0].np
     fixed = ["metric", "np", "seeds", "mean", "standard error"]
     return [*fixed, f"difference from np {base}", "95 % interval", "result"]

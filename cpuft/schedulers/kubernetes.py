@@ -88,7 +88,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         return fill_template("kubernetes.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Create an MPIJob by kubectl; return "NAME", or "NAMESPACE/NAME" if a namespace was given."""
+        """Create an MPIJob; return "NAME", or "NAMESPACE/NAME" with a namespace. Raises CpuftError: kubectl fails."""
         created = run_client("kubectl", "create", "--output=name", "--filename=-", stdin=text)
         name = created.strip().rpartition("/")[2]  # "mpijob.kubeflow.org/NAME"
         return f"{self.scope}/{name}" if self.scope else name

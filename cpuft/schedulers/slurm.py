@@ -87,7 +87,7 @@ class Slurm(Scheduler[SlurmOptions]):
         return f"{head}{setup}cpuft={shlex.quote(cpuft)} retries={options.retries}\n{lines}{requeue}"
 
     def submit(self, text: str) -> str:
-        """Submit a job script by sbatch; return the job's number, such as "1234"."""
+        """Submit a job script by sbatch; return the job's number, such as "1234". Raises CpuftError: sbatch fails."""
         return run_client("sbatch", "--parsable", stdin=text).strip().partition(";")[0]  # "12;cluster"
 
     def cancel(self, job: str) -> None:

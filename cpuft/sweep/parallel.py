@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.5
 
 
 def parse_parallel(text: str) -> int | None:
-    """Return the number of a --parallel option: 0 for an empty text, None for "auto"."""
+    """Return the number of --parallel: 0 for "", None for "auto". Raises CpuftError: it is something else."""
     if text == AUTO:
         return None
     if text and not is_count(text, least=0):

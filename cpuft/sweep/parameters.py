@@ -42,7 +42,8 @@ class Parameters:
         """Return (trial, runs) of the configuration with this number, which Optuna chooses as a new one.
 
         The choice depends on nothing but the results in the study, `seed` and `number`, so that a continued sweep
-        chooses what it would have chosen without a stop. `known` has the keys of the configurations before.
+        chooses what it would have chosen without a stop. `known` has the keys of the configurations before. Raises
+        CpuftError: hardly any configuration is left.
         """
         import optuna
 

@@ -38,7 +38,7 @@ def plan_places(
 
     `parallel` is 0 for as many places as there are groups, or one on this machine. `cores` has the hardware threads of
     each core of this machine; they are divided if it is the only host, and so is `quota`, the number of cores that its
-    control group allows (0: no limit).
+    control group allows (0: no limit). Raises CpuftError: there are not enough hosts or cores.
     """
     hosts = read_hosts(config)
     if hosts == (LOCAL,):

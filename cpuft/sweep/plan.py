@@ -40,7 +40,8 @@ _MOST_RUNS = 10_000
 def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSettings, bool, list[Assignment]]:
     """Return (what a sweep does, whether a larger metric is better, the runs of a grid).
 
-    `given` has the training options of the command line; a text with several values is a list or a range.
+    `given` has the training options of the command line; a text with several values is a list or a range. There are no
+    runs without a grid. Raises CpuftError: options exclude each other or cannot vary, or a value is wrong.
     """
     varied = {name for name, value in given.items() if isinstance(value, str) and _is_several(name, value)}
     space = {name: parse_values(name, given[name]) for name in given if name in varied}
@@ -124,7 +125,7 @@ def _parse_one(name: str, value: Any) -> Any:
 
 
 def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
-    """Return the places of a sweep's runs, as `plan_places` does, after this machine's cores have been counted."""
+    """Count this machine's cores; return the places of a sweep's runs. CpuftError: hosts or cores are too few."""
     facts = gather_facts((LOCAL,), Access())[0]
     return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
 

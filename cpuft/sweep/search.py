@@ -61,7 +61,7 @@ def list_variable_options() -> tuple[str, ...]:
 
 
 def parse_values(name: str, text: str) -> Values:
-    """Return the possible values of an option, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3"."""
+    """Return the values in "1e-5,3e-5", "1..5" or "1e-5..1e-3". CpuftError: one is wrong, or `name` cannot vary."""
     flag = format_flag(name)
     field, kind = _FIELDS[name], _TYPES[name]
     if name not in list_variable_options():
@@ -97,7 +97,7 @@ def _parse_range(flag: str, field: dataclasses.Field[Any], kind: type, text: str
 
 
 def read_conditions(path: str) -> list[Space]:
-    """Return the alternatives of a YAML file: a list of mappings of options to values, lists or ranges.
+    """Return the alternatives of a YAML file, a list of mappings of options to values; CpuftError for another file.
 
     A sweep combines each alternative with the options of the command line, so that options can depend on each other:
 
@@ -132,7 +132,7 @@ def read_conditions(path: str) -> list[Space]:
 
 
 def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[Assignment]:
-    """Return different combinations of the values of each space, the first `most`; the last option changes fastest."""
+    """Return the first `most` combinations, the last option changing fastest; CpuftError for a range with fractions."""
     for space in spaces:
         for name, values in space.items():
             if not values.texts:

@@ -103,7 +103,7 @@ class Run:
 
     @property
     def last(self) -> Attempt | None:
-        """The last attempt."""
+        """The last attempt; None before the first."""
         return self.attempts[-1] if self.attempts else None
 
     @property
@@ -396,7 +396,7 @@ def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: S
 
 
 def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> None:
-    """Write a new sweep into a new folder, as a whole or not at all."""
+    """Write a new sweep into a new folder, as a whole or not at all. Raises CpuftError: the folder exists."""
     text = b"".join(make_sweep(folder, settings, is_maximized, runs).journal.lines).decode()
     try:
         Path(folder).mkdir(parents=True)
@@ -414,7 +414,7 @@ def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs:
 
 
 def read_sweep(folder: str) -> Sweep:
-    """Return the sweep in a folder. A last line of its file that was cut off is left out."""
+    """Return the sweep in a folder, without a line cut off at the end. Raises CpuftError: it is missing or damaged."""
     path = Path(folder, FILE_NAME)
     if not path.is_file():
         raise CpuftError(
@@ -435,7 +435,7 @@ def read_sweep(folder: str) -> Sweep:
 
 @contextmanager
 def open_sweep(folder: str) -> Iterator[Sweep]:
-    """Open the sweep in a folder to work on it inside the `with` block, where no other process on any host does."""
+    """Yield the sweep in a folder, locked for this process. Raises CpuftError: it is not there, or locked elsewhere."""
     read_sweep(folder)
     end = time.monotonic() + _STATUS_SECONDS
     while is_active(folder) and time.monotonic() < end:  # `cpuft sweep status` has the lock for a moment

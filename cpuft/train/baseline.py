@@ -86,7 +86,7 @@ def find_baseline(config: TrainConfig) -> Baseline:
 def find_static_baseline(config: TrainConfig, model: str) -> Baseline:
     """Return what the mean static embeddings of a model of model2vec, with a linear model, reach on a task's own rows.
 
-    Raises CpuftError: the task has no classes, or model2vec or the model is not there; and as `find_baseline`.
+    Raises CpuftError: the task has no classes, the examples cannot be read, or model2vec or the model is not there.
     """
     data = _read(config)
     kind, classes = data.task.kind, len(data.task.labels)

@@ -52,8 +52,8 @@ _TIMEOUT_SECONDS = 3600.0
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
     """Compute embeddings as one of the ranks; rank 0 writes the file of `choose_embeddings_file`. Collective.
 
-    The request is the same on all ranks, but only rank 0 needs its --file. Raises CpuftError: the file or the model
-    cannot be used, or the ranks have different models; also as `join_process_group` and `check_ranks`.
+    The request is the same on all ranks, but only rank 0 needs its --file. Raises CpuftError: the file, the model or
+    the backend cannot be used, the ranks have different models, or one is not where the plan put it.
     """
     import torch.distributed as dist
 

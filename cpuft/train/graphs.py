@@ -62,10 +62,7 @@ class Graph(torch.nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def __init__(self, folder: Path) -> None:
-        """Load the graph of a folder, to run on as many threads as torch has.
-
-        The libraries raise exceptions of their own for a graph that they cannot run.
-        """
+        """Load the graph of a folder, for as many threads as torch has. Raises any exception of its library."""
         super().__init__()
 
     @abc.abstractmethod

@@ -1,8 +1,8 @@
-"""The training loop: forward and backward passes, exchange, update, evaluation, checkpoint and stop, in this order.
+"""The updates of a training: forward and backward passes, exchange, update, control message and stop, in this order.
 
-`train_and_evaluate` is a whole training, `train` its updates. `setup.py` makes what they need. The exchange
-(`exchange/base.py`) decides how ranks train as one: most send gradients in every update, and with --sync-every N ranks
-update their own parameters and average them every N updates.
+`setup.py` makes what they need, and `training.py` evaluates between them. The exchange (`exchange/base.py`) decides how
+ranks train as one: most send gradients in every update, and with --sync-every N ranks update their own parameters and
+average them every N updates.
 """
 
 from __future__ import annotations
@@ -16,152 +16,19 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm import take_traffic
-from cpuft.record import EvaluationLine, StepLine
+from cpuft.record import StepLine
 from cpuft.tasks import EMBEDDING_KINDS
-from cpuft.train.checkpoint.policy import Checkpoints, Requests, TrainingInterrupted
+from cpuft.train.checkpoint.policy import Checkpoints, Requests
 from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
-from cpuft.train.evaluate import KeptPredictions, evaluate, find_best, should_stop_early
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
 from cpuft.train.passes import Clock
-from cpuft.train.ranks import compare_parameters, gather, gather_numbers, prove_equal_parameters
-from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, merge_steps
+from cpuft.train.ranks import gather_numbers
 from cpuft.train.setup import TrainingSetup
 
 _EARLY_CHECKS = (2, 20)
 """Updates of this start after which the ranks' parameters are compared. What makes parameters differ mostly does so at
 once, and such a run should not go on for hours. With a warm-up, the first update's learning rate is 0."""
-
-
-def train_and_evaluate(
-    setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, done: int = 0
-) -> TrainingResult:
-    """Train all ranks as one job after `done` updates, evaluate the model, and record everything. Collective.
-
-    Steps and metrics are shown and recorded as they come. The result has all steps of the run, also of those before it
-    was resumed, and the model is that of the best evaluation with --save-best.
-
-    Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written. Raises CpuftError: the loss is
-    not finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If they differ only at the end, the
-    result says so, because the model can be saved all the same.
-    """
-    config, exchange, updates = setup.config, setup.exchange, setup.updates
-    steps, evaluations = list[StepLine](), list(reporter.earlier_evaluations)
-    stops = partial(should_stop_early, evaluations, setup.best_metric, config.early_stopping)
-    try:
-        # A resumed run may have stopped early already.
-        for line in () if stops() else train(setup, checkpoints, done):
-            steps.append(line)
-            reporter.add_step(line, updates)
-            if _compares_parameters_after(setup, line.step, done):
-                with exchange.full_weights():
-                    prove_equal_parameters(setup.model, f"after update {line.step}")
-                take_traffic()  # the bytes of this check belong to no step
-            if _evaluates_after(setup, line.step):
-                with exchange.common_weights():
-                    evaluations.append(evaluate(setup, line.step))
-                    reporter.add(evaluations[-1])
-                    reporter.progress.show_evaluation(evaluations[-1], setup.best_metric)
-                    if config.save_best and find_best(evaluations, setup.best_metric) is evaluations[-1]:
-                        checkpoints.write(line.step, is_best=True)
-                take_traffic()
-                if stops():
-                    exchange.synchronize_parameters(is_due=False, wait=True)
-                    break
-    except TrainingInterrupted as interruption:
-        reporter.add(interruption.line)
-        dist.barrier()  # mpirun ends all ranks when the first one ends
-        raise
-    last = steps[-1].step if steps else done
-    checkpoints.write_final(last)
-    with exchange.full_weights():
-        checksum, difference = compare_parameters(setup.model, "after the last step")
-    # The last update may have been evaluated before it ended the training early. With --sync-every, the parameters of
-    # that evaluation were the exact mean, and those of now have been rounded to be sent.
-    predictions, predicted_step = KeptPredictions(), -1
-    if not evaluations or evaluations[-1].step != last or config.sync_every > 1:
-        _show_evaluation_start(setup, reporter)
-        evaluations.append(evaluate(setup, last, predictions))
-        reporter.add(evaluations[-1])
-        predicted_step = last
-    saved = restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
-    if saved is not evaluations[-1]:
-        with exchange.full_weights():
-            checksum, difference = compare_parameters(
-                setup.model, "after the weights of the best evaluation were restored"
-            )
-    if setup.prepared.rows and saved.step != predicted_step:
-        predictions = KeptPredictions()
-        _show_evaluation_start(setup, reporter)
-        evaluations.append(evaluate(setup, saved.step, predictions))
-        if evaluations[-1].metrics != saved.metrics:  # on another number of ranks, products are rounded differently
-            saved = evaluations[-1]
-            reporter.add(saved)
-    reporter.progress.show_metrics(saved)
-    return TrainingResult(
-        steps=reporter.earlier_steps + steps,
-        phases=gather(average_phases(steps)),
-        checksum=checksum,
-        evaluation=saved,
-        evaluation_seconds=sum(line.seconds for line in evaluations),
-        saved_step=0 if saved.step == last else saved.step,
-        difference=difference,
-        predictions=predictions,
-    )
-
-
-def _show_evaluation_start(setup: TrainingSetup, reporter: RunReporter) -> None:
-    reporter.progress.show_evaluation_start(sum(len(tokens) for tokens in setup.prepared.validation.values()))
-
-
-def _evaluates_after(setup: TrainingSetup, update: int) -> bool:
-    """Return whether the model is evaluated after this update; after the last, the evaluation at the end follows."""
-    interval = setup.evaluation_interval
-    return interval > 0 and update % interval == 0 and update < setup.updates
-
-
-def _compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> bool:
-    """Return whether the ranks' parameters are compared after an update; `done` updates were before this start."""
-    # With --sync-every above 1 they differ on purpose; after the last update, the comparison at the end follows.
-    return update - done in _EARLY_CHECKS and setup.config.sync_every == 1 and update < setup.updates
-
-
-def restore_best(
-    setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, evaluations: list[EvaluationLine]
-) -> EvaluationLine:
-    """Give the model the weights of the best of the evaluations, at least one, if that is not the last. Collective.
-
-    Returns the evaluation of the weights that the model has then: the last one, with a warning, if the best are on no
-    disk.
-    """
-    last, best = evaluations[-1], find_best(evaluations, setup.best_metric)
-    if best is None or best.step == last.step:
-        return last
-    reporter.progress.show_evaluation(last, setup.best_metric)
-    if not checkpoints.restore_best(best.step, setup.world):
-        reporter.progress.show(
-            f"warning: the weights of the best evaluation, after update {best.step}, are on no disk, so the model has "
-            f"those of the last update: free some space, or see whether the disks of the hosts can be written"
-        )
-        return last
-    reporter.progress.show(f"the weights of the best evaluation, after update {best.step}, are saved")
-    return best
-
-
-def train_independently(
-    setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, done: int = 0
-) -> TrainingResult:
-    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective. Raises as
-    `train`.
-    """
-    own: list[StepLine] = []
-    for line in train(setup, checkpoints, done):
-        own.append(line)
-        reporter.progress.show_step(line, setup.updates)
-    steps = merge_steps(gather(own))
-    for line in steps:
-        reporter.add(line)
-    return TrainingResult(steps, gather(average_phases(own)), "")
 
 
 def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: int = 0) -> Iterator[StepLine]:
@@ -207,12 +74,13 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
             sends_gradients = number == len(passes.functions)
             loss += weight * run_pass(weight * world.size / terms, sends_gradients, clock)
 
-        # Wait for the mean of the gradients, and exchange what is left: rows of the word embedding by token ids.
+        # Wait for the mean of the gradients, and exchange what is left: rows of the word embedding by token ids. With
+        # powersgd, these are the rows of the update before.
         waited = exchange.average_gradients(partial(list_tokens_of_ranks, setup, examples))
         clock.lap("communication")
 
-        # Update, and exchange of parameters where the exchange sends those. The norm that is clipped is that of the
-        # whole mean gradient; with --sync-every, of this rank's own.
+        # Update. The norm that is clipped is that of the whole mean gradient; with --sync-every, of this rank's own.
+        # The optimizer's kernel scales the gradients while it reads them.
         exchange.clip_gradients()
         rate = _set_learning_rate(setup, update)
         setup.optimizer.step()
@@ -222,9 +90,11 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         may_save = update in averaging_updates or update % config.sync_every == 0
         # What a rank has asked for (a signal, the time of a checkpoint), agreed on for this update in earlier messages.
         due = Requests() if is_last else control.find_due(may_save)  # after the last update the run saves anyway
+        # Exchange of parameters: with ZeRO-1 in every update; with --sync-every N, a mean is sent now and applied after
+        # N further updates at the latest. Other exchanges do nothing.
         exchange.synchronize_parameters(is_due=update in averaging_updates, wait=due.any or is_last)
         is_pause = (
-            due.any or is_last or _evaluates_after(setup, update) or _compares_parameters_after(setup, update, done)
+            due.any or is_last or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
         )
         if is_pause:
             exchange.finish_messages()
@@ -239,11 +109,23 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         # now, before a checkpoint or stop.
         yield from control.take_lines()
 
-        # Checkpoint and stop, on all ranks after the same update.
+        # Checkpoint and stop, on all ranks after the same update: within about two updates or a second of a Ctrl-C.
         if due.stop:
             checkpoints.write_and_stop(update, setup.updates)
         elif due.checkpoint:
             checkpoints.write(update)
+
+
+def evaluates_after(setup: TrainingSetup, update: int) -> bool:
+    """Return whether the model is evaluated after this update; after the last, the evaluation at the end follows."""
+    interval = setup.evaluation_interval
+    return interval > 0 and update % interval == 0 and update < setup.updates
+
+
+def compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> bool:
+    """Return whether the ranks' parameters are compared after an update; `done` updates were before this start."""
+    # With --sync-every above 1 they differ on purpose; after the last update, the comparison at the end follows.
+    return update - done in _EARLY_CHECKS and setup.config.sync_every == 1 and update < setup.updates
 
 
 def _count_terms_of_ranks(setup: TrainingSetup, examples: Indices, epoch: int, own: float) -> Callable[[], float]:

@@ -91,7 +91,7 @@ def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_deca
     """Return parameter groups of the trainable parameters: for each learning rate the matrices, then all others.
 
     Biases and norms have no weight decay. Without layerwise decay there are two groups, of which one may be empty; with
-    it, groups come from the head down to the embeddings, and none is empty. Raises as `find_rate_factors`.
+    it, groups come from the head down to the embeddings, none empty. Raises CpuftError: there is no stack of layers.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     factors = dict.fromkeys(parameters, 1.0)

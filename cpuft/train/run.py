@@ -48,7 +48,6 @@ from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.engines import check_engine
-from cpuft.train.loop import train_and_evaluate, train_independently
 from cpuft.train.lora import check_lora
 from cpuft.train.model import choose_lora
 from cpuft.train.objective.table import make_objective
@@ -66,6 +65,7 @@ from cpuft.train.run_warnings import RunWatch, find_early_warnings
 from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
 from cpuft.train.tracking import TrackerProcess
+from cpuft.train.training import train_and_evaluate, train_independently
 
 
 def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Sequence[UpdateObserver] = ()) -> None:

@@ -107,7 +107,7 @@ def _open_parquet(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]
 @contextmanager
 def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
     """Yield what writes a .npy file, or a .parquet file with ids (row numbers without `has_ids`). It gets its name when
-    the block has ended without an error. Raises as `write_atomically`.
+    the block has ended without an error. Raises CpuftError: `path` is a folder, a device or a pipe.
     """
     with write_atomically(path) as beside:
         is_npy = path.suffix == ".npy"

@@ -25,10 +25,10 @@ from cpuft.record import Writer, read_record
 from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.data.archive import Prepared
 from cpuft.train.exchange.table import EXCHANGES
-from cpuft.train.loop import train_and_evaluate
 from cpuft.train.objective.base import Batch
 from cpuft.train.reporter import Progress, RunReporter
 from cpuft.train.setup import TrainingSetup
+from cpuft.train.training import train_and_evaluate
 from scripts.benchmarks import layer_times
 from scripts.benchmarks.layer_times import MEASURED_UPDATES, LayerTimes
 from tests.records import make_record

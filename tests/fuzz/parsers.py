@@ -53,7 +53,7 @@ from cpuft.record import (
     parse_record,
     read_record,
 )
-from cpuft.report.estimate import INSTANCE_COLUMNS, Estimate, parse_instances
+from cpuft.report.estimate import INSTANCE_COLUMNS, Estimate, parse_instance_types
 from cpuft.report.page import read_estimates
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
@@ -466,7 +466,7 @@ PARSERS: dict[str, Parser] = {
         values.damaged(["- seed: 1..3\n  lora-rank: [4, 8]\n- learning-rate: 1e-5\n"]) | CONFIGS,
     ),
     "parse_hosts": Parser(parse_hosts, values.damaged(["1,2,4,8", "64"])),
-    "parse_instances": Parser(partial(parse_instances, path="x"), values.damaged([_INSTANCES])),
+    "parse_instance_types": Parser(partial(parse_instance_types, path="x"), values.damaged([_INSTANCES])),
     "list_bench_cases": Parser(
         lambda text: list_bench_cases(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])
     ),

@@ -16,7 +16,7 @@ from cpuft.hosts.registry import (
     FILE_NAME,
     Entry,
     find_by_hostfile,
-    find_entry,
+    find_by_name,
     format_entry,
     list_names,
     make_state_root,
@@ -51,7 +51,7 @@ def test_what_is_no_name_is_refused_before_any_path_is_made_of_it(tmp_path: Path
     for look in (
         partial(read_entry, tmp_path),
         partial(read_entry_if_exists, tmp_path),
-        partial(find_entry, (tmp_path,)),
+        partial(find_by_name, (tmp_path,)),
     ):
         with pytest.raises(
             CpuftError, match=r"is not a valid cluster name: use small letters and digits, a letter first$"
@@ -180,7 +180,7 @@ def test_an_unknown_name_is_answered_with_those_like_it(tmp_path: Path) -> None:
     with pytest.raises(
         CpuftError, match=r"there is no cluster named 'lob' \(the clusters that exist are lab\): .*--hostfile"
     ):
-        find_entry((tmp_path / "none", tmp_path), "lob")
+        find_by_name((tmp_path / "none", tmp_path), "lob")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"name": "lab"}', '{"unknown": 1}'])
@@ -213,6 +213,6 @@ def test_a_host_finds_the_cluster_that_its_environment_belongs_to(tmp_path: Path
     assert search_roots(environ, "/home/a/.venv") == (tmp_path / "state",)
     roots = search_roots(environ, str(tmp_path / "opt" / "env"))
     remember(roots[1], ENTRY)
-    assert find_entry(roots, "lab") == ENTRY
+    assert find_by_name(roots, "lab") == ENTRY
     assert find_by_hostfile(roots, "/h/hostfiles/lab") == ENTRY
     assert find_by_hostfile(roots, "/h/hostfiles/other") is None

@@ -16,9 +16,8 @@ from cpuft.errors import CpuftError
 from cpuft.judge import resampling
 from cpuft.judge.difference import compare_predictions, describe_better, describe_difference
 from cpuft.judge.label_metrics import compute_label_metrics, compute_tag_metrics
-from cpuft.judge.paired import list_paired_metrics
 from cpuft.judge.predictions import RunPredictions
-from cpuft.judge.resampling import judge_chance
+from cpuft.judge.weighted_metrics import observe
 from cpuft.train.objective.relevance import compute_reranking_metrics
 from tests.judge.predicted import make_classes, make_predictions
 
@@ -66,7 +65,7 @@ def predict(kind: str, random: np.random.Generator, rows: int) -> tuple[RunPredi
 def test_metrics_are_those_of_training(kind: str, rows: int) -> None:
     for seed in range(3):
         made, wanted = predict(kind, np.random.default_rng(seed), rows)
-        found = {name: judge_chance(one.paired).b for name, one in list_paired_metrics(made, made).items()}
+        found = {one.metric: one.b for one in compare_predictions(made, made).found}
         assert found == pytest.approx(wanted, abs=1e-9), seed
 
 
@@ -85,13 +84,16 @@ def test_rows_of_each_split_are_matched_by_their_numbers() -> None:
     assert (found.first.a, found.first.b) == (1.0, 0.75)
 
 
-def brute_force(paired: resampling.Paired) -> float:
-    """The p-value over all ways to swap the predictions of rows that are not in cells."""
-    change = paired.b - paired.a
-    a, b = paired.counts @ paired.a, paired.counts @ paired.b
-    observed = abs(paired.compute(b) - paired.compute(a))
-    swaps = np.asarray([*itertools.product((0, 1), repeat=len(change))]) @ change
-    return float((np.abs(paired.compute(b - swaps) - paired.compute(a + swaps)) >= observed - 1e-12).mean())
+def brute_force(a: RunPredictions, b: RunPredictions, name: str) -> float:
+    """The p-value over all ways to swap the predictions of two rows."""
+    observations = observe([a, b])
+    swaps = np.asarray([*itertools.product((0.0, 1.0), repeat=observations.count)])
+    of_a, of_b = (
+        observations.measure([name], observations.terms, np.hstack(one))[name]
+        for one in ([1 - swaps, swaps], [swaps, 1 - swaps])
+    )
+    found = np.abs(of_b - of_a)
+    return float((found >= found[0] - 1e-12).mean())
 
 
 @pytest.mark.parametrize("kind, name", [("labels", "f1_micro"), ("tags", "f1"), ("score", "spearman")])
@@ -102,12 +104,11 @@ def test_p_values_are_those_of_all_swaps(kind: str, name: str) -> None:
     label = a.table.column("label").to_pylist()
     better = [true if number % 2 else one for number, (one, true) in enumerate(zip(column, label))]
     b = replace(a, table=a.table.set_column(3, "prediction", [better]))
-    paired = list_paired_metrics(a, b)[name].paired
-    found = judge_chance(paired)
-    assert found.p == pytest.approx(brute_force(paired), abs=0.02)
+    found = next(one for one in compare_predictions(a, b).found if one.metric == name)
+    assert found.p == pytest.approx(brute_force(a, b, name), abs=0.02)
     assert found.p < 0.9
     assert found.b > found.a
-    swapped = judge_chance(list_paired_metrics(b, a)[name].paired)
+    swapped = next(one for one in compare_predictions(b, a).found if one.metric == name)
     assert (swapped.p, swapped.a, swapped.b) == pytest.approx((found.p, found.b, found.a), abs=0.02)
 
 
@@ -144,7 +145,7 @@ def test_chance_alone_is_rarely_called_a_difference(monkeypatch: pytest.MonkeyPa
 
     The classes are equally frequent and wrong, so F1 is as large as accuracy.
     """
-    monkeypatch.setattr(resampling, "_MOST_RESAMPLES", 400)
+    monkeypatch.setattr(resampling, "_DIFFERENCE_SAMPLES", (400, 400, 0))
     random, rows = np.random.default_rng(11), 300
     p, covered = list[tuple[float, ...]](), list[tuple[bool, ...]]()
     for shift in (0.0, 0.06) * 100:
@@ -156,7 +157,7 @@ def test_chance_alone_is_rarely_called_a_difference(monkeypatch: pytest.MonkeyPa
             make_predictions("class", ("accuracy", "f1"), ("no", "yes"), label=named[0], prediction=one)
             for one in named[1:]
         ]
-        chances = [judge_chance(one.paired) for one in list_paired_metrics(*made).values()]
+        chances = compare_predictions(*made).found
         if not shift:
             p.append(tuple(one.p for one in chances))
         covered.append(
@@ -170,15 +171,15 @@ def test_chance_alone_is_rarely_called_a_difference(monkeypatch: pytest.MonkeyPa
 
 
 def test_p_values_of_equal_models_are_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resampling, "_MOST_RESAMPLES", 400)
-    random, chances = np.random.default_rng(13), list[list[resampling.Chance]]()
+    monkeypatch.setattr(resampling, "_DIFFERENCE_SAMPLES", (400, 400, 0))
+    random, chances = np.random.default_rng(13), list[tuple[resampling.Difference, ...]]()
     for _ in range(100):
         label, shared, *noise = random.normal(size=(4, 100))
         made = [
             make_predictions("score", ("pearson", "spearman"), label=label, prediction=label + shared + one)
             for one in noise
         ]
-        chances.append([judge_chance(one.paired) for one in list_paired_metrics(*made).values()])
+        chances.append(compare_predictions(*made).found)
     for found in zip(*chances):
         assert stats.kstest([one.p for one in found], "uniform").pvalue > 0.01
         assert sum(one.interval is not None and one.interval[0] <= 0 <= one.interval[1] for one in found) >= 89
@@ -266,8 +267,7 @@ def test_scores_of_another_scale_are_no_difference() -> None:
 
 
 def test_many_classes_take_little_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resampling, "_LEAST_RESAMPLES", 20)
-    monkeypatch.setattr(resampling, "_MOST_RESAMPLES", 20)
+    monkeypatch.setattr(resampling, "_DIFFERENCE_SAMPLES", (20, 20, 0))
     random, classes = np.random.default_rng(1), tuple(map(str, range(10_000)))
     label, of_a, of_b = np.take(classes, random.integers(10_000, size=(3, 20_000)))
     metrics = ("accuracy", "f1_macro", "matthews_correlation")

@@ -29,7 +29,8 @@ from sklearn.metrics import (
 )
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from cpuft.judge.metrics import MOST_CLASSES, Estimate, Judgement, judge
+from cpuft.judge.metrics import MOST_CLASSES, Judgement, judge
+from cpuft.judge.resampling import Estimate
 from tests.judge.made import FIVE, make_classes, make_five_classes, make_predictions
 
 

@@ -30,7 +30,7 @@ from cpuft.report.estimate import (
     find_least_rate,
     find_network,
     list_ready_shares,
-    parse_instances,
+    parse_instance_types,
     read_job,
     scale_cores,
 )
@@ -40,7 +40,7 @@ HEAD = ",".join(INSTANCE_COLUMNS)
 
 
 def test_our_own_table_is_one() -> None:
-    found = parse_instances(TABLE.read_text(), "instances.csv")
+    found = parse_instance_types(TABLE.read_text(), "instances.csv")
     assert found["c6i.16xlarge"].cores == 32
     assert not found["c6i.16xlarge"].amx
     assert found["c7i.8xlarge"].amx
@@ -65,7 +65,7 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
 )
 def test_a_broken_table_is_refused_by_line(text: str, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
-        parse_instances(text, "own.csv")
+        parse_instance_types(text, "own.csv")
 
 
 def test_an_unknown_name_is_answered_with_the_next_ones() -> None:

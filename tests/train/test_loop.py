@@ -22,12 +22,13 @@ from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Indices, plan_updates
 from cpuft.train.evaluate import KeptPredictions, evaluate
-from cpuft.train.loop import train, train_and_evaluate
+from cpuft.train.loop import train
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.passes import Clock
 from cpuft.train.ranks import checksum_parameters
 from cpuft.train.reporter import Progress, RunReporter
 from cpuft.train.setup import TrainingSetup
+from cpuft.train.training import train_and_evaluate
 from tests.train.tokens import make_tokens
 
 pytestmark = pytest.mark.usefixtures("alone", "one_thread")
@@ -133,7 +134,7 @@ def test_ranks_are_compared_after_the_first_updates_and_the_last(monkeypatch: py
         return "", ""
 
     monkeypatch.setattr("cpuft.train.ranks.compare_parameters", note)
-    monkeypatch.setattr("cpuft.train.loop.compare_parameters", note)
+    monkeypatch.setattr("cpuft.train.training.compare_parameters", note)
     averaged, short = replace(CONFIG, sync_every=2), replace(CONFIG, max_steps=2)
     for config, done in ((CONFIG, 0), (CONFIG, 1), (averaged, 0), (short, 0)):
         loop = make_loop(config)

@@ -72,10 +72,7 @@ def load() -> Any:
 
 
 def _finalize(mpi: Any) -> None:
-    """Finalize MPI, as mpirun expects, with a time limit.
-
-    A rank that has failed exits at once instead, so that the other ranks notice.
-    """
+    """Finalize MPI, as mpirun expects, with a time limit; a failed rank exits at once, so that the others notice."""
     if getattr(sys, "last_value", None) is not None:
         sys.stdout.flush()
         sys.stderr.flush()

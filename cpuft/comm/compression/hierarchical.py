@@ -95,10 +95,10 @@ class HostGroups:
 
 
 def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups | None:
-    """Make the groups of hierarchical means, or return None where gradients are averaged among all ranks at once.
+    """Make the groups of hierarchical means; None unless several hosts have the same number of ranks each, 2 or more.
 
-    Collective: all ranks get groups, or all None. Only compressions with error feedback have hierarchical means: of
-    gradients that are sent as they are, MPI does the same by itself, and gloo and oneCCL do not.
+    Collective. None also for a group other than the world, and for compressions without error feedback: of gradients
+    that are sent as they are, MPI does the same by itself, and gloo and oneCCL do not.
     """
     if compression not in COMPRESSIONS_WITH_FEEDBACK or group is not dist.group.WORLD:
         return None

@@ -61,8 +61,7 @@ def is_ready(image: Image | None, name: str) -> bool:
 def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> CallStep:
     """Return the call that makes an AMI of an instance, and tags it and its snapshots.
 
-    AWS shuts the instance down meanwhile, so that its disk is consistent. `recipe` is a digest, `environment` a stamp,
-    and `owner` the ARN of who makes the AMI.
+    AWS shuts the instance down meanwhile, so that its disk is consistent.
     """
     tags = {Tag.IMAGE: recipe, Tag.ENVIRONMENT: environment, Tag.OWNER: owner, "Name": name}
     parameters = {
@@ -77,7 +76,8 @@ def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: st
 def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted: str, region: str) -> Plan:
     """Return the steps that delete the AMI with the name or id `wanted`, if it is among `images`, then its snapshots.
 
-    AWS deletes no snapshot of an AMI that exists. `snapshots` has the name of the AMI of each snapshot, by id.
+    `snapshots` has the name of the AMI of each snapshot, by id. Raises CpuftError: nothing is called `wanted`, or it is
+    a snapshot of an AMI that exists.
     """
     if (name := snapshots.get(wanted)) in {one["Name"] for one in images}:
         raise CpuftError(
@@ -172,7 +172,7 @@ class AmiBuilder:
         return f"AMI {name} was made; {hint}"
 
     def show(self) -> Plan:
-        """Return the first plan that `make` would execute; its notes say what follows. Changes nothing anywhere."""
+        """Return the first plan of `make`, whose notes say what follows; it is empty if the AMI exists."""
         supply = self._gather_supply()
         if not supply.complete:
             note = "The AMI's name depends on its wheels, so the other steps are planned when the wheels are downloaded"
@@ -263,7 +263,10 @@ def list_images(region: str, services: Services | None = None) -> str:
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
-    """Delete the AMI with the name or id `wanted` and its snapshots, or only plan that with `dry_run`."""
+    """Delete the AMI with the name or id `wanted` and its snapshots, unless `dry_run`; return the plan.
+
+    Raises CpuftError: cpuft has made no such AMI.
+    """
     client = (services or Services()).open_client(region)
     plan = plan_deletion(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), wanted, client.region)
     for step in () if dry_run else (step for stage in plan.stages for step in stage):

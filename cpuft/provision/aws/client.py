@@ -238,7 +238,7 @@ class AwsClient:
         return str(self.query("get_caller_identity")["Arn"])
 
     def query(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Make a call that changes nothing, and return its response with all pages; with MaxResults only one page."""
+        """Return all pages of a call that changes nothing; with MaxResults only one. Raises CpuftError: it fails."""
         assert is_read(method), method
         return self._request(method, parameters)
 

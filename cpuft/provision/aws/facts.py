@@ -14,9 +14,8 @@ from cpuft.errors import CpuftError, suggest_names
 from cpuft.provision.aws.client import SPOT_ROLE, AwsClient, CallError, Tag, read_tags
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.image import read_recipe
-from cpuft.report.estimate import TABLE
+from cpuft.report.estimate import TABLE, parse_instance_types
 from cpuft.report.estimate import InstanceType as ListedType
-from cpuft.report.estimate import parse_instances as parse_table
 from cpuft.serialization import is_count
 
 LIVE = ("pending", "running")
@@ -233,9 +232,9 @@ def find_disk_size(image: Image) -> int:
     return int(disks.get(image.get("RootDeviceName"), {}).get("VolumeSize", 0))
 
 
-def read_table() -> dict[str, ListedType]:
+def read_listed_types() -> dict[str, ListedType]:
     """Return the table of instance types and their list prices in us-east-1 that comes with cpuft, by type."""
-    return parse_table(TABLE.read_text(encoding="utf-8"), str(TABLE))
+    return parse_instance_types(TABLE.read_text(encoding="utf-8"), str(TABLE))
 
 
 def find_own_address() -> str:
@@ -297,7 +296,8 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     """Return what AWS offers of the instance type that the options ask for.
 
     The AMI is that of --image or the newest one of its recipe, otherwise Debian 12's. Spot prices and the role for spot
-    instances are looked up only if spot instances are wanted.
+    instances are looked up only if spot instances are wanted. Raises CpuftError: the type or the AMI is unknown, or the
+    region has no default network.
     """
     found = _find_type(client, config.type)
     subnets = client.query("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
@@ -321,7 +321,7 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
 def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
     answer = client.find("describe_instance_types", "InvalidInstanceType", InstanceTypes=[instance_type])
     if not answer:
-        names = suggest_names(instance_type, read_table())
+        names = suggest_names(instance_type, read_listed_types())
         raise CpuftError(f"region {client.region} has no instance type {instance_type!r:.60}: {names}")
     return dict(answer["InstanceTypes"][0])
 

@@ -116,7 +116,7 @@ def make_schedule_command(until: int, limit: int) -> tuple[str, ...]:
 
 
 def parse_lease(text: str, flag: str = "--lease") -> int:
-    """Return the seconds of "90m", "4h" or "2d". `flag` is the option for the error message."""
+    """Return the seconds of "90m", "4h" or "2d". Raises CpuftError, which names `flag`: not a time of 10m to 30d."""
     match = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
     if not _SHORTEST <= seconds <= _LONGEST:
@@ -125,7 +125,7 @@ def parse_lease(text: str, flag: str = "--lease") -> int:
 
 
 def parse_limit(text: str, lease: int) -> int:
-    """Return the seconds of --lease-limit; for an empty text twice the `lease` in seconds, 30 days at most."""
+    """Return the seconds of --lease-limit; for "" twice the `lease`, at most 30 days. CpuftError: less than `lease`."""
     limit = parse_lease(text, "--lease-limit") if text else min(2 * lease, _LONGEST)
     if limit < lease:
         raise CpuftError(f"--lease-limit {text} is less than --lease: give at least the time of the lease")

@@ -99,8 +99,8 @@ class Nodes(Servers):
     ) -> None:
         """Find the host keys that the cluster's known_hosts file does not have, and log in to all instances.
 
-        Both are tried every 2 s for `seconds`, at least once; an instance that shows an unexpected host key ends that
-        at once. `find_key` returns the host key of the instance with an id, and "" while it is unknown.
+        Both are tried every 2 s for `seconds`, at least once. `find_key` returns the host key of the instance with an
+        id, and "" while it is unknown. Raises CpuftError after that time, or at once if a host key is another one.
         """
         end = now() + seconds
         while errors := self._try_connections(find_key):

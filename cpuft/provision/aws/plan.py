@@ -76,7 +76,7 @@ class RentalFacts:
 
 
 def parse_ssh_from(text: str) -> str:
-    """Return the address range of --ssh-from: `203.0.113.7` is `203.0.113.7/32`."""
+    """Return an IPv4 range, 203.0.113.7/32 for "203.0.113.7". Raises CpuftError: it is none, or a very large one."""
     try:
         found = ipaddress.IPv4Network(text.strip())
     except ValueError:
@@ -236,7 +236,7 @@ def _resource_name(name: str) -> str:
 
 
 def find_lease(config: AwsConfig, resources: Resources) -> tuple[int, int]:
-    """Return the end of the lease and its limit in epoch seconds, which are fixed when the group is created."""
+    """Return (end, limit) of the lease in epoch seconds: the group's, or by the options. CpuftError: one is wrong."""
     if resources.group:
         return resources.group.until, resources.group.limit
     now, lease = int(resources.now), parse_lease(config.lease)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cpuft.provision.aws.client import AwsClient
-from cpuft.provision.aws.facts import BILLED, LIVE, Instance, Resources, find_spot_prices, read_table
+from cpuft.provision.aws.facts import BILLED, LIVE, Instance, Resources, find_spot_prices, read_listed_types
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.aws.options import AwsConfig
 
@@ -31,7 +31,7 @@ class Price:
         return f"list price of {LISTED} in {self.dated}"
 
     def find(self, instance: Instance) -> float | None:
-        """Return the hourly price of an instance; the present spot price stands for earlier ones, which are unknown."""
+        """Return the hourly price of an instance, also for earlier hours at the present spot price; None if unknown."""
         if not instance.spot:
             return self.on_demand
         return self.spot_by_zone.get(instance.zone, max(self.spot_by_zone.values(), default=None))
@@ -39,7 +39,7 @@ class Price:
 
 def find_price(instance_type: str, region: str, spot_by_zone: Mapping[str, float]) -> Price:
     """Return the price of an instance type, from our table and from the present spot prices."""
-    listed = read_table().get(instance_type) if region == LISTED else None
+    listed = read_listed_types().get(instance_type) if region == LISTED else None
     return Price(listed.dollars_per_hour if listed else None, listed.dated if listed else "", spot_by_zone)
 
 

@@ -255,7 +255,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
                 self.client.dry_run(step)
 
     def plan(self, facts: RentalFacts) -> Plan:
-        """Plan what is missing in AWS; when nothing is, plan what is missing on the instances."""
+        """Plan what is missing in AWS, or if nothing is, on the instances. Raises CpuftError: it cannot be made."""
         rental = plan_rental(self.config, facts)
         if rental.stages or not facts.servers:
             return replace(rental, notes=tuple(filter(None, (self._price, *rental.notes))))
@@ -264,7 +264,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def run(self, plan: Plan, say: Say) -> None:
         """Execute a plan; calls to AWS are made one after another.
 
-        A zone without capacity is no error: it is remembered, and the next plan takes another zone.
+        A zone without capacity is no error: the next plan takes another one. Raises CpuftError: a step fails otherwise.
         """
         for are_calls, stages in itertools.groupby(plan.stages, lambda stage: isinstance(stage[0], CallStep)):
             if are_calls:
@@ -357,11 +357,14 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         return self._wait_until(have_appeared, _APPEAR_SECONDS)
 
     def plan_down(self, facts: RentalFacts) -> Plan:
-        """Plan the deletion of what is left in AWS and on this machine."""
+        """Plan the deletion of what is left in AWS and here. Raises CpuftError: somebody else made the cluster."""
         return plan_rental_down(self.name, facts)
 
     def plan_extension(self, lease: str) -> Plan:
-        """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before."""
+        """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before.
+
+        Raises CpuftError: `lease` is not valid, the cluster has no instances any more, or somebody else made it.
+        """
         facts = self.gather_remains()
         until = int(facts.resources.now) + parse_lease(lease)
         plan = plan_lease_extension(self.name, facts, until)
@@ -372,7 +375,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         return replace(plan, command_prefixes=prefixes)
 
     def extend(self, lease: str, say: Say) -> str:
-        """Execute `plan_extension`, and return a sentence that says when the instances terminate themselves."""
+        """Execute `plan_extension`; return a sentence that says when instances terminate. CpuftError: a step fails."""
         self.run(self.plan_extension(lease), say)
         return f"cluster {self.name}: {self._describe_end()}"
 

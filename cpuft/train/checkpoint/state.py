@@ -138,7 +138,7 @@ def _checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return copies of these tensors as a block, a safetensors file: uint8, (bytes,). Raises KeyError as `lay_out`."""
+    """Return copies of these tensors as a safetensors file: uint8, (bytes,). KeyError: a dtype is not in TYPE_NAMES."""
     header, places = lay_out([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     block = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)

@@ -62,7 +62,7 @@ class Chats:
         return hashlib.sha256(self.checksums.tobytes()).hexdigest()
 
     def list_conversations(self, chosen: NDArray[np.bool_]) -> Iterator[Conversation]:
-        """Read the files again, and yield in order the conversations with `chosen` true. Raises as `scan_chats`."""
+        """Read the files again; yield conversations with `chosen` true. Raises CpuftError: a file is gone or broken."""
         for is_chosen, (where, line) in zip(chosen, list_json_lines(self.paths, self.option)):
             if is_chosen:
                 yield where, parse_conversation(line, where)

@@ -108,7 +108,7 @@ _MAX_LISTED_LABELS = 10
 
 
 def checksum_data(data: TaskData, config: TrainConfig) -> str:
-    """Return a checksum, 16 hexadecimal digits, of all that decides token ids and labels. Raises as `find_model`."""
+    """Return 16 hexadecimal digits for all that decides token ids and labels. Raises CpuftError: there is no model."""
     digest = hashlib.sha256()
     task = data.task
     sizes = (FORMAT, config.max_length, config.max_train_samples)

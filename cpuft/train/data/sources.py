@@ -119,7 +119,7 @@ class FileExamples:
             )
 
     def list_texts(self) -> Iterator[str]:
-        """Read all texts, example by example: both of a pair, or each word for the kind tags. Raises as `batches`."""
+        """Read all texts: both of a pair, or each word for the kind tags. Raises CpuftError: rows are gone by now."""
         for batch in self.batches():
             yield from batch.list_texts()
 

@@ -254,7 +254,7 @@ def _read_delimited_rows(lines: Callable[[], Iterator[str]], path: Path, dialect
 
 
 def read_text(path: Path, option: str = "--data-dir") -> str:
-    """Return the decompressed text of a file that `option` names, without a byte order mark. Raises as `read_lines`."""
+    """Return the decompressed text of a file without byte order mark. Raises CpuftError: it is missing or not UTF-8."""
     return "".join(read_lines(path, option))
 
 

@@ -159,7 +159,7 @@ def _join_cells(cells: dict[str, Cell], columns: tuple[str, ...], where: str) ->
 
 
 def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
-    """Read a corpus again; yield the text of each piece, and whether it begins a document. Raises as `scan_texts`."""
+    """Yield each piece, and whether it begins a document. Raises CpuftError: a file can no longer be read."""
     for path in corpus.files:
         is_table = _is_table(path)
         for number, text in enumerate(_list_texts(path, corpus, "--train-file")):
@@ -170,7 +170,7 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
     """Yield all pieces; those of a `validation` corpus come last, and then only they are for validation.
 
     Without such a corpus, about `share` (0 to 1) of the pieces are for validation: blocks of up to 64 consecutive
-    pieces, evenly spread over the corpus, always the same ones. Raises as `scan_texts`.
+    pieces, evenly spread over the corpus, always the same ones. Raises CpuftError: a file can no longer be read.
     """
     size, before = min(_BLOCK_PIECES, max(1, corpus.pieces // 100)), None
     for number, (text, begins) in enumerate(list_pieces(corpus)):
@@ -270,7 +270,7 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
 
 
 def find_document_marks(tokenizer: Any) -> tuple[list[int], int | None]:
-    """Return the ids that a decoder's tokenizer puts before a text, and the one that ends a text, if it has one."""
+    """Return the ids that a decoder's tokenizer puts before a text, and the one that ends a text, None without one."""
     end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
     return [one for one in tokenizer("")["input_ids"] if one != end], end
 

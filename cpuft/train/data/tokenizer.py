@@ -51,7 +51,7 @@ def may_mismatch_model(config: TrainConfig) -> bool:
 
 
 def digest_tokenizer(config: TrainConfig) -> bytes:
-    """Return the bytes on which tokens and padding depend, for checksums, without texts. Raises as `find_model`."""
+    """Return the bytes on which tokens and padding depend, for checksums. Raises CpuftError: there is no such model."""
     name = get_tokenizer_name(config)
     if not name:
         return repr((config.from_config, config.vocab_size)).encode()

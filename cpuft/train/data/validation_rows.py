@@ -51,7 +51,7 @@ class TextBeginnings:
                 self._ends[-1].append(len(self._content))
 
     def finish(self, slices: Slices) -> ValidationRows:
-        """Return them, with the values of --slice-by."""
+        """Return the beginnings of all texts that were added, with the values of --slice-by."""
         ends = np.asarray(self._ends, np.int64) if self._ends else np.zeros((0, 1), np.int64)
         return ValidationRows(np.frombuffer(bytes(self._content), np.uint8), ends, *slices)
 

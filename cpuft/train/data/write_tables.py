@@ -57,7 +57,8 @@ def write_table(path: Path, columns: Sequence[Column], rows: Rows, guards: bool 
     """Write a table completely or not at all, in the format of the name's ending; column names must differ.
 
     Lists are texts with bars between their parts in CSV and TSV. There, texts that a spreadsheet would run as formulas
-    get an apostrophe in front, if `guards`. JSON lines have null for numbers that are not finite.
+    get an apostrophe in front, if `guards`. JSON lines have null for numbers that are not finite. Raises CpuftError: at
+    `path` is a folder, device or pipe.
     """
     with write_atomically(path) as beside:
         if path.suffix == ".parquet":

@@ -76,7 +76,7 @@ class EmbeddingObjective(Objective):
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the encoder in fp32; its pooler, which nothing reads, is frozen. Raises as `Objective.load_model`."""
+        """Load the encoder in fp32, its unused pooler frozen. Raises CpuftError: it cannot be found or read."""
         model = load_model(config, self.model_class, {}, self.vocab_size, self.pad_id)
         for name, parameter in model.named_parameters():
             if "pooler" in name.split("."):
@@ -183,7 +183,7 @@ class Pairs(EmbeddingObjective):
         return compute_retrieval_metrics(self.metrics, *self._split(predictions, tokens))
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return each of `metrics` for each query that has a relevant document, and the number of the query."""
+        """Return a column for each of `metrics`, and "row": the numbers of the queries with a relevant document."""
         asked, values = measure_queries(self.metrics, *self._split(predictions, tokens))
         return {"row": asked, **values}
 
@@ -223,7 +223,7 @@ class ScoredPairs(EmbeddingObjective):
         return compute_label_metrics(self.metrics, predictions[:, 0], tokens.labels)
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return score and cosine of each example."""
+        """Return of each example "label" (its score) and "prediction" (the cosine)."""
         return list_scores(predictions, tokens)
 
 

@@ -74,7 +74,7 @@ class Classification(ClassObjective):
         return compute_label_metrics(self.metrics, predictions.argmax(-1), tokens.labels)
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return label, prediction, their probabilities, and with few classes the probabilities of all of them."""
+        """Return label, prediction, their probabilities, and with few classes "probabilities" of all of them."""
         from scipy.special import softmax
 
         names, labels, likeliest = np.asarray(self.labels, object), tokens.labels.astype(int), predictions.argmax(-1)
@@ -116,7 +116,7 @@ class MultiLabelClassification(Objective):
         return compute_label_metrics(self.metrics, (predictions > 0).astype(np.float32), tokens.labels)
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return the labels and predictions of each example, and with few classes the probability of each class."""
+        """Return "label" and "prediction", lists of names, and with few classes "probabilities" (examples, classes)."""
         from scipy.special import expit
 
         columns: dict[str, Any] = {
@@ -188,7 +188,7 @@ class TokenClassification(ClassObjective):
         return compute_tag_metrics(self.metrics, *self._list_tags(predictions, tokens))
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return the tags of each example's words, as predicted and as labelled."""
+        """Return "label" and "prediction": lists of the tags of each example's words."""
         predicted, tags = self._list_tags(predictions, tokens)
         return {"label": tags, "prediction": predicted}
 

@@ -85,7 +85,7 @@ class Relevance(Objective):
         )
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return query, relevance and score of each example."""
+        """Return of each example "query" (its number), "label" (relevance) and "prediction" (score)."""
         labels, queries = tokens.labels.astype(np.float64).T
         return {"query": queries.astype(np.int64), "label": labels, "prediction": predictions[:, 0].astype(np.float64)}
 
