@@ -23,7 +23,7 @@ import numpy as np
 
 from cpuft.config.fields import parse_arguments
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, describe_error, install_command
 from cpuft.files import cache_folder, write_text
 from cpuft.judge.baseline import (
     KINDS,
@@ -110,7 +110,7 @@ def _load_static_model(name: str) -> Encode:
     except ImportError:
         raise CpuftError(f"--static-model needs model2vec: {install_command('static')}") from None
     except Exception as error:  # the hub's client and model2vec raise many kinds of errors
-        reason = problem or " ".join(str(error).split())[:200] or type(error).__name__
+        reason = problem or describe_error(error)
         raise CpuftError(
             f"the static model {name} cannot be loaded ({reason}): give the folder or the hub name of a model of "
             f"model2vec"
@@ -239,7 +239,7 @@ def main() -> None:
     try:
         text = json.dumps(asdict(find_baseline(parse_arguments(TrainConfig, sys.argv[2:]))))
     except Exception as error:  # whatever it is, the run is to go on
-        text = json.dumps({"error": " ".join(str(error).split())[:300] or type(error).__name__})
+        text = json.dumps({"error": describe_error(error)})
     print(text, flush=True)
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from cpuft.config.train import WorkerConfig
+from cpuft.errors import describe_error
 from cpuft.judge.predictions import FILE_NAME, read_predictions
 from cpuft.judge.tables import describe_judgement
 from cpuft.record import Header, format_baseline
@@ -76,5 +77,5 @@ def show_judgement(folder: Path, progress: Progress) -> None:
         for line in describe_judgement(judge(read_predictions(str(folder)))):
             progress.show_result(line)
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = describe_error(error)
         progress.show(f"warning: the errors of the model could not be analysed ({reason}): the run is complete")
