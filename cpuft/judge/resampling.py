@@ -22,6 +22,8 @@ _MOST_NUMBERS = 2**18
 """Largest number of entries of the arrays of a block of samples: 2 MB each."""
 _ROUNDING = 1e-12
 
+Weights = Numbers | Indices
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -105,7 +107,7 @@ def estimate(observations: Observations, names: Sequence[Name], rows: Indices) -
     first, counts = _merge_alike(observations, rows)
     terms = observations.terms[first]
     values = observations.measure(names, terms, counts[None].astype(np.float64))
-    blocks = _list_blocks(*terms.shape, _ESTIMATE_SAMPLES)
+    blocks = _list_blocks(len(first), terms.shape[1], _ESTIMATE_SAMPLES)
     samples = _join_samples([observations.measure(names, terms, drawn) for drawn in _draw_weights(counts, blocks)])
     found = dict[Name, Estimate]()
     for name, (value,) in values.items():
@@ -133,10 +135,10 @@ def compare(observations: Observations, names: Sequence[str]) -> list[Difference
     terms_a, terms_b = terms[: len(first)], terms[len(first) :]
     differs = np.flatnonzero(np.asarray(abs(terms_a - terms_b).sum(1)))
 
-    def measure(a: tuple[Any, Numbers], b: tuple[Any, Numbers]) -> list[dict[Name, Numbers]]:
+    def measure(a: tuple[Any, Weights], b: tuple[Any, Weights]) -> list[dict[Name, Numbers]]:
         return [observations.measure(names, terms, weights.astype(np.float64)) for terms, weights in (a, b)]
 
-    def subtract(a: tuple[Any, Numbers], b: tuple[Any, Numbers]) -> dict[Name, Numbers]:
+    def subtract(a: tuple[Any, Weights], b: tuple[Any, Weights]) -> dict[Name, Numbers]:
         of_a, of_b = measure(a, b)
         return {name: of_b[name] - of_a[name] for name in names}
 

@@ -21,8 +21,8 @@ Runs = Sequence[RunPredictions]
 """One run, or two with the same rows in the same order; a single split of them."""
 Name = str | int
 """Name of a metric, or the number of a class, which stands for its F1."""
-Entries = tuple[Indices, Indices]
-"""Numbers of rows (also repeatedly), and a class of each."""
+Entries = tuple[Any, Any]
+"""Arrays with the numbers of rows (also repeatedly), and a class of each."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _observe_tags(runs: Runs) -> Observations:
     return Observations(
         len(label) // len(runs),
         (*names, "f1_macro", "f1_weighted"),
-        _count(_list_entries(classes, *found, class_of=lambda one: one[0]), len(classes), right_words, words),
+        _count(_list_entries(classes, found[0], found[1], lambda one: one[0]), len(classes), right_words, words),
         partial(_measure_counts, len(classes), None, False),
         is_right=right_words == words,
         classes=classes,
@@ -150,7 +150,8 @@ def _list_entries(
     rows = list(zip(label, predicted))
     sides = ([a & b for a, b in rows], [b for _, b in rows], [a for a, _ in rows])
     entries = ([(row, numbers[class_of(one)]) for row, found in enumerate(side) for one in found] for side in sides)
-    return [tuple(np.asarray(one, np.int64).reshape(-1, 2).T) for one in entries]
+    arrays = (np.asarray(one, np.int64).reshape(-1, 2) for one in entries)
+    return [(one[:, 0], one[:, 1]) for one in arrays]
 
 
 def _count(entries: Sequence[Entries], classes: int, right: NDArray[Any], terms: NDArray[Any] | None = None) -> Any:
@@ -225,7 +226,7 @@ def _observe_scores(runs: Runs) -> Observations:
 
 def _standardize(values: Numbers) -> Numbers:
     """Return the values with mean 0 and deviation 1, so that sums of squares lose no digits."""
-    return (values - values.mean()) / (values.std() or 1.0)
+    return np.asarray((values - values.mean()) / (values.std() or 1.0))
 
 
 def _measure_scores(names: Sequence[Name], scores: Numbers, weights: Numbers) -> dict[Name, Numbers]:
@@ -248,7 +249,8 @@ def _rank(values: Numbers, weights: Numbers) -> Numbers:
     starts = np.cumsum(counts) - counts
     together = np.add.reduceat(weights[:, np.argsort(values, kind="stable")], starts, axis=1)
     middle = np.cumsum(together, axis=1) - together / 2
-    return (middle - together.sum(1, keepdims=True) / 2)[:, group]
+    ranks: Numbers = (middle - together.sum(1, keepdims=True) / 2)[:, group]
+    return ranks
 
 
 def _correlate(weights: Numbers, x: Numbers, y: Numbers) -> Numbers:
@@ -256,7 +258,8 @@ def _correlate(weights: Numbers, x: Numbers, y: Numbers) -> Numbers:
     total = weights.sum(-1)
 
     def average(values: Numbers) -> Numbers:
-        return (weights @ values if values.ndim == 1 else np.einsum("ij,ij->i", weights, values)) / total
+        sums = weights @ values if values.ndim == 1 else np.einsum("ij,ij->i", weights, values)
+        return np.asarray(sums / total)
 
     mean_x, mean_y = average(x), average(y)
     xx, yy, xy = average(x * x) - mean_x**2, average(y * y) - mean_y**2, average(x * y) - mean_x * mean_y
