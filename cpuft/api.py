@@ -132,15 +132,15 @@ class Run:
 
         Returns
         -------
-        For an embedding model, an array of embeddings, fp32, shape (rows, dimensions). Else a dict for each row, by the
-        task: with `label` (the most likely class) and `probabilities` (by class), with `score`, with `labels` (those
-        above the option `threshold`) and `probabilities`, or with `tags` (for each word a tag, empty if it was cut
-        off). Without rows, [].
+        For an embedding model, a NumPy array of embeddings, fp32, shape (rows, dimensions). Else a dict for each row,
+        by the task: with `label` (the most likely class) and `probabilities` (by class), with `score`, with `labels`
+        (those above the option `threshold`) and `probabilities`, or with `tags` (for each word a tag, empty if it was
+        cut off). Without rows, [].
 
         Raises
         ------
-        CpuftError: the run has no model or does not predict labels, the rows do not fit the task, or an option is
-            wrong.
+        CpuftError: the run has no model or does not predict labels, the rows do not fit the task, an option is
+            wrong, or this is not called in the main thread.
         """
         if isinstance(rows, str | Mapping):
             rows = [rows]
@@ -250,7 +250,8 @@ def launch(
 
     Raises
     ------
-    CpuftError: an option is wrong, the function or its arguments cannot be pickled, or the run cannot be made.
+    CpuftError: an option is wrong, the function or its arguments cannot be pickled, the run cannot be made, or this is
+        not called in the main thread.
     RankError: a rank failed; the text has its traceback.
     KeyboardInterrupt: Ctrl-C ended the run. All ranks have ended.
     """
@@ -276,9 +277,13 @@ def compare(
     np: the numbers of ranks, such as (1, 2, 4).
     options: those of `cpuft compare` with underscores, such as repeats=3 or task="mrpc".
 
+    Returns
+    -------
+    The runs in the order in which they were made, and their report.
+
     Raises
     ------
-    CpuftError: an option is wrong, or a run cannot be made.
+    CpuftError: an option is wrong, a run cannot be made, or this is not called in the main thread.
     RankError: a rank failed.
     KeyboardInterrupt: Ctrl-C ended the comparison. All ranks have ended.
     """

@@ -170,7 +170,10 @@ def find_installed(cpu_flags: Collection[str], folders: Sequence[Path] = FOLDERS
 
 
 def describe_build(environ: Mapping[str, str], folders: Sequence[Path] = FOLDERS) -> str:
-    """Return which build of the kernels is used here: "from the wheel, for AVX2" or "none: no C++ compiler"."""
+    """Return which build of the kernels is used here, such as "from the wheel, for AVX2".
+
+    Others are "compiled on this host by /usr/bin/g++, for AVX2" and "none: no C++ compiler", with the reason.
+    """
     setting, flags = environ.get("CPUFT_KERNELS"), read_cpu_flags(environ)
     if setting == "0":
         return "none: CPUFT_KERNELS=0"

@@ -102,10 +102,11 @@ def format_table(
     left: int = 0,
     width: int = 0,
 ) -> str:
-    """Return a table as text for a terminal: the title, the headings, a rule, the rows and the notes.
+    """Return a table as text that ends with a newline: the title, the headings, a rule, the rows and the notes.
 
-    The first `left` columns are aligned to the left, as texts; the others to the right, as numbers. What does not fit
-    into 120 characters, 16 per column or `width`, whichever is most, is cut off.
+    The first `left` columns are aligned to the left, as texts; the others to the right, as numbers. Cells that do not
+    fit into 120 characters, 16 per column or `width`, whichever is most, are cut off. The title stays as it is; each
+    note begins with "* " and is wrapped.
     """
     from rich import box  # imports many modules, and most commands print no table
     from rich.console import Console

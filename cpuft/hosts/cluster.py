@@ -141,7 +141,7 @@ class Cluster:
         return f"{self.folder}/inputs"
 
     def work_dir(self, run_dir: str) -> str:
-        """Return the folder in which the ranks of a run work: with `works_remotely` one on the head host's own disk."""
+        """Return where the ranks work: in a folder on the head host's disk with `works_remotely`, else `run_dir`."""
         if not self.works_remotely:
             return run_dir
         # Whichever machine has the run folder resumes the run in its folder there; that of a new run is no other run's.
@@ -219,8 +219,10 @@ def read_host_folder(run_dir: str) -> str:
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
-    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None without one. Raises
-    CpuftError: both options are given, or the entry cannot be used.
+    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB.
+
+    It is None if none of these is given, or if the hostfile is no cluster's. Raises CpuftError: both options are given,
+    there is no such cluster, or an entry cannot be used.
     """
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")

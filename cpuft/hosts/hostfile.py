@@ -125,7 +125,7 @@ def _number(text: str, what: str, where: str) -> int:
 
 
 def format_hostfile(hosts: tuple[Host, ...]) -> str:
-    """Return text that `parse_hostfile` reads back as the same hosts."""
+    """Return text that `parse_hostfile` reads back as the same hosts: a line `NAME [slots=N] ...` for each."""
     lines = []
     for host in hosts:
         given = [(key, getattr(host, key)) for key in ("slots", "max_slots", "user", "port")]

@@ -80,8 +80,9 @@ def make_transport(keys: Path = _KEYS, folder: Path = _FOLDER) -> MpiJobTranspor
 
 
 def write_ssh_config(keys: Path, folder: Path) -> str:
-    """Write ssh's files for hosts whose host key is the key in `keys`; return the client configuration's path. Raises
-    CpuftError: there is no such key, or others may write to `folder`.
+    """Write ssh's files for hosts whose host key is the key in `keys`; return the path `folder`/ssh_config.
+
+    Raises CpuftError: there is no such key, or others may write to `folder`.
     """
     try:
         kind, key = (keys / "id_rsa.pub").read_text(encoding="utf-8").split()[:2]

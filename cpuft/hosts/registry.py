@@ -252,5 +252,5 @@ def find_by_hostfile(roots: tuple[Path, ...], hostfile: str) -> Entry | None:
 
 
 def format_entry(entry: Entry) -> str:
-    """Return the JSON text of an entry's file."""
+    """Return the text of an entry's file: an indented JSON object, and a newline at the end."""
     return json.dumps(dataclasses.asdict(entry), indent=2, sort_keys=True) + "\n"

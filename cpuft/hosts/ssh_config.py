@@ -284,7 +284,10 @@ def _format_bastion(name: str, login: Login) -> str:
 
 
 def format_shared_key_config(alias: str, key: str, known_hosts: str, port: int) -> str:
-    """Return a client configuration for any host that shows the host key named `alias` in the file `known_hosts`."""
+    """Return the text of an ssh_config for any host, with paths of the client's private key and of `known_hosts`.
+
+    `alias` is the name under which `known_hosts` has the one host key of all hosts.
+    """
     return (
         f"Host *\n  Port {port}\n  HostKeyAlias {alias}\n  IdentityFile {key}\n  IdentitiesOnly yes\n"
         f"  UserKnownHostsFile {known_hosts}\n  GlobalKnownHostsFile /dev/null\n"
@@ -310,7 +313,7 @@ def _quote(option: str, value: str) -> str:
 
 
 def format_known_hosts(members: Sequence[Member]) -> str:
-    """Return the known_hosts lines `NAME TYPE KEY [MARK]` of the members whose host keys are known."""
+    """Return a line `NAME TYPE KEY [MARK]` of known_hosts for each member with a known host key, newlines included."""
     lines = [(one.known_name, *one.key.split()[:2], one.mark) for one in members if one.key]
     return "".join(f"{' '.join(words).rstrip()}\n" for words in lines)
 

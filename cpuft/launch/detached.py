@@ -118,11 +118,11 @@ class Head:
     """The options that name its cluster or hostfile, for commands in messages."""
 
     def with_settings(self, *command: str) -> tuple[str, ...]:
-        """Return a command of the host with the variables that cpuft needs there."""
+        """Return the argv ("env", "NAME=VALUE", ..., *command) with the variables that cpuft needs on the host."""
         return ("env", *(f"{name}={value}" for name, value in self.access.entry.settings.items()), *command)
 
     def action(self, *words: str) -> tuple[str, ...]:
-        """Return the command of the host that carries out an action of `detached_head`."""
+        """Return the argv that carries out an action of `detached_head` on the host, to be run there."""
         return self.with_settings(*module_command(self.access.python, MODULE), *words)
 
     def from_here(self, command: tuple[str, ...]) -> tuple[str, ...]:
@@ -317,7 +317,7 @@ class Detached:
     """The run folder on this machine; "" if there is none yet."""
 
     def describe_commands(self) -> str:
-        """Return a sentence with the commands that show and end the run."""
+        """Return "cpuft attach ID shows it and fetches its results; cpuft stop ID ends it", with the host's options."""
         words = shlex.join((self.order.id, *self.head.options))
         return f"cpuft attach {words} shows it and fetches its results; cpuft stop {words} ends it"
 
@@ -541,7 +541,10 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
 
 
 def list_run_cells(head: Head, one: Description) -> tuple[str, ...]:
-    """Return the cells that `cpuft runs` shows of a run: id, command, run, host, age, state, where its results are."""
+    """Return the cells that `cpuft runs` shows of a run: id, command, name, host, age, state, results.
+
+    Results are "MACHINE:FOLDER" if they were fetched, "on HOST" while they can be fetched, else "".
+    """
     state = one.phase if one.phase and one.state == RUNNING else one.state
     state += f", exit code {one.code}" if one.state == ENDED else ""
     where = one.fetched or (f"on {head.host.name}" if one.has_results else "")

@@ -113,9 +113,10 @@ class Description:
 
 
 def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
-    """Return what to put before a command that is to run on after the logout of a user. `kills` says whether logind
-    ends a user's processes at logout (KillUserProcesses), and `lingers` whether it keeps this user's service manager.
-    Raises CpuftError: logind ends them, and does not keep it.
+    """Return the words before a command that is to run on after the logout of a user: () or those of systemd-run.
+
+    `kills` says whether logind ends a user's processes at logout (KillUserProcesses), and `lingers` whether it keeps
+    this user's service manager. Raises CpuftError: logind ends them, and does not keep it.
     """
     if not kills:
         return ()

@@ -264,7 +264,9 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
 
 def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:
     """Ask all hosts at once of which bundles they do not have all files; return their remote folders for each host.
-    Raises CpuftError: a host cannot be used, or others may write to its folder.
+
+    A host that has all has an empty set; without bundles, nothing is asked and the result is {}. Raises CpuftError: a
+    host cannot be used, or others may write to its folder.
     """
     hosts = [assignment.host for assignment in cluster.assignments]
 

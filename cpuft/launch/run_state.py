@@ -88,7 +88,7 @@ def newest(states: Iterable[RunState]) -> RunState | None:
 
 
 def format_state(state: RunState) -> str:
-    """Return the line of JSON of a state, with a checksum that shows whether somebody has changed it."""
+    """Return a state as a line of JSON with its newline; its checksum shows whether somebody has changed the line."""
     values = {"format": _FORMAT, **asdict(state)}
     return json.dumps(values | {"checksum": _checksum(values)}) + "\n"
 

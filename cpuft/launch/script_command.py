@@ -17,8 +17,9 @@ _LAUNCHER_MODULES = {"torch.distributed": "torchrun", "accelerate.commands": "ac
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command of a user's script, given as its argv (not empty). Looks at local files and PATH only.
 
-    A .py file is run by the Python that runs cpuft, which also stands for `python` and `python3`. Raises CpuftError:
-    there is no such script or program.
+    A .py file is run by the Python that runs cpuft, which also stands for `python` and `python3`. The path of a local
+    file, which wins over PATH, becomes absolute; a program in PATH is returned as it is given. Raises CpuftError: there
+    is no such script or program.
     """
     if len(script) > 1 and _is_own_python(script[0]):
         arguments = script[2:] if script[1] == "-u" else script[1:]
@@ -76,8 +77,10 @@ def _is_own_python(program: str) -> bool:
 
 
 def wrap_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
-    """Return the command that runs a Python script under cpuft's checks, and with `wrap` also with the fast path. Any
-    other command is returned unchanged, or refused with `wrap`. `python` is the one that runs the ranks.
+    """Return Python's arguments that run a script under cpuft's checks: ("-m", "cpuft.rank.script", "train.py").
+
+    With `wrap`, the script also gets the fast path. `python` is the one that runs the ranks; a command that does not
+    run a Python script by it is returned unchanged. Raises CpuftError: `wrap` is given for such a command.
     """
     if len(command) < 2 or command[0] != python or not (command[1] == "-m" or command[1].endswith(".py")):
         if wrap:

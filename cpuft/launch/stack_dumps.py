@@ -133,7 +133,10 @@ class RankDump:
 
     @property
     def last_operations(self) -> str:
-        """The last operation that the rank started in each channel, except in those between two ranks of cpuft.comm."""
+        """The last operation that the rank started in each channel: "all_reduce #6 of the world, ..."; "" for none.
+
+        At most three are named. Those between two ranks of cpuft.comm are left out.
+        """
         groups = [(channel, *last) for channel, last in self.progress.items() if " from " not in channel]
         texts = [f"{name} #{number} of {channel}" for channel, number, name in groups]
         return ", ".join(texts[:_MOST_OPERATIONS] + ["..."] * (len(texts) > _MOST_OPERATIONS))
@@ -154,7 +157,7 @@ def describe_state(dump: RankDump) -> str:
 
 
 def format_rank_dump(dump: RankDump) -> str:
-    """Return the text of a rank's `.stack` file."""
+    """Return the text of a rank's `.stack` file: lines on process, state, operations and location, then the stacks."""
     lines = [f"rank {dump.rank} on {dump.host}, process {dump.pid}"]
     lines += [f"state: {describe_state(dump)}"]
     lines += [f"in operation: {one.text}, for {one.seconds:.1f} s" for one in dump.pending] or ["in no operation"]

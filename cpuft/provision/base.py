@@ -330,7 +330,8 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
 
     A record counts only if no `region` is given or the cluster was made there. Without such a record, a simulated
     cluster of which something is left on this machine is returned, or, with a `region`, the cluster on AWS of this
-    name, even if nothing carries its tag. Raises CpuftError: there is no such cluster, or it cannot be looked for.
+    name, even if nothing carries its tag. Raises CpuftError: there is no such cluster, it cannot be looked for, or its
+    record is damaged or of another machine.
     """
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if region and not (entry and entry.options.get("region") == region):

@@ -491,7 +491,11 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         return plan_cluster_down(self.config, facts)
 
     def describe_hosts(self) -> list[str]:
-        """Return `NAME  ADDRESS  STATE` for each host; STATE is `down`, or a state and a number of processes."""
+        """Return `NAME  ADDRESS  STATE` for each host; STATE is `down`, or `up, N processes`.
+
+        Faults stand in place of `up`: `paused`, `cut off`, `paused, cut off` or `sshd does not answer`. Raises
+        CpuftError: `ip` fails, or no network is free.
+        """
         facts = self.gather()
         members = _plan_members(self.config, facts.network)
         return [

@@ -394,8 +394,9 @@ def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
 
 
 def list_settings(runs: Sequence[Record]) -> tuple[list[tuple[str, str]], ...]:
-    """Return three lists of names and values: what differs between the runs, then options without their defaults, then
-    all others, with versions.
+    """Return three lists of (name, value): what differs between runs, options without their defaults, and the rest.
+
+    The rest includes versions. Values that differ are joined: "1e-5 and 2e-5", or of more runs "1e-5, 2e-5, 2e-5".
     """
     defaults = {one.name: _format_setting(one.default) for one in fields(TrainConfig)}
     lists: tuple[list[tuple[str, str]], ...] = ([], [], [])
@@ -540,7 +541,7 @@ def _note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
 
 
 def describe_seeds(row: Row, base: Row) -> str:
-    """Return in plain words whether a row reaches the same metrics as the baseline `base`."""
+    """Return clauses, joined by "; ", on whether a row reaches the metrics of the baseline `base`; no full stop."""
     pair, clauses = f"np {row.np} and np {base.np}", list[str]()
     results: dict[str, list[str]] = {}
     for name, one in row.seeds.items():
@@ -576,7 +577,7 @@ NOT_DISTINGUISHABLE, SAME, UNKNOWN, LARGER, SMALLER = (
 
 
 def judge_seeds(one: SeedComparison) -> str:
-    """Return what can be said about a difference from the baseline: one of the five values above."""
+    """Return how a row differs from the baseline: SAME, UNKNOWN, NOT_DISTINGUISHABLE, LARGER or SMALLER."""
     if one.interval == 0 and one.difference == 0:
         return SAME
     if one.is_different is None:

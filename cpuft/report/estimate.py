@@ -253,7 +253,8 @@ def read_job(record: Record, compression: str = "auto") -> Job:
     The times are means of the steps without the first tenth, or the medians that scripts/record-layer-times measured.
     `compression` is the only compression level that the job may use; `auto` stands for the level of the recorded run,
     or if that had `auto`, too, for all levels that a launch may choose. Raises CpuftError: the run had several ranks,
-    --sync-every or too few steps.
+    --sync-every or too few steps, the record holds no gradient sizes, or the bytes that `compression` sends are not
+    known before a run.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
@@ -565,7 +566,7 @@ def describe_job(job: Job, network: Network, source: str) -> list[str]:
 
 
 def format_estimates(estimates: Sequence[Estimate], notes: Sequence[str], title: str) -> str:
-    """Return the estimates as a table for a terminal, with notes: how many hosts are worth it, and the given ones."""
+    """Return the estimates as `format_table` does, with notes: how many hosts are worth it, and the given ones."""
     worth = count_worthwhile_hosts(estimates)
     verdict = (
         f"worth it: up to {counted(worth, 'host')}; the hosts that were added last do at least half of what they would "
@@ -593,7 +594,7 @@ def _format_row(one: Estimate) -> list[str]:
 def estimates_to_json(
     estimates: Sequence[Estimate], notes: Sequence[str], least_rate: float | None = None
 ) -> dict[str, Any]:
-    """Return the estimates as one JSON object.
+    """Return the estimates as a JSON object: a list `predictions`, `worth`, `least_bits_per_second` and `notes`.
 
     `worth` is the largest number of hosts that is worth it, `least_bits_per_second` the least rate at which the most
     hosts are; that is None if it is infinite or not known.

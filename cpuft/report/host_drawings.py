@@ -28,7 +28,7 @@ class HostDrawing:
 
 
 def draw_hosts(runs: Sequence[Record]) -> list[list[HostDrawing]]:
-    """Return drawings of the first hosts of each run. Cores that only another of the runs used are drawn in grey."""
+    """Return drawings of the first MOST_HOSTS hosts of each run; cores that only another run used are drawn in grey."""
     cores: dict[str, set[int]] = {}
     for run in runs:
         for one in run.header.ranks:

@@ -58,7 +58,7 @@ def judge_record(record: Record) -> Judgement | None:
 
 
 def format_judgement(judgement: Judgement) -> str:
-    """Return the tables of a judgement as text for a terminal."""
+    """Return the tables of a judgement, each as `format_table` does, with an empty line between them."""
     return "\n".join(
         format_table(table.columns, table.rows, f"{table.heading}\n{textwrap.fill(table.text, WIDTH)}", left=1)
         for table in list_tables(judgement, most=20)
@@ -66,7 +66,7 @@ def format_judgement(judgement: Judgement) -> str:
 
 
 def judgement_to_json(judgement: Judgement) -> dict[str, Any]:
-    """Return a judgement as a JSON object with the fields of `Judgement`; what is undefined is null."""
+    """Return a judgement as a JSON object with the fields of `Judgement`; what is undefined (NaN) is None."""
     found: dict[str, Any] = _drop_nan(dataclasses.asdict(judgement))
     return found
 
@@ -80,7 +80,7 @@ def _drop_nan(value: Any) -> Any:
 
 
 def draw_calibration(judgement: Judgement) -> list[tuple[str, str]]:
-    """Return the caption and the drawing of how often predictions of each probability are right; [] without them."""
+    """Return [(caption, SVG)] of how often predictions of each probability are right; [] without a calibration."""
     if not judgement.calibration:
         return []
     bins = judgement.calibration.bins

@@ -241,9 +241,10 @@ def write_report(comparison: Comparison, run_dir: str) -> Path:
 
 
 def write_all(runs: Sequence[str], run_dir: str) -> Iterator[str]:
-    """Write the report and the page of runs into a folder, and yield the lines to show: the comparison, then the paths.
+    """Write the report and the page of runs into a folder; yield what to show, without newlines at the ends.
 
-    As this is a generator, nothing is written before its first line is taken.
+    This is the comparison as text, then "page: PATH" or "no page: REASON", then "report: PATH". As this is a generator,
+    nothing is written and no CpuftError is raised before its first line is taken.
     """
     records = [read_record(run) for run in runs]
     comparison = compare(records)

@@ -299,7 +299,10 @@ def folder_of(run: Record) -> str:
 
 
 def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
-    """Return (caption, SVG): a bar for each rank, or for each run's fastest and slowest rank if there are many."""
+    """Return (caption, SVG): a bar for each rank, or of more than 40 ranks for the fastest and slowest of each run.
+
+    At most 40 bars are drawn.
+    """
     bars: list[tuple[str, dict[str, float]]] = []
     few = sum(run.header.world_size for run in runs) <= _MOST_BARS
     for label, run in zip(label_runs(runs), runs):

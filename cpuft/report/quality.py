@@ -35,18 +35,18 @@ class Quality:
 
     @property
     def title(self) -> str:
-        """What is compared."""
+        """What is compared: "Quality of A (FOLDER) and B (FOLDER) on the same validation rows: 408 rows"."""
         rows = self.differences.count(self.differences.first.rows)
         return f"Quality of A ({self.a}) and B ({self.b}) on the same validation rows: {rows}"
 
     @property
     def verdict(self) -> str:
-        """Whether one of the runs is better by the first metric."""
+        """A sentence on whether one of the runs is better by the first metric."""
         return f"{describe_difference(self.differences)}."
 
     @property
     def rows(self) -> list[list[str]]:
-        """Cells of the table of metrics as texts."""
+        """Cells of the table of metrics as texts: a list for each metric, in the order of `columns`."""
         return [
             [
                 one.metric.replace("_", " "),
@@ -60,14 +60,16 @@ class Quality:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as a JSON object."""
+        """Return a JSON object: `a`, `b`, `verdict`, `notes`, and `metrics`, a list with an object for each metric."""
         found = [{**dataclasses.asdict(one), "difference": one.difference} for one in self.differences.found]
         return {"a": self.a, "b": self.b, "verdict": self.verdict, "metrics": found, "notes": list(self.notes)}
 
 
 def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | None, str]:
-    """Return the comparison of the speed of two runs, that of their metrics, and why there is none of the metrics
-    although one of them has predictions. Raises CpuftError: there is neither of the two comparisons.
+    """Return (comparison of the speed of two runs or None, that of their metrics or None, why the latter is missing).
+
+    The reason is "" if the metrics are compared, or if no run has predictions. Raises CpuftError: neither of the
+    two comparisons can be made.
     """
     comparison, refused, quality, problem = None, None, None, ""
     try:

@@ -89,7 +89,7 @@ def seed_columns(comparison: Comparison) -> list[str]:
 
 
 def seed_rows(comparison: Comparison) -> list[list[str]]:
-    """Return the cells of the table of metrics over seeds, one list per metric and number of ranks."""
+    """Return the cells of the table of metrics over seeds, a list per metric and number of ranks; [] without seeds."""
     rows = list[list[str]]()
     for name in _metric_names(comparison):
         for row in comparison.rows:
@@ -181,7 +181,7 @@ def _name_cores(row: Row) -> str:
 
 
 def format_text(comparison: Comparison) -> str:
-    """Return the comparison as text for a terminal: the title, the verdict, the table and the notes."""
+    """Return the comparison as text that ends with a newline: the title, the verdict, the tables and the notes."""
     title = f"{format_title(comparison)}\n{textwrap.fill(format_verdict(comparison), WIDTH)}"
     columns, rows = ([column.replace(" ", "\n", 1) for column in table_columns(comparison)], table_rows(comparison))
     over_seeds = seed_rows(comparison)
@@ -204,7 +204,7 @@ def format_markdown(comparison: Comparison) -> str:
 
 
 def format_quality(quality: Quality) -> str:
-    """Return the comparison of two runs' metrics as text for a terminal."""
+    """Return the comparison of two runs' metrics as `format_table` does, with the verdict below the title."""
     title = f"{quality.title}\n{textwrap.fill(quality.verdict, WIDTH)}"
     return format_table(quality.columns, quality.rows, title, quality.notes, left=1)
 

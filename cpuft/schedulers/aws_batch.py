@@ -106,7 +106,10 @@ class AwsBatch(Scheduler[BatchOptions]):
         return bool(self._describe(job)[job].get("tags", {}).get("managed-by") == "cpuft")
 
     def status(self, job: str) -> JobStatus:
-        """Return the state of a job, with the log and exit code of its main node, as far as that has started."""
+        """Return the state of a job, with the log of its main node as far as that has started.
+
+        The exit code is 0 for SUCCEEDED, the main node's (1 if that is 0 or missing) for FAILED, else None.
+        """
         described = self._describe(job)
         main, state, log = described.get(f"{job}#0", {}).get("container", {}), described[job]["status"], ""
         page = {"logGroupName": "/aws/batch/job", "logStreamName": main.get("logStreamName"), "startFromHead": True}

@@ -102,7 +102,10 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         return self._get("mpijob", job, r"{.metadata.labels.app\.kubernetes\.io/managed-by}") == ["cpuft"]
 
     def status(self, job: str) -> JobStatus:
-        """Return the state of an MPIJob, with the log and exit code of its launcher's pod while that exists."""
+        """Return the state of an MPIJob, with the log of its launcher's pod; the log is "" if it cannot be read.
+
+        The exit code is 0 for Succeeded, the pod's (1 if there is none) for Failed, else None.
+        """
         launcher = f"--selector=training.kubeflow.org/job-name={job},training.kubeflow.org/job-role=launcher"
         true = self._get("mpijob", job, '{.status.conditions[?(@.status=="True")].type}')
         codes = self._get("pods", launcher, "{.items[*].status.containerStatuses[0].state.terminated.exitCode}")

@@ -95,7 +95,10 @@ def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: floa
 
 
 def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
-    """Return the hosts of a place that cannot be used, each with the reason; `options` say how to reach them."""
+    """Return host -> SILENT or REFUSES for the hosts of a place that cannot be used; {} for a place on this machine.
+
+    `options` say how to reach the hosts.
+    """
     if not place.hosts:
         return {}
     access, lost = find_access(make_launch_config(options)), dict[str, str]()

@@ -432,7 +432,10 @@ def plan_launch(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str
 
 
 def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that group the runs of a sweep in trackers, except those that the user has set."""
+    """Return environment variables that group the runs of a sweep in trackers, except those that the user has set.
+
+    The result is {} if no run reports to a tracker.
+    """
     is_tracked = any(option.startswith("--report-to=") for option in sweep.settings.options)
     is_tracked |= any("report_to" in run.values for run in sweep.runs)
     variables = ("WANDB_RUN_GROUP", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT")
@@ -440,7 +443,10 @@ def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def find_reason(log: Path) -> str:
-    """Return the line of a launch's log that says why it failed: its last error, a rank that failed, or its end."""
+    """Return the line of a launch's log that says why it failed: its last error, a rank that failed, or its end.
+
+    It is "without a message" if the log is empty or cannot be read.
+    """
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
@@ -460,7 +466,7 @@ def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
 
 
 def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True) -> str:
-    """Return a few lines: runs by status, the best until now, the time left, active runs.
+    """Return lines, the last one without a newline: runs by status, the best until now, the time left, active runs.
 
     `places` is 0 if it is not known. If no `cpuft sweep` works on the runs now, those that have not ended are queued.
     """

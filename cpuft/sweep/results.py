@@ -98,7 +98,7 @@ def _rank(value: float) -> float:
 
 
 def describe_best(configurations: Sequence[Result]) -> str:
-    """Return in plain words how sure it is that the best of one or more configurations is the best."""
+    """Return a clause, without a full stop, on whether the best of one or more configurations is surely the best."""
     best, others = configurations[0], configurations[1:]
     if not others:
         return "there is one configuration, so there is nothing to compare"
@@ -121,9 +121,10 @@ def describe_best(configurations: Sequence[Result]) -> str:
 
 
 def compare_best_two(sweep: Sweep, results: Sequence[Result]) -> list[str]:
-    """Return in plain words what the predictions for the validation rows tell about the best two configurations.
+    """Return up to two sentences on what predictions for the validation rows tell about the best two configurations.
 
-    With several seeds, `describe_best` tells more than one run of each. Nothing is said where a run has no predictions.
+    With several seeds, `describe_best` tells more than one run of each. The result is [] where a run has no
+    predictions.
     """
     if len(results) < 2:
         return []
@@ -148,7 +149,7 @@ def compare_best_two(sweep: Sweep, results: Sequence[Result]) -> list[str]:
 
 
 def format_sweep(sweep: Sweep) -> str:
-    """Return the results of a sweep as a table for a terminal, the best configuration first, with notes."""
+    """Return the results of a sweep as `format_table` does, the best configuration first, with notes."""
     results = list_results(sweep)
     notes = [f"{describe_best(results)}.", *compare_best_two(sweep, results)] if results else []
     arrow = "larger is better" if sweep.is_maximized else "less is better"
@@ -297,7 +298,11 @@ def _to_json(number: float) -> float | None:
 
 
 def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
-    """Return the results of a sweep as a JSON object: metric, configurations with the best one first, and costs."""
+    """Return the results of a sweep as a JSON object.
+
+    It has the metric, the configurations with the best one first, notes on the best two, the values of failed and
+    pruned runs, and the costs. A number that is not finite is None.
+    """
     results = list_results(sweep)
     return {
         "metric": sweep.metric,

@@ -52,7 +52,7 @@ Key = tuple[tuple[str, str], ...]
 
 
 def list_variable_options() -> tuple[str, ...]:
-    """Return the training options that a sweep may vary: numbers, options with choices, task and model."""
+    """Return the fields of TrainConfig that a sweep may vary: numbers, those with choices, task, model, from_config."""
     return tuple(
         name
         for name, field in _FIELDS.items()
@@ -240,7 +240,7 @@ def make_base_config(options: Sequence[str]) -> TrainConfig:
 
 
 def describe_values(values: Mapping[str, str]) -> str:
-    """Return the values of a run for people: "learning-rate 1e-5, seed 2"."""
+    """Return the values of a run for people: "learning-rate 1e-5, seed 2", or "the only configuration" for none."""
     return ", ".join(f"{format_flag(name)[2:]} {text}" for name, text in values.items()) or "the only configuration"
 
 

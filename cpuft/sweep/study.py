@@ -114,7 +114,7 @@ class Run:
 
     @property
     def folder(self) -> str:
-        """Folder of the last attempt, in the folder of the sweep; empty before the first one."""
+        """Folder of the last attempt, relative to that of the sweep; empty before the first one."""
         return self.last.folder if self.last else ""
 
     @property

@@ -121,7 +121,7 @@ def _predict_on_all_ranks(setup: TrainingSetup, tokens: Tokens) -> list[BatchPre
 def compute_outputs(
     model: torch.nn.Module, objective: Objective, tokens: Tokens, batch_size: int, ranks: int, precision: str
 ) -> Predictions:
-    """Return the head's outputs for all examples in their order, computed by this process alone.
+    """Return the head's outputs for all examples in their order, a NumPy array, computed by this process alone.
 
     The batches are those of an evaluation on `ranks` ranks, so that the outputs are the same to the bit. The shape is
     (examples, outputs), or (examples, longest example, classes) for tags, filled up with -1. The model must be in

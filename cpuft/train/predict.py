@@ -295,8 +295,11 @@ def predict(request: PredictConfig) -> None:
 
 
 def choose_threshold(request: PredictConfig, task: Task) -> float:
-    """Return the threshold of --threshold, and say on standard error which one it is and why. Raises CpuftError: it is
-    no number from 0 to 1, or the task has no use for it.
+    """Return the threshold of --threshold and say it, with the reason, on standard error.
+
+    For "auto" it is the best one for the run's validation examples, or 0.5 if there is none. For a task of another kind
+    than `labels`, 0.5 is returned and nothing said. Raises CpuftError: --threshold is neither auto nor a number above 0
+    and below 1, or it is given for such a task.
     """
     if task.kind != "labels":
         if request.threshold != PredictConfig().threshold:

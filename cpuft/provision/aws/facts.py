@@ -249,7 +249,11 @@ def find_own_address() -> str:
 
 
 def find_resources(client: AwsClient, name: str, now: float) -> Resources:
-    """Return everything in the client's region that carries the tag of the cluster `name`, seen at `now`."""
+    """Return what carries the tag of the cluster `name` in the client's region, seen at `now`.
+
+    Left out are attached volumes, deleted placement groups, and terminated instances of an earlier cluster. Raises
+    CpuftError: AWS refuses a request or does not answer.
+    """
     filters = [{"Name": f"tag:{Tag.CLUSTER}", "Values": [name]}]
     places = client.query("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
     unattached = [*filters, {"Name": "status", "Values": ["available"]}]

@@ -330,8 +330,10 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def down(self, say: Say) -> str:
         """Remove the cluster, including instances that appear late; wait until they are terminated, up to 10 minutes.
 
-        The sentence for the user says what the cluster has cost. If this machine has recorded another cluster of this
-        name, that is left alone, and the sentence says so.
+        The sentence for the user says what the cluster has cost if it had instances. If this machine has recorded
+        another cluster of this name, that is left alone, and the sentence says so. Raises CpuftError: AWS refuses a
+        request, somebody else made the cluster, the instances do not end in time, or another process has been changing
+        it for 30 s.
         """
         mine = {one.id for one in self._find_with_late_instances().instances}
         sentence = super().down(say)

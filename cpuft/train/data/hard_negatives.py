@@ -51,8 +51,9 @@ def add_hard_negatives(
 ) -> Table:
     """Return the table with columns of --hard-negatives negatives for each query, which --mining-model has found.
 
-    Negatives are the documents of all rows, and of the tables in `others` (each with its column of documents), that are
-    most similar to the query, apart from its own positives and from documents that are nearly as similar as these. All
+    The columns are negative_1, negative_2 and so on, in place of those that the table has under these names. Negatives
+    are the documents of all rows, and of the tables in `others` (each with its column of documents), that are most
+    similar to the query, apart from its own positives and from documents that are nearly as similar as these. All
     queries and documents have to fit into memory. With `every_row`, each row has the negatives, and rows whose query
     has fewer of them are left out; otherwise only the first row of each query has negatives, perhaps fewer, and the
     cells that are left are empty. Raises CpuftError: there are too few rows or documents, or no embedding model to find

@@ -50,7 +50,7 @@ def select_for_rank(examples: Indices, rank: int, world_size: int) -> Indices:
 
 
 def count_updates(examples: int, global_batch: int, epochs: float, max_steps: int) -> int:
-    """Return the number of updates of a run: `max_steps` unless that is 0, else those of `epochs`, rounded up."""
+    """Return `max_steps`, or if that is 0 ceil(`epochs` * U) with U = ceil(`examples` / `global_batch`)."""
     return max_steps or math.ceil(math.ceil(examples / global_batch) * epochs)
 
 

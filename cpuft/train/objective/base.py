@@ -139,7 +139,7 @@ class Objective:
         return float(len(examples))
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Run a forward pass; return the outputs (logits) of the head in fp32. Called without gradients.
+        """Run a forward pass; return the outputs (logits) of the head, a NumPy array in fp32. Called without gradients.
 
         The shape is (examples, outputs), or (examples, length, classes) for a head that predicts tags of tokens.
         """
