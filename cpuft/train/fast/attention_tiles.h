@@ -82,19 +82,21 @@ inline void collect_all(Rows<const bf16> from, int64_t count, int64_t high, int6
     }
 }
 
-// Rows of the next example, which the second-level cache gets while this one is computed: whole rows from one end to the
-// other, as the hardware reads ahead. Head by head, they would be a cache line each.
-struct NextRows {
+// The rows of the next example, which the second-level cache gets while this one is computed: whole rows from one end to
+// the other, as the hardware reads ahead. Head by head, they would be a cache line each.
+class NextRows {
     const uint8_t *from = nullptr;
     int64_t piece = 0;
 
-    // `rows` are those of its first head, in which `width` numbers are needed.
-    template <class T> NextRows(const Heads &g, int64_t n, Rows<T> rows, int64_t width) {
-        if (n + 1 < g.batch) from = reinterpret_cast<const uint8_t *>(rows[0]), piece = width * 2 / g.heads;
-    }
-    // Asks for piece `i` of as many pieces as this example has heads times tokens.
-    template <bool WRITES> void ask(int64_t i) const {
-        for (int64_t j = 0; from && j < piece; j += 64) __builtin_prefetch(from + i * piece + j, WRITES, 2);
+  public:
+    // `first` is the start of the first row, null for none; `width` is the number of numbers from there to the next row.
+    NextRows(const bf16 *first, int64_t width, int64_t heads)
+        : from(reinterpret_cast<const uint8_t *>(first)), piece(width * 2 / heads) {}
+    // Asks for `count` pieces from number `first` on. A row has a piece for each head.
+    template <bool WRITES> void ask(int64_t first, int64_t count) const {
+        if (!from) return;
+        for (int64_t j = first * piece; j < (first + count) * piece; j += 64)
+            __builtin_prefetch(from + j, WRITES, 2);
     }
 };
 
@@ -155,8 +157,10 @@ inline void attend_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, cons
                 pair_rows(rows, values, length, size);
                 collect_all(g.query_rows(q, g.query_stride, n, h), asked, filled_up(asked, TALL), size, queries);
                 take_bias(g, n, used, length, bias);
-                NextRows next(g, n, g.key_rows(k, n + 1, 0), g.key_stride);
-                NextRows next_context(g, n, g.query_rows(context, g.heads * size, n + 1, 0), g.heads * size);
+                bool is_last = n + 1 == g.batch;
+                NextRows next(is_last ? nullptr : g.key_rows(k, n + 1, 0)[0], g.key_stride, g.heads);
+                NextRows next_written(is_last ? nullptr : g.query_rows(context, g.heads * size, n + 1, 0)[0],
+                                      g.heads * size, g.heads);
                 // The tiles multiply for the next block of queries while the exponentials of one are computed.
                 auto odd = [](int64_t first) { return first / TALL % 2; };
                 auto score = [&](int64_t first) {
@@ -173,8 +177,8 @@ inline void attend_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, cons
                     int64_t count = std::min(TALL, asked - first);
                     kept.fill(n, h, first, count);
                     for (int64_t t = 0; t < count; t++) {
-                        next.ask<false>(h * asked + first + t);
-                        next_context.ask<true>(h * asked + first + t);
+                        next.ask<false>(h * asked + first + t, 1);
+                        next_written.ask<true>(h * asked + first + t, 1);
                         const float *s = scores + odd(first) * TALL * wide + t * length;
                         bf16 *to = exponentials + t * length;
                         float total = write_exponentials<false>(s, bias, kept, t, length, factor, to);
@@ -200,30 +204,37 @@ inline void add_rows(const float *rows, int64_t count, int64_t size, float *sums
     }
 }
 
+// The bits of 32 keys.
+struct KeyBits {
+    uint32_t of[32];
+    constexpr KeyBits() : of() {
+        for (int j = 0; j < 32; j++) of[j] = uint32_t(1) << j;
+    }
+};
+constexpr KeyBits KEY_BITS;
+
 // The scores of 16 queries with all keys, and the gradients of the probabilities after dropout, `wanted`: a vector for
-// each key, TALL numbers after that of the key before.
+// each key, TALL numbers after that of the key before. Calls would read the members again after each store.
 struct Column {
-    float *scores;
+    float *__restrict scores;
     const float *wanted, *bias;
     const uint32_t *bits;  // for each 32 keys, those of TALL queries: the bit of a key is set if dropout keeps it
     int64_t keys;
 
     vec kept(int64_t j, vec x) const {
         __m512i of_queries = _mm512_loadu_si512(bits + j / 32 * TALL);
-        return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(of_queries, _mm512_set1_epi32(int(1u << j % 32))), x);
+        __m512i of_key = _mm512_set1_epi32(int(KEY_BITS.of[j % 32]));
+        return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(of_queries, of_key), x);
     }
     vec score(int64_t j, float factor) const { return read<vec>(scores + j * TALL) * factor + bias[j]; }
-    vec most(float factor) const {
-        vec tops = all(MISSING);
-        for (int64_t j = 0; j < keys; j++) tops = score(j, factor) > tops ? score(j, factor) : tops;
-        return tops;
-    }
-    // Replaces the scores by their exponentials. Returns the sums of these, and `product`, of these times `wanted`.
-    template <class Ask> vec write_exponentials(float factor, vec top, vec &product, Ask &&ask) const {
-        vec total{}, weighted{};
+    // Replaces the scores by their exponentials, or by those of what is left after each query's highest score has been
+    // subtracted. Returns the sums of these, and `product`, of these times `wanted`.
+    template <bool SUBTRACTS> [[gnu::always_inline]] vec write_exponentials(float factor, vec &product) const {
+        vec tops = all(MISSING), total{}, weighted{};
+        if (SUBTRACTS)
+            for (int64_t j = 0; j < keys; j++) tops = score(j, factor) > tops ? score(j, factor) : tops;
         for (int64_t j = 0; j < keys; j++) {
-            ask(j);
-            vec a = exp2_of(score(j, factor) - top);
+            vec a = exp2_of(SUBTRACTS ? score(j, factor) - tops : score(j, factor));
             put(scores + j * TALL, a, W);
             total += a;
             weighted += a * kept(j, read<vec>(wanted + j * TALL));
@@ -232,8 +243,8 @@ struct Column {
         return total;
     }
     // Writes the probabilities after dropout, and the gradients of the unscaled scores; rows are `stride` apart.
-    void write_slopes(const Heads &g, vec total, vec product, bf16 *dropped, bf16 *slopes, int64_t stride) const {
-        vec share = g.scale / total, rate = share * g.factor, mean = product * share / g.scale * rate;
+    [[gnu::always_inline]] void write_slopes(const Heads &g, vec total, vec product, bf16 *dropped, bf16 *slopes, int64_t stride) const {
+        vec share = g.scale / total, rate = share * g.factor, mean = product / total * rate;
         for (int64_t j = 0; j < keys; j++) {
             vec a = read<vec>(scores + j * TALL);
             put(dropped + j * stride, kept(j, a * share), W);
@@ -249,20 +260,22 @@ inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16
     ThreadSums lines(threads, column_sums ? 3 * g.heads * size : 0);
 #pragma omp parallel num_threads(threads)
     {
-        // Rows of queries, keys, values and gradients of the context; `_columns` and `_pairs` are right factors of them.
-        bf16 *queries, *keys, *values, *grads, *dropped, *slopes;
-        word *query_columns, *grad_columns, *query_pairs, *grad_pairs, *key_pairs, *mixed, *slope_rows;
-        float *bias, *scores, *wanted, *sums;
+        // `_columns` and `_pairs` are right factors. Some arrays share their memory, so that most of it stays in the
+        // first-level cache.
+        bf16 *rows, *keys, *values, *dropped, *slopes;
+        word *query_columns, *grad_columns, *query_pairs, *grad_pairs, *key_pairs;
+        float *bias, *scores, *wanted;
         uint32_t *bits;
         Arrays arrays;
         arrays.make([&](auto take) {
-            take(queries, high * size), take(keys, wide * size), take(values, wide * size), take(grads, high * size);
+            take(rows, std::max(high, wide) * std::max(size, TALL)), take(keys, wide * size), take(values, wide * size);
             take(dropped, wide * high), take(slopes, wide * high), take(query_columns, across * high);
             take(grad_columns, across * high), take(query_pairs, high * across), take(grad_pairs, high * across);
-            take(key_pairs, wide * across), take(mixed, wide / 2 * TALL), take(slope_rows, TALL * wide / 2);
-            take(bias, wide), take(scores, wide * TALL), take(wanted, wide * TALL);
-            take(sums, std::max(wide, TALL) * size), take(bits, wide);
+            take(key_pairs, wide * across), take(bias, wide), take(bits, wide);
+            take(scores, wide * TALL), take(wanted, std::max(wide, TALL) * std::max(size, TALL));
         });
+        word *mixed = reinterpret_cast<word *>(rows), *slope_rows = reinterpret_cast<word *>(scores);
+        float *sums = wanted;
         KeptBits kept(g);
         float *mine = column_sums ? lines.of(omp_get_thread_num()) : nullptr;
         Tiles<bf16> tiles;
@@ -272,19 +285,22 @@ inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16
                 int64_t used = Heads::count(g.key_places, n, g.keys);
                 int64_t asked = Heads::count(g.query_places, n, g.queries);
                 int64_t length = filled_up(used, TALL), tall = filled_up(asked, TALL);
-                collect_all(g.query_rows(q, g.query_stride, n, h), asked, tall, size, queries);
-                collect_all(g.key_rows(k, n, h), used, length, size, keys);
+                auto prepare = [&](const bf16 *x, int64_t stride, word *columns, word *pairs) {
+                    collect_all(g.query_rows(x, stride, n, h), asked, tall, size, rows);
+                    exchange(words(rows), across, columns, tall, tall, across);
+                    pair_rows(rows, pairs, tall, size);
+                };
+                prepare(q, g.query_stride, query_columns, query_pairs);
+                prepare(grad, g.heads * size, grad_columns, grad_pairs);
                 collect_all(g.key_rows(v, n, h), used, length, size, values);
-                collect_all(g.query_rows(grad, g.heads * size, n, h), asked, tall, size, grads);
-                exchange(words(queries), across, query_columns, tall, tall, across);
-                exchange(words(grads), across, grad_columns, tall, tall, across);
-                pair_rows(queries, query_pairs, tall, size);
-                pair_rows(grads, grad_pairs, tall, size);
+                collect_all(g.key_rows(k, n, h), used, length, size, keys);
                 pair_rows(keys, key_pairs, length, size);
                 take_bias(g, n, used, length, bias);
-                NextRows next(g, n, g.key_rows(k, n + 1, 0), g.key_stride);
-                NextRows next_grads(g, n, g.query_rows(grad, g.heads * size, n + 1, 0), g.heads * size);
-                NextRows next_out(g, n, g.key_rows(dk, n + 1, 0), g.key_stride);
+                bool is_last = n + 1 == g.batch;
+                NextRows next(is_last ? nullptr : g.key_rows(k, n + 1, 0)[0], g.key_stride, g.heads);
+                NextRows next_grads(is_last ? nullptr : g.query_rows(grad, g.heads * size, n + 1, 0)[0], g.heads * size,
+                                    g.heads);
+                NextRows next_written(is_last ? nullptr : g.key_rows(dk, n + 1, 0)[0], g.key_stride, g.heads);
                 for (int64_t first = 0; first < asked; first += TALL) {
                     int64_t count = std::min(TALL, asked - first);
                     multiply<bf16>(words(keys), across, query_columns + first, tall, scores, TALL, length, TALL, size);
@@ -292,19 +308,16 @@ inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16
                     kept.fill(n, h, first, count);
                     for (int64_t key = 0; key < length; key += 32)
                         for (int64_t t = 0; t < count; t++) bits[key + t] = kept.of(t, key);
+                    next.ask<false>(h * asked + first, count);
+                    next_grads.ask<false>(h * asked + first, count);
+                    next_written.ask<true>(h * asked + first, count);
                     for (int64_t half = 0; half < TALL; half += W) {
                         Column column{scores + half, wanted + half, bias, bits + half, used};
-                        auto ask = [&](int64_t j) {
-                            if (half == 0 && j < count) {
-                                int64_t i = h * asked + first + j;
-                                next.ask<false>(i), next_grads.ask<false>(i), next_out.ask<true>(i);
-                            }
-                        };
-                        vec product, total = column.write_exponentials(factor, vec{}, product, ask);
+                        vec product, total = column.write_exponentials<false>(factor, product);
                         if (most_of(total > LEAST_SUM && total < MOST_SUM ? vec{} : all(1.0f))) {
                             multiply<bf16>(words(keys), across, query_columns + first, tall, scores, TALL, length,
                                            TALL, size);
-                            total = column.write_exponentials(factor, column.most(factor), product, ask);
+                            total = column.write_exponentials<true>(factor, product);
                         }
                         column.write_slopes(g, total, product, dropped + first + half, slopes + first + half, tall);
                     }

@@ -93,6 +93,8 @@ class Arrays {
     struct alignas(64) Line {
         uint8_t bytes[64];
     };
+    // Arrays of 4 KB would have addresses that the CPU cannot tell apart when it looks for the store before a load.
+    static constexpr int64_t STAGGER = 5 * 64;
     std::vector<Line> lines;
 
   public:
@@ -103,7 +105,7 @@ class Arrays {
             int64_t taken = 0;
             assign([&](auto *&array, int64_t count) {
                 array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(from + taken);
-                taken += (count * int64_t(sizeof *array) + 63) / 64 * 64;
+                taken += (count * int64_t(sizeof *array) + 63) / 64 * 64 + STAGGER;
             });
             lines.resize(size_t(taken / 64));
         }
