@@ -119,11 +119,12 @@ void attend(const Heads &g, const T *q, const T *k, const T *v, T *context, int 
     {
         Desk<T> desk(g);
         const word *values = nullptr;
-        int64_t there = -1;  // which g.keys and values are on the desk: often, a thread takes the g.heads of a group in a row
+        int64_t there = -1;  // which keys and values are on the desk: often, a thread takes the heads of a group in a row
 #pragma omp for collapse(2) schedule(static)
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t h = 0; h < g.heads; h++) {
-                int64_t used = Heads::count(g.key_places, n, g.keys), asked = Heads::count(g.query_places, n, g.queries);
+                int64_t used = Heads::count(g.key_places, n, g.keys);
+                int64_t asked = Heads::count(g.query_places, n, g.queries);
                 int64_t shared = h / g.group();
                 for (int64_t from = 0; from < asked; from += g.part()) {
                     Block p = block_of<T>(g, from, std::min(g.part(), asked - from), used);
@@ -138,11 +139,13 @@ void attend(const Heads &g, const T *q, const T *k, const T *v, T *context, int 
                     for (int64_t first = from; first < from + p.count; first += TALL) {
                         Block b = block_of<T>(g, first, std::min(TALL, from + p.count - first), used);
                         int64_t at = b.low - p.low;
-                        collect(g.query_rows(q, g.query_stride, n, h), first, b.count, TALL, g.size, width, desk.queries);
+                        collect(g.query_rows(q, g.query_stride, n, h), first, b.count, TALL, g.size, width,
+                                desk.queries);
                         look(g, desk, n, h, b, desk.keys + at, p.length, used);
                         multiply<T>(words(desk.dropped), b.length / IN_WORD<T>, values + at / IN_WORD<T> * width,
                                     width, desk.sums, width, b.high, width, b.length);
-                        deliver(desk.sums, width, g.query_rows(context, g.heads * g.size, n, h), first, b.count, g.size);
+                        deliver(desk.sums, width, g.query_rows(context, g.heads * g.size, n, h), first, b.count,
+                                g.size);
                     }
                 }
             }
@@ -217,7 +220,8 @@ bool attend_backward(const Heads &g, const T *q, const T *k, const T *v, const T
 #pragma omp for collapse(2) schedule(static)
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t shared = 0; shared < g.key_heads; shared++) {
-                int64_t used = Heads::count(g.key_places, n, g.keys), asked = Heads::count(g.query_places, n, g.queries);
+                int64_t used = Heads::count(g.key_places, n, g.keys);
+                int64_t asked = Heads::count(g.query_places, n, g.queries);
                 // The sums of a part are in the first columns; those that the next part shares with it are moved there.
                 int64_t stride = std::min(desk.length, length_of<T>(used)), low = 0;
                 Rows<T> dkeys = g.key_rows(dk, n, shared), dvalues = g.key_rows(dv, n, shared);

@@ -82,14 +82,14 @@ inline void collect_all(Rows<const bf16> from, int64_t count, int64_t high, int6
     }
 }
 
-// The rows of the next example, which the second-level cache gets while this one is computed: whole rows from one end to
-// the other, as the hardware reads ahead. Head by head, they would be a cache line each.
+// The rows of the next example, which the second-level cache gets while this one is computed: whole rows from one end
+// to the other, as the hardware reads ahead. Head by head, they would be a cache line each.
 class NextRows {
     const uint8_t *from = nullptr;
     int64_t piece = 0;
 
   public:
-    // `first` is the start of the first row, null for none; `width` is the number of numbers from there to the next row.
+    // `first` is the start of the first row, null for none; `width` is the number of numbers to that of the next row.
     NextRows(const bf16 *first, int64_t width, int64_t heads)
         : from(reinterpret_cast<const uint8_t *>(first)), piece(width * 2 / heads) {}
     // Asks for `count` pieces from number `first` on. A row has a piece for each head.
@@ -214,7 +214,8 @@ struct KeyBits {
 constexpr KeyBits KEY_BITS;
 
 // The scores of 16 queries with all keys, and the gradients of the probabilities after dropout, `wanted`: a vector for
-// each key, TALL numbers after that of the key before. Calls would read the members again after each store.
+// each key, TALL numbers after that of the key before. The functions are inlined, because calls would read the members
+// again after each store.
 struct Column {
     float *__restrict scores;
     const float *wanted, *bias;
@@ -243,7 +244,8 @@ struct Column {
         return total;
     }
     // Writes the probabilities after dropout, and the gradients of the unscaled scores; rows are `stride` apart.
-    [[gnu::always_inline]] void write_slopes(const Heads &g, vec total, vec product, bf16 *dropped, bf16 *slopes, int64_t stride) const {
+    [[gnu::always_inline]] void write_slopes(const Heads &g, vec total, vec product, bf16 *dropped, bf16 *slopes,
+                                             int64_t stride) const {
         vec share = g.scale / total, rate = share * g.factor, mean = product / total * rate;
         for (int64_t j = 0; j < keys; j++) {
             vec a = read<vec>(scores + j * TALL);

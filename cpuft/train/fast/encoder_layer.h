@@ -94,7 +94,8 @@ void attention_half_forward(const AttentionHalf<T> *half, int64_t *done, int64_t
                             uint64_t seed, uint32_t threshold, float scale, int threads) {
     const AttentionHalf<T> &t = *half;
     Heads g{t.score_bias, nullptr, t.places, t.places, batch, heads, heads, length, length, hidden / heads, -1, -1,
-            3 * hidden, 3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold, score_scale};
+            3 * hidden, 3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold,
+            score_scale};
     Products<T> products{threads};
     products.forward(t.x, t.packed_weight, t.packed_bias, t.packed, tokens, 3 * hidden, hidden);
     attend<T>(g, t.packed, t.packed + hidden, t.packed + 2 * hidden, t.context, threads);
@@ -111,7 +112,8 @@ void attention_half_backward(const AttentionHalf<T> *half, int64_t *done, int64_
                              float score_scale, uint64_t seed, uint32_t threshold, float scale, int threads) {
     const AttentionHalf<T> &t = *half;
     Heads g{t.score_bias, nullptr, t.places, t.places, batch, heads, heads, length, length, hidden / heads, -1, -1,
-            3 * hidden, 3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold, score_scale};
+            3 * hidden, 3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold,
+            score_scale};
     Products<T> products{threads};
     std::vector<float> dbias(static_cast<size_t>(hidden)), dpacked_bias(static_cast<size_t>(3 * hidden));
     T *dproduct = threshold ? t.dproduct : t.dsum;
@@ -119,8 +121,9 @@ void attention_half_backward(const AttentionHalf<T> *half, int64_t *done, int64_
                      t.dnorm_bias, dbias.data(), tokens, hidden, seed, threshold, scale, threads);
     products.weight(dproduct, t.context, t.dweight, hidden, hidden, tokens);
     products.backward(dproduct, t.weight, nullptr, nullptr, nullptr, t.dcontext, tokens, hidden, hidden);
-    bool has_sums = attend_backward<T>(g, t.packed, t.packed + hidden, t.packed + 2 * hidden, t.dcontext, t.dpacked,
-                                       t.dpacked + hidden, t.dpacked + 2 * hidden, nullptr, dpacked_bias.data(), threads);
+    bool has_sums =
+        attend_backward<T>(g, t.packed, t.packed + hidden, t.packed + 2 * hidden, t.dcontext, t.dpacked,
+                           t.dpacked + hidden, t.dpacked + 2 * hidden, nullptr, dpacked_bias.data(), threads);
     products.weight(t.dpacked, t.x, t.dpacked_weight, 3 * hidden, hidden, tokens);
     if (!has_sums) column_sums<T>(t.dpacked, dpacked_bias.data(), tokens, 3 * hidden, threads);
     if (t.dx)

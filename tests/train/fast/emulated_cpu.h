@@ -104,9 +104,9 @@ inline __mmask16 is_not_less(const __m256i &a, const __m256i &b) {
     for (int i = 0; i < 16; i++) mask |= uint32_t(number<uint16_t>(a, i) >= number<uint16_t>(b, i)) << i;
     return __mmask16(mask);
 }
-template <class T, class V, class Test> auto mask_of(const V &a, const V &b, Test test) {
+template <class T, class V, class Test> uint32_t mask_of(const V &a, const V &b, Test test) {
     uint32_t mask = 0;
-    for (size_t i = 0; i < sizeof(V) / sizeof(T); i++) mask |= uint32_t(test(number<T>(a, int(i)), number<T>(b, int(i)))) << i;
+    for (int i = 0; i < int(sizeof(V) / sizeof(T)); i++) mask |= uint32_t(test(number<T>(a, i), number<T>(b, i))) << i;
     return mask;
 }
 
@@ -212,7 +212,9 @@ template <class... Words> __m512i set32(Words... words) {
     __mmask16(emulated::mask_of<uint32_t>(a, b, [](uint32_t x, uint32_t y) { return (x & y) != 0; }))
 // x without its whole part, and y times two to the power of that.
 #define _mm512_reduce_ps(x, rounding) \
-    emulated::each<__m512, float>([&, y = x](int i) { float f = emulated::number<float>(y, i); return f - std::floor(f); })
+    emulated::each<__m512, float>([&, y = x](int i) { \
+        return emulated::number<float>(y, i) - std::floor(emulated::number<float>(y, i)); \
+    })
 #define _mm512_scalef_ps(y, x) \
     emulated::each<__m512, float>([&, a = y, b = x](int i) { \
         float power = std::floor(emulated::number<float>(b, i)); \
