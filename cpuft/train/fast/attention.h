@@ -7,102 +7,21 @@
 
 #pragma once
 
-#include "products.h"
+#include "attention_tiles.h"
+#include "heads.h"
 #include "../../vectors.h"
 #include <algorithm>
 #include <cmath>
 #include <omp.h>
-#include <type_traits>
-#include <vector>
 
 namespace {
-
-// Number of queries that are processed at a time.
-constexpr int64_t TALL = 32;
-// Least number of queries of a part of an example; a part's keys, and the sums of their gradients, stay in the cache.
-constexpr int64_t PART = 256;
-
-// The part of the tokens' rows that belongs to one head. Token t of an example is in row places[t], or absent if that
-// is negative. If `places` is null, the tokens are in consecutive rows from `first` on.
-template <class T> struct Rows {
-    T *at;
-    int64_t stride;
-    const int64_t *places;
-    int64_t first;
-    T *operator[](int64_t t) const {
-        int64_t row = places ? places[t] : first + t;
-        return row < 0 ? nullptr : at + row * stride;
-    }
-};
-
-// The positions of keys from `low` on and before `end`.
-struct Range {
-    int64_t low, end;
-};
-
-struct Heads {
-    const float *bias, *position_bias;
-    const int64_t *query_places, *key_places;
-    int64_t batch, heads, key_heads, queries, keys, size;
-    int64_t back, ahead;  // how many positions before and after its own a query looks at; negative: at all of them
-    int64_t query_stride, key_stride, bias_batch, bias_head, bias_query;
-    float factor;
-    uint64_t seed;
-    uint32_t threshold;
-    float scale;
-
-    template <class T> Rows<T> query_rows(T *x, int64_t stride, int64_t n, int64_t h) const {
-        return {x + h * size, stride, query_places ? query_places + n * queries : nullptr, n * queries};
-    }
-    // The number of query heads that share one head of keys and values, whose number is h / group().
-    int64_t group() const { return heads / key_heads; }
-    // `shared` is the number of a head of keys and values.
-    template <class T> Rows<T> key_rows(T *x, int64_t n, int64_t shared) const {
-        return {x + shared * size, key_stride, key_places ? key_places + n * keys : nullptr, n * keys};
-    }
-    const float *bias_of(int64_t n, int64_t h, int64_t q) const {
-        return bias ? bias + n * bias_batch + h * bias_head + q * bias_query : nullptr;
-    }
-    // The number of distances between the positions of an example, and the index of that between query q and key 0. From
-    // there on, the distances between this query and all keys are consecutive.
-    int64_t distances() const { return 2 * keys - 1; }
-    int64_t distance_of(int64_t q) const { return keys - 1 - q; }
-    const float *position_bias_of(int64_t h, int64_t q) const {
-        return position_bias ? position_bias + h * distances() + distance_of(q) : nullptr;
-    }
-    // The keys that at least one of `count` queries from `first` on looks at, among `used` keys; empty if low >= end.
-    Range seen_by(int64_t first, int64_t count, int64_t used) const {
-        return {back < 0 ? 0 : std::max<int64_t>(first - back, 0),
-                ahead < 0 ? used : std::min(first + count + ahead, used)};
-    }
-    bool has_window() const { return back >= 0 && ahead >= 0; }
-    // The number of queries of a part. Adjacent parts have back + ahead keys in common, at most half of a part's.
-    int64_t part() const { return has_window() ? filled_up(std::max(PART, 2 * (back + ahead)), TALL) : queries; }
-    // The largest number of keys that `count` adjacent queries see, if the first key is rounded down to `step`.
-    int64_t most_seen(int64_t count, int64_t step) const {
-        return has_window() ? std::min(keys, count + back + ahead + step) : keys;
-    }
-    // The number of tokens of an example up to the last one that has a row.
-    static int64_t count(const int64_t *places, int64_t n, int64_t length) {
-        int64_t last = length;
-        while (places && last > 0 && places[n * length + last - 1] < 0) last--;
-        return last;
-    }
-};
-
-// A number of tokens, and the size of a head, padded for the products.
-template <class T> int64_t length_of(int64_t tokens) { return filled_up(tokens, COLS<T>); }
-template <class T> int64_t width_of(int64_t size) { return filled_up(size, std::max(COLS<T>, W * IN_WORD<T>)); }
 
 // The working memory of one thread: blocks that are aligned to cache lines and stay in the cache. All is zero at first,
 // also the sums of gradients.
 template <class T> struct Desk {
-    struct alignas(64) Line {
-        uint8_t bytes[64];
-    };
     int64_t length, most, width;  // the largest padded numbers of keys of a part and of a block; the padded head size
     Lanes lanes;
-    std::vector<Line> lines;
+    Arrays arrays;
     T *rows, *queries, *grads, *dropped, *slopes;
     word *keys, *values, *paired, *turned, *pairs;
     float *scores, *wanted, *sums, *key_sums, *value_sums;
@@ -112,47 +31,14 @@ template <class T> struct Desk {
         : length(length_of<T>(g.most_seen(g.part(), COLS<T>))), most(length_of<T>(g.most_seen(TALL, COLS<T>))),
           width(width_of<T>(g.size)), lanes(most) {
         int64_t tall = TALL * width, block = TALL * most, whole = length * width;
-        int64_t taken = 0;
-        for (int64_t pass = 0; pass < 2; pass++) {  // first adds up the sizes, then assigns the addresses
-            uint8_t *from = lines.empty() ? nullptr : lines.data()->bytes;
-            taken = 0;
-            auto take = [&](auto *&array, int64_t count) {
-                array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(from + taken);
-                taken += (count * int64_t(sizeof *array) + 63) / 64 * 64;
-            };
+        arrays.make([&](auto take) {
             take(rows, whole), take(queries, tall), take(grads, tall), take(dropped, block), take(slopes, block);
             take(keys, whole), take(values, whole), take(paired, whole), take(turned, tall);
             take(pairs, std::max(tall, block)), take(scores, block), take(wanted, block), take(sums, tall);
             take(key_sums, whole), take(value_sums, whole);
-            lines.resize(size_t(taken / 64));
-        }
+        });
     }
 };
-
-template <class T> inline void copy(T *to, const T *from) { std::memcpy(to, from, W * sizeof(T)); }
-
-template <class T> const word *words(const T *x) { return reinterpret_cast<const word *>(x); }
-
-// Copies `count` rows from `first` on, then zeros up to `high` rows; each row is padded to `width`.
-template <class T>
-void collect(Rows<const T> from, int64_t first, int64_t count, int64_t high, int64_t size, int64_t width, T *to) {
-    for (int64_t t = 0; t < high; t++, to += width) {
-        const T *row = t < count ? from[first + t] : nullptr;
-        int64_t found = row ? size : 0, j = 0;
-        for (; j + W <= found; j += W) {
-            copy(to + j, row + j);
-            __builtin_prefetch(row + size + j);  // the same row of the next head
-        }
-        for (; j < width; j += W) put(to + j, j < found ? get(row + j, lanes_of(j, found)) : vec{}, W);
-    }
-}
-
-template <class T>
-void deliver(const float *from, int64_t width, Rows<T> to, int64_t first, int64_t count, int64_t size) {
-    for (int64_t t = 0; t < count; t++, from += width)
-        if (T *row = to[first + t])
-            for (int64_t j = 0; j < size; j += W) put(row + j, get(from + j, lanes_of(j, size)), lanes_of(j, size));
-}
 
 // Replaces the scores s[begin] to s[end - 1] by their exponentials, and fills the vectors with zeros in which these
 // are. Returns the factor that makes them the softmax. Either bias may be null.
@@ -223,43 +109,43 @@ void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, const Block &b, c
 
 // q, k and v point to the first row of the first head. Rows of the context have the stride heads * size.
 template <class T>
-void attention_forward(const T *q, const T *k, const T *v, T *context, const float *bias, const float *position_bias,
-                       const int64_t *query_places, const int64_t *key_places, int64_t batch, int64_t heads,
-                       int64_t key_heads, int64_t queries, int64_t keys, int64_t size, int64_t back, int64_t ahead,
-                       int64_t query_stride, int64_t key_stride, int64_t bias_batch, int64_t bias_head,
-                       int64_t bias_query, float factor, uint64_t seed, uint32_t threshold, float scale,
-                       int threads) {
-    Heads g{bias, position_bias, query_places, key_places, batch, heads, key_heads, queries, keys, size, back, ahead,
-            query_stride, key_stride, bias_batch, bias_head, bias_query, factor, seed, threshold, scale};
-    int64_t width = width_of<T>(size), across = width / IN_WORD<T>;
+void attend(const Heads &g, const T *q, const T *k, const T *v, T *context, int threads) {
+#ifdef __AMX_BF16__
+    if constexpr (sizeof(T) == 2)
+        if (fits_tiles(g)) return attend_with_tiles(g, q, k, v, context, threads);
+#endif
+    int64_t width = width_of<T>(g.size), across = width / IN_WORD<T>;
 #pragma omp parallel num_threads(threads)
     {
         Desk<T> desk(g);
         const word *values = nullptr;
         int64_t there = -1;  // which keys and values are on the desk: often, a thread takes the heads of a group in a row
 #pragma omp for collapse(2) schedule(static)
-        for (int64_t n = 0; n < batch; n++)
-            for (int64_t h = 0; h < heads; h++) {
-                int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
+        for (int64_t n = 0; n < g.batch; n++)
+            for (int64_t h = 0; h < g.heads; h++) {
+                int64_t used = Heads::count(g.key_places, n, g.keys);
+                int64_t asked = Heads::count(g.query_places, n, g.queries);
                 int64_t shared = h / g.group();
                 for (int64_t from = 0; from < asked; from += g.part()) {
                     Block p = block_of<T>(g, from, std::min(g.part(), asked - from), used);
-                    int64_t these = (n * key_heads + shared) * queries + from;
+                    int64_t these = (n * g.key_heads + shared) * g.queries + from;
                     if (there != these) {
-                        collect(g.key_rows(k, n, shared), p.low, p.end - p.low, p.length, size, width, desk.rows);
+                        collect(g.key_rows(k, n, shared), p.low, p.end - p.low, p.length, g.size, width, desk.rows);
                         exchange(words(desk.rows), across, desk.keys, p.length, p.length, across);
-                        collect(g.key_rows(v, n, shared), p.low, p.end - p.low, p.length, size, width, desk.rows);
+                        collect(g.key_rows(v, n, shared), p.low, p.end - p.low, p.length, g.size, width, desk.rows);
                         values = pair_rows(desk.rows, desk.values, p.length, width);
                         there = these;
                     }
                     for (int64_t first = from; first < from + p.count; first += TALL) {
                         Block b = block_of<T>(g, first, std::min(TALL, from + p.count - first), used);
                         int64_t at = b.low - p.low;
-                        collect(g.query_rows(q, query_stride, n, h), first, b.count, TALL, size, width, desk.queries);
+                        collect(g.query_rows(q, g.query_stride, n, h), first, b.count, TALL, g.size, width,
+                                desk.queries);
                         look(g, desk, n, h, b, desk.keys + at, p.length, used);
                         multiply<T>(words(desk.dropped), b.length / IN_WORD<T>, values + at / IN_WORD<T> * width,
                                     width, desk.sums, width, b.high, width, b.length);
-                        deliver(desk.sums, width, g.query_rows(context, heads * size, n, h), first, b.count, size);
+                        deliver(desk.sums, width, g.query_rows(context, g.heads * g.size, n, h), first, b.count,
+                                g.size);
                     }
                 }
             }
@@ -314,7 +200,87 @@ void finish(Desk<T> &desk, float *sums, int64_t stride, Rows<T> to, int64_t firs
 }
 
 // dq, dk and dv have the layout of q, k and v; `grad`, the gradient of the context, has that of the context. The gradient
-// of the position bias is added to `position_grad`, (batch, heads, distances), unless that is null.
+// of the position bias is added to `position_grad`, (batch, heads, distances), unless that is null. Returns whether the
+// sums of the columns of dq, dk and dv, of all heads one after the other, have been added to `sums`; it may be null.
+template <class T>
+bool attend_backward(const Heads &g, const T *q, const T *k, const T *v, const T *grad, T *dq, T *dk, T *dv,
+                     float *position_grad, float *sums, int threads) {
+#ifdef __AMX_BF16__
+    if constexpr (sizeof(T) == 2)
+        if (fits_tiles(g) && g.group() == 1) {
+            attend_backward_with_tiles(g, q, k, v, grad, dq, dk, dv, sums, threads);
+            return true;
+        }
+#endif
+    int64_t width = width_of<T>(g.size), across = width / IN_WORD<T>;
+#pragma omp parallel num_threads(threads)
+    {
+        Desk<T> desk(g);
+        // One thread adds up the gradients of a head of g.keys and values, over all query g.heads that share it.
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t n = 0; n < g.batch; n++)
+            for (int64_t shared = 0; shared < g.key_heads; shared++) {
+                int64_t used = Heads::count(g.key_places, n, g.keys);
+                int64_t asked = Heads::count(g.query_places, n, g.queries);
+                // The sums of a part are in the first columns; those that the next part shares with it are moved there.
+                int64_t stride = std::min(desk.length, length_of<T>(used)), low = 0;
+                Rows<T> dkeys = g.key_rows(dk, n, shared), dvalues = g.key_rows(dv, n, shared);
+                for (int64_t from = 0; from < asked; from += g.part()) {
+                    Block p = block_of<T>(g, from, std::min(g.part(), asked - from), used);
+                    if (p.low > low) {
+                        finish(desk, desk.key_sums, stride, dkeys, low, p.low - low, g.size);
+                        finish(desk, desk.value_sums, stride, dvalues, low, p.low - low, g.size);
+                        low = p.low;
+                    }
+                    collect(g.key_rows(v, n, shared), low, p.end - low, p.length, g.size, width, desk.rows);
+                    exchange(words(desk.rows), across, desk.values, p.length, p.length, across);
+                    collect(g.key_rows(k, n, shared), low, p.end - low, p.length, g.size, width, desk.rows);
+                    exchange(words(desk.rows), across, desk.keys, p.length, p.length, across);
+                    const word *paired = pair_rows(desk.rows, desk.paired, p.length, width);
+                    for (int64_t h = shared * g.group(); h < (shared + 1) * g.group(); h++)
+                        for (int64_t first = from; first < from + p.count; first += TALL) {
+                            Block b = block_of<T>(g, first, std::min(TALL, from + p.count - first), used);
+                            int64_t at = b.low - low;
+                            collect(g.query_rows(q, g.query_stride, n, h), first, b.count, TALL, g.size, width,
+                                    desk.queries);
+                            collect(g.query_rows(grad, g.heads * g.size, n, h), first, b.count, TALL, g.size, width,
+                                    desk.grads);
+                            look(g, desk, n, h, b, desk.keys + at, p.length, used);
+                            multiply<T>(words(desk.grads), across, desk.values + at, p.length, desk.wanted, b.length,
+                                        b.high, b.length, width);
+                            slope(g, desk, b,
+                                  position_grad ? position_grad + (n * g.heads + h) * g.distances() : nullptr);
+                            add_block(desk, desk.grads, desk.dropped, desk.value_sums + at, stride, width, b.length,
+                                      b.high);
+                            add_block(desk, desk.queries, desk.slopes, desk.key_sums + at, stride, width, b.length,
+                                      b.high);
+                            multiply<T>(words(desk.slopes), b.length / IN_WORD<T>, paired + at / IN_WORD<T> * width,
+                                        width, desk.sums, width, b.high, width, b.length);
+                            deliver(desk.sums, width, g.query_rows(dq, g.query_stride, n, h), first, b.count, g.size);
+                        }
+                }
+                // Without a window these are all g.keys; with one, those after the last part's have no gradient.
+                for (; low < used; low += stride) {
+                    finish(desk, desk.key_sums, stride, dkeys, low, std::min(stride, used - low), g.size);
+                    finish(desk, desk.value_sums, stride, dvalues, low, std::min(stride, used - low), g.size);
+                }
+            }
+    }
+    return false;
+}
+
+template <class T>
+void attention_forward(const T *q, const T *k, const T *v, T *context, const float *bias, const float *position_bias,
+                       const int64_t *query_places, const int64_t *key_places, int64_t batch, int64_t heads,
+                       int64_t key_heads, int64_t queries, int64_t keys, int64_t size, int64_t back, int64_t ahead,
+                       int64_t query_stride, int64_t key_stride, int64_t bias_batch, int64_t bias_head,
+                       int64_t bias_query, float factor, uint64_t seed, uint32_t threshold, float scale,
+                       int threads) {
+    Heads g{bias, position_bias, query_places, key_places, batch, heads, key_heads, queries, keys, size, back, ahead,
+            query_stride, key_stride, bias_batch, bias_head, bias_query, factor, seed, threshold, scale};
+    attend(g, q, k, v, context, threads);
+}
+
 template <class T>
 void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq, T *dk, T *dv, float *position_grad,
                         const float *bias, const float *position_bias, const int64_t *query_places,
@@ -324,59 +290,7 @@ void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq
                         uint64_t seed, uint32_t threshold, float scale, int threads) {
     Heads g{bias, position_bias, query_places, key_places, batch, heads, key_heads, queries, keys, size, back, ahead,
             query_stride, key_stride, bias_batch, bias_head, bias_query, factor, seed, threshold, scale};
-    int64_t width = width_of<T>(size), across = width / IN_WORD<T>;
-#pragma omp parallel num_threads(threads)
-    {
-        Desk<T> desk(g);
-        // One thread adds up the gradients of a head of keys and values, over all query heads that share it.
-#pragma omp for collapse(2) schedule(static)
-        for (int64_t n = 0; n < batch; n++)
-            for (int64_t shared = 0; shared < key_heads; shared++) {
-                int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
-                // The sums of a part are in the first columns; those that the next part shares with it are moved there.
-                int64_t stride = std::min(desk.length, length_of<T>(used)), low = 0;
-                Rows<T> dkeys = g.key_rows(dk, n, shared), dvalues = g.key_rows(dv, n, shared);
-                for (int64_t from = 0; from < asked; from += g.part()) {
-                    Block p = block_of<T>(g, from, std::min(g.part(), asked - from), used);
-                    if (p.low > low) {
-                        finish(desk, desk.key_sums, stride, dkeys, low, p.low - low, size);
-                        finish(desk, desk.value_sums, stride, dvalues, low, p.low - low, size);
-                        low = p.low;
-                    }
-                    collect(g.key_rows(v, n, shared), low, p.end - low, p.length, size, width, desk.rows);
-                    exchange(words(desk.rows), across, desk.values, p.length, p.length, across);
-                    collect(g.key_rows(k, n, shared), low, p.end - low, p.length, size, width, desk.rows);
-                    exchange(words(desk.rows), across, desk.keys, p.length, p.length, across);
-                    const word *paired = pair_rows(desk.rows, desk.paired, p.length, width);
-                    for (int64_t h = shared * g.group(); h < (shared + 1) * g.group(); h++)
-                        for (int64_t first = from; first < from + p.count; first += TALL) {
-                            Block b = block_of<T>(g, first, std::min(TALL, from + p.count - first), used);
-                            int64_t at = b.low - low;
-                            collect(g.query_rows(q, query_stride, n, h), first, b.count, TALL, size, width,
-                                    desk.queries);
-                            collect(g.query_rows(grad, heads * size, n, h), first, b.count, TALL, size, width,
-                                    desk.grads);
-                            look(g, desk, n, h, b, desk.keys + at, p.length, used);
-                            multiply<T>(words(desk.grads), across, desk.values + at, p.length, desk.wanted, b.length,
-                                        b.high, b.length, width);
-                            slope(g, desk, b,
-                                  position_grad ? position_grad + (n * heads + h) * g.distances() : nullptr);
-                            add_block(desk, desk.grads, desk.dropped, desk.value_sums + at, stride, width, b.length,
-                                      b.high);
-                            add_block(desk, desk.queries, desk.slopes, desk.key_sums + at, stride, width, b.length,
-                                      b.high);
-                            multiply<T>(words(desk.slopes), b.length / IN_WORD<T>, paired + at / IN_WORD<T> * width,
-                                        width, desk.sums, width, b.high, width, b.length);
-                            deliver(desk.sums, width, g.query_rows(dq, query_stride, n, h), first, b.count, size);
-                        }
-                }
-                // Without a window these are all keys; with one, those after the last part's have no gradient.
-                for (; low < used; low += stride) {
-                    finish(desk, desk.key_sums, stride, dkeys, low, std::min(stride, used - low), size);
-                    finish(desk, desk.value_sums, stride, dvalues, low, std::min(stride, used - low), size);
-                }
-            }
-    }
+    attend_backward<T>(g, q, k, v, grad, dq, dk, dv, position_grad, nullptr, threads);
 }
 
 } // namespace

@@ -35,12 +35,9 @@ template <class T> int64_t extent_of(int64_t tokens) { return width_of<T>(tokens
 
 // The working memory of one thread.
 template <class T> struct DisentangledDesk {
-    struct alignas(64) Line {
-        uint8_t bytes[64];
-    };
     int64_t width, across, columns;  // the padded size of a head, in numbers and in words, and columns of positions
     Lanes lanes;
-    std::vector<Line> lines;
+    Arrays arrays;
     T *key_rows, *value_rows, *queries, *grads, *dropped, *slopes, *ahead_slopes, *behind_slopes;
     T *position_key_rows, *position_query_rows;
     word *keys, *values, *paired, *key_turned, *turned, *pairs;
@@ -56,14 +53,7 @@ template <class T> struct DisentangledDesk {
         int64_t length = extent_of<T>(g.heads.keys), later = backward ? 1 : 0;
         int64_t tall = TALL * width, block = TALL * length, whole = length * width, ahead_block = TALL * (length + TALL);
         int64_t behind_block = WIDE * (WIDE + TALL), positions = columns * width;
-        int64_t taken = 0;
-        for (int64_t pass = 0; pass < 2; pass++) {  // first adds up the sizes, then assigns the addresses
-            uint8_t *from = lines.empty() ? nullptr : lines.data()->bytes;
-            taken = 0;
-            auto take = [&](auto *&array, int64_t count) {
-                array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(from + taken);
-                taken += (count * int64_t(sizeof *array) + 63) / 64 * 64;
-            };
+        arrays.make([&](auto take) {
             take(key_rows, whole), take(value_rows, whole), take(queries, tall), take(dropped, block);
             take(position_key_rows, positions), take(position_query_rows, positions);
             take(keys, whole), take(values, whole);
@@ -78,8 +68,7 @@ template <class T> struct DisentangledDesk {
             take(key_sums, later * whole), take(key_row_sums, later * whole), take(value_sums, later * whole);
             take(position_key_sums, later * positions), take(position_query_sums, later * positions);
             take(rest, later * std::max(positions, whole));
-            lines.resize(size_t(taken / 64));
-        }
+        });
     }
 };
 

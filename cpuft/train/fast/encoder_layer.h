@@ -93,12 +93,12 @@ void attention_half_forward(const AttentionHalf<T> *half, int64_t *done, int64_t
                             float factor, float eps, uint64_t score_seed, uint32_t score_threshold, float score_scale,
                             uint64_t seed, uint32_t threshold, float scale, int threads) {
     const AttentionHalf<T> &t = *half;
+    Heads g{t.score_bias, nullptr, t.places, t.places, batch, heads, heads, length, length, hidden / heads, -1, -1,
+            3 * hidden, 3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold,
+            score_scale};
     Products<T> products{threads};
     products.forward(t.x, t.packed_weight, t.packed_bias, t.packed, tokens, 3 * hidden, hidden);
-    attention_forward<T>(t.packed, t.packed + hidden, t.packed + 2 * hidden, t.context, t.score_bias, nullptr,
-                         t.places, t.places, batch, heads, heads, length, length, hidden / heads, -1, -1, 3 * hidden,
-                         3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold,
-                         score_scale, threads);
+    attend<T>(g, t.packed, t.packed + hidden, t.packed + 2 * hidden, t.context, threads);
     products.forward(t.context, t.weight, nullptr, t.y, tokens, hidden, hidden);
     norm_forward<T>(t.y, t.bias, t.x, t.norm_weight, t.norm_bias, t.sum, t.y, t.mean, t.rstd, tokens, hidden, seed,
                     threshold, scale, eps, threads);
@@ -111,6 +111,9 @@ void attention_half_backward(const AttentionHalf<T> *half, int64_t *done, int64_
                              int64_t bias_query, float factor, float, uint64_t score_seed, uint32_t score_threshold,
                              float score_scale, uint64_t seed, uint32_t threshold, float scale, int threads) {
     const AttentionHalf<T> &t = *half;
+    Heads g{t.score_bias, nullptr, t.places, t.places, batch, heads, heads, length, length, hidden / heads, -1, -1,
+            3 * hidden, 3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold,
+            score_scale};
     Products<T> products{threads};
     std::vector<float> dbias(static_cast<size_t>(hidden)), dpacked_bias(static_cast<size_t>(3 * hidden));
     T *dproduct = threshold ? t.dproduct : t.dsum;
@@ -118,13 +121,11 @@ void attention_half_backward(const AttentionHalf<T> *half, int64_t *done, int64_
                      t.dnorm_bias, dbias.data(), tokens, hidden, seed, threshold, scale, threads);
     products.weight(dproduct, t.context, t.dweight, hidden, hidden, tokens);
     products.backward(dproduct, t.weight, nullptr, nullptr, nullptr, t.dcontext, tokens, hidden, hidden);
-    attention_backward<T>(t.packed, t.packed + hidden, t.packed + 2 * hidden, t.dcontext, t.dpacked,
-                          t.dpacked + hidden, t.dpacked + 2 * hidden, nullptr, t.score_bias, nullptr, t.places,
-                          t.places, batch, heads, heads, length, length, hidden / heads, -1, -1, 3 * hidden,
-                          3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold,
-                          score_scale, threads);
+    bool has_sums =
+        attend_backward<T>(g, t.packed, t.packed + hidden, t.packed + 2 * hidden, t.dcontext, t.dpacked,
+                           t.dpacked + hidden, t.dpacked + 2 * hidden, nullptr, dpacked_bias.data(), threads);
     products.weight(t.dpacked, t.x, t.dpacked_weight, 3 * hidden, hidden, tokens);
-    column_sums<T>(t.dpacked, dpacked_bias.data(), tokens, 3 * hidden, threads);
+    if (!has_sums) column_sums<T>(t.dpacked, dpacked_bias.data(), tokens, 3 * hidden, threads);
     if (t.dx)
         products.backward(t.dpacked, t.packed_weight, t.dsum, nullptr, nullptr, t.dx, tokens, hidden, 3 * hidden);
     round_all(dbias, t.dbias);

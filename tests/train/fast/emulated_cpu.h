@@ -104,6 +104,11 @@ inline __mmask16 is_not_less(const __m256i &a, const __m256i &b) {
     for (int i = 0; i < 16; i++) mask |= uint32_t(number<uint16_t>(a, i) >= number<uint16_t>(b, i)) << i;
     return __mmask16(mask);
 }
+template <class T, class V, class Test> uint32_t mask_of(const V &a, const V &b, Test test) {
+    uint32_t mask = 0;
+    for (int i = 0; i < int(sizeof(V) / sizeof(T)); i++) mask |= uint32_t(test(number<T>(a, i), number<T>(b, i))) << i;
+    return mask;
+}
 
 // Eight tiles of 16 rows with 64 bytes.
 inline thread_local uint32_t tiles[8][16][16];
@@ -151,7 +156,9 @@ template <class... Words> __m512i set32(Words... words) {
 #define _mm512_storeu_ps(p, x) emulated::store_masked<float>(p, 0xffffu, x)
 #define _mm512_store_si512(p, x) emulated::store_masked<float>(p, 0xffffu, x)
 #define _mm512_stream_si512(p, x) emulated::store_masked<float>(p, 0xffffu, x)
+#define _mm512_loadu_si512(p) emulated::load_masked<__m512i, float>(0xffffu, p)
 #define _mm512_setzero_si512() __m512i{}
+#define _mm512_set1_epi16(x) emulated::each<__m512i, int16_t>([&](int) { return x; })
 #define _mm512_set1_epi32(x) emulated::each<__m512i, int32_t>([&](int) { return x; })
 #define _mm512_set_epi64 emulated::set64
 #define _mm512_set_epi32 emulated::set32
@@ -181,6 +188,9 @@ template <class... Words> __m512i set32(Words... words) {
 #define _mm512_dpbf16_ps(sums, a, b) emulated::dot_bf16(sums, emulated::as<__m512i>(a), emulated::as<__m512i>(b))
 #define _mm512_maskz_mov_ps(mask, x) \
     emulated::each<__m512, float>([&, m = mask, y = x](int i) { return m >> i & 1 ? emulated::number<float>(y, i) : 0.0f; })
+#define _mm512_maskz_mov_epi16(mask, x) \
+    emulated::each<__m512i, uint16_t>( \
+        [&, m = mask, y = x](int i) { return m >> i & 1 ? emulated::number<uint16_t>(y, i) : uint16_t(0); })
 #define _mm512_mask_mov_ps(other, mask, x) \
     emulated::each<__m512, float>([&, o = other, m = mask, y = x](int i) { \
         return emulated::number<float>(m >> i & 1 ? y : o, i); \
@@ -197,6 +207,19 @@ template <class... Words> __m512i set32(Words... words) {
     })
 #define _mm512_cmp_ps_mask(a, b, comparison) emulated::is_less(a, b)
 #define _mm256_cmpge_epu16_mask(a, b) emulated::is_not_less(a, b)
+#define _mm512_cmpge_epu16_mask(a, b) emulated::mask_of<uint16_t>(a, b, [](uint16_t x, uint16_t y) { return x >= y; })
+#define _mm512_test_epi32_mask(a, b) \
+    __mmask16(emulated::mask_of<uint32_t>(a, b, [](uint32_t x, uint32_t y) { return (x & y) != 0; }))
+// x without its whole part, and y times two to the power of that.
+#define _mm512_reduce_ps(x, rounding) \
+    emulated::each<__m512, float>([&, y = x](int i) { \
+        return emulated::number<float>(y, i) - std::floor(emulated::number<float>(y, i)); \
+    })
+#define _mm512_scalef_ps(y, x) \
+    emulated::each<__m512, float>([&, a = y, b = x](int i) { \
+        float power = std::floor(emulated::number<float>(b, i)); \
+        return std::ldexp(emulated::number<float>(a, i), int(std::fmax(-1000.0f, std::fmin(1000.0f, power)))); \
+    })
 #define _mm512_rcp14_ps(x) \
     emulated::each<__m512, float>([&, y = x](int i) { return 1.0f / emulated::number<float>(y, i); })
 #define _mm512_reduce_add_ps(x) emulated::reduce(x, [](float a, float b) { return a + b; })

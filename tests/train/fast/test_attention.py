@@ -167,6 +167,47 @@ def test_a_window_saves_time(one_thread: None) -> None:
     assert seconds[1] < seconds[0] / 3, seconds
 
 
+def check_whole_heads(size: int, longest: int, queries: int, shift: float, mask: Mask) -> None:
+    """Compare attention in bf16 for examples of three lengths.
+
+    One key of three of the first example is masked, and all keys of the longest one. `shift` is added to all scores.
+    """
+    lengths = (longest // 2 + 1, longest, 1)
+    places = torch.cat([example * longest + torch.arange(length) for example, length in enumerate(lengths)])
+    grid = Grid.of(3, longest, places)
+    bias = key_bias(grid)
+    assert bias is not None
+    bias[0, ..., 1::3] = LOWEST
+    bias[1] = LOWEST
+    bias[bias == 0] = shift
+    check(Heads(2, size, size**-0.5), grid, min(queries, longest), mask, torch.bfloat16, bias)
+
+
+# With tiles, heads of up to 256 tokens are computed as a whole, 32 queries at a time. If all scores are near 100,
+# exponentials are too large; if they are near -100, too small: then the highest score is subtracted first.
+@pytest.mark.parametrize("size", [32, 64, 96])
+@pytest.mark.parametrize("longest", [1, 15, 32, 54, 100, 256, 257])
+@pytest.mark.parametrize(
+    ("queries", "shift", "mask"), [(0, 0.0, MASK), (0, 100.0, MASK), (0, -100.0, NO_MASK), (33, 0.0, MASK)]
+)
+def test_whole_heads(size: int, longest: int, queries: int, shift: float, mask: Mask) -> None:
+    check_whole_heads(size, longest, queries, shift, mask)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+def test_whole_heads_repeat_bit_by_bit(threads: int) -> None:
+    need_kernels()
+    packed = torch.randn(5 * 50, 3 * 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    results, before = [], torch.get_num_threads()
+    for count in (1, threads, threads):
+        torch.set_num_threads(count)
+        context = attention(None, packed, None, Heads(2, 32, 0.2), MASK, Grid(5, 50))
+        results.append((context, *torch.autograd.grad(context, packed, context)))
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
 def test_keys_outside_of_a_window_get_no_gradient() -> None:
     heads = Heads(2, 8, 0.3, 1, back=3, ahead=2)
     for way in each_way():

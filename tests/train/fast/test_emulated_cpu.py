@@ -17,6 +17,7 @@ from cpuft.kernels import Kernels, kernels_for, use_kernels
 from cpuft.train.fast import products
 from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
 from tests.train.fast.encoders import relative_error
+from tests.train.fast.test_attention import MASK, check_whole_heads
 from tests.train.fast.test_gradient_places import check_places
 from tests.train.fast.test_kernels import build_for
 
@@ -123,3 +124,10 @@ def test_halves_with_tiles_write_gradients_into_buckets(emulated: Kernels, monke
         monkeypatch.setattr(products, limit, 0)
     with use_kernels(emulated):
         check_places("bert", "bf16")
+
+
+@pytest.mark.parametrize("shift", [0.0, 100.0])
+@pytest.mark.parametrize(("size", "longest"), [(32, 1), (32, 54), (64, 33)])
+def test_whole_heads_with_tiles(emulated: Kernels, size: int, longest: int, shift: float) -> None:
+    with use_kernels(emulated):
+        check_whole_heads(size, longest, 0, shift, MASK)

@@ -25,9 +25,11 @@ def no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(products, limit, 0)
 
 
-def make_fast(kind: str, dropout: float = 0.0, first_token: bool = True, precision: str = "bf16") -> Any:
-    """A fast model whose sizes are multiples of 32."""
-    model = make_model(kind, dropout, intermediate_size=64)
+def make_fast(
+    kind: str, dropout: float = 0.0, first_token: bool = True, precision: str = "bf16", heads: int = 4
+) -> Any:
+    """A fast model whose sizes are multiples of 32; the size of a head is one with one head only."""
+    model = make_model(kind, dropout, intermediate_size=64, num_attention_heads=heads)
     return cpuft.accelerate(model, make_optimizer(model), precision=precision, first_token=first_token)[0]
 
 
@@ -58,11 +60,12 @@ def train_once(model: Any, lengths: tuple[int, ...]) -> tuple[float, dict[str, t
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("first_token", [True, False])
+@pytest.mark.parametrize("heads", [4, 1])
 @pytest.mark.parametrize("lengths", [(17, 9, 5, 3), (17, 17)], ids=["packed", "without padding"])
 def test_halves_compute_what_the_steps_do(
-    kind: str, dropout: float, first_token: bool, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    kind: str, dropout: float, first_token: bool, heads: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, calls = make_fast(kind, dropout, first_token), count_calls(monkeypatch)
+    model, calls = make_fast(kind, dropout, first_token, heads=heads), count_calls(monkeypatch)
     loss, gradients = train_once(model, lengths)
     has_tiles = products.can_multiply(*2 * (torch.empty(32, 32, dtype=torch.bfloat16),))
     count = (1 if first_token else 2) if has_tiles else 0
@@ -73,8 +76,9 @@ def test_halves_compute_what_the_steps_do(
     assert gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():
         assert gradient.dtype == wanted[name].dtype
-        # The gradient of a key's bias is zero but for rounding.
-        assert relative_error(gradient, wanted[name]) < 2e-3 or name.endswith("key.bias"), name
+        # The halves may add up the gradients of these biases before rounding, and that of a key's is zero but for it.
+        limit = 8e-3 if heads == 1 and name.endswith(("query.bias", "value.bias")) else 2e-3
+        assert relative_error(gradient, wanted[name]) < limit or name.endswith("key.bias"), name
 
 
 def test_halves_read_norms_of_a_model_that_was_converted_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
