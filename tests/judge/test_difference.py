@@ -266,6 +266,19 @@ def test_scores_of_another_scale_are_no_difference() -> None:
     assert describe_better(found) == ""
 
 
+def test_the_scale_of_scores_does_not_change_what_is_found() -> None:
+    random = np.random.default_rng(9)
+    label = random.random(100)
+    one, other = (label + random.normal(size=100) * noise for noise in (0.4, 0.3))
+    made = [
+        make_predictions("score", ("pearson", "spearman"), label=label, prediction=found)
+        for found in (one, other, 50 * other + 7)
+    ]
+    usual, scaled = (compare_predictions(made[0], b).found for b in made[1:])
+    assert [found.p for found in usual] == [found.p for found in scaled]
+    assert [found.smallest for found in usual] == pytest.approx([found.smallest for found in scaled])
+
+
 def test_many_classes_take_little_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resampling, "_DIFFERENCE_SAMPLES", (20, 20, 0))
     random, classes = np.random.default_rng(1), tuple(map(str, range(10_000)))
