@@ -18,6 +18,7 @@ EXEMPT = {
     "read_config_file": "parse_json",
     "read_encoder_shape": "a model's configuration that transformers reads",
     "read_decoder_shape": "a model's configuration that transformers reads",
+    "read_run_predictions": "read_predictions",
     "read_slices": "a table that read_tables has read",
     "read_template": "a file of the package",
     "load_note": "a note, or an empty one",
