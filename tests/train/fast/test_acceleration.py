@@ -261,10 +261,9 @@ def check_updates(plain: nn.Module, batch: dict[str, torch.Tensor], precision: s
         found.backward()
         error = gradient_error(fast, plain)
         if precision == "bf16" and error >= limit:  # a step after which rounding matters more, to torch as well
-            rounded = copy.deepcopy(plain)
+            rounded = copy.deepcopy(plain).bfloat16()
             rounded.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                rounded(**batch).loss.backward()
+            rounded(**batch).loss.backward()
             assert error < 2 * gradient_error(rounded, plain)
         else:
             assert error < limit
