@@ -75,12 +75,14 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
             loss += weight * run_pass(weight * world.size / terms, sends_gradients, clock)
 
         # Wait for the mean of the gradients, and exchange what is left: rows of the word embedding by token ids. With
-        # powersgd, these are the rows of the update before.
+        # powersgd, these are the rows of the update before. With ZeRO-1, a rank gets the mean of its own shards only,
+        # and updates only these.
         waited = exchange.average_gradients(partial(list_tokens_of_ranks, setup, examples))
         clock.lap("communication")
 
         # Update. The norm that is clipped is that of the whole mean gradient; with --sync-every, of this rank's own.
-        # The optimizer's kernel scales the gradients while it reads them.
+        # Clipping sends, too: with ZeRO-1 the shards' norms are added up. The optimizer's kernel scales the gradients
+        # while it reads them.
         exchange.clip_gradients()
         rate = _set_learning_rate(setup, update)
         setup.optimizer.step()
@@ -109,7 +111,8 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         # now, before a checkpoint or stop.
         yield from control.take_lines()
 
-        # Checkpoint and stop, on all ranks after the same update: within about two updates or a second of a Ctrl-C.
+        # Checkpoint and stop, on all ranks after the same update: about two seconds and two updates after a Ctrl-C. The
+        # state is copied here, and a thread writes it. The best weights were written by the caller, in its evaluation.
         if due.stop:
             checkpoints.write_and_stop(update, setup.updates)
         elif due.checkpoint:

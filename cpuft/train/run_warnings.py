@@ -351,16 +351,19 @@ def find_result_warning(
             f"warning: the model does not tell the rows apart, as {listed} is what {answer} for every row gives: "
             f"{_advise_rate(config)}"
         )
+    simple = dict(baseline or {})
     if config.class_weights:  # they ask for a model that gives up some accuracy, in order to find rare classes
-        return ""
-    if found := _describe_hardly_better(prepared, metrics, constant):
+        simple.pop("accuracy", None)
+    elif found := _describe_hardly_better(prepared, metrics, constant):
         return f"warning: the model is not clearly better than {answer} for every row: {found}: {_advise_rate(config)}"
-    if found := _describe_hardly_better(prepared, metrics, baseline or {}):
-        return (
-            f"warning: the model is not clearly better than the baseline: {found}: the baseline may be good enough, or "
-            f"more examples with labels are needed"
-        )
-    return ""
+    if not (found := _describe_hardly_better(prepared, metrics, simple)):
+        return ""
+    if not _describe_hardly_better(prepared, simple, metrics):
+        return f"warning: the model is worse than the baseline: {found}: {_advise_rate(config)}"
+    return (
+        f"warning: the model is not clearly better than the baseline: {found}: the baseline may be good enough, or "
+        f"more examples with labels are needed"
+    )
 
 
 def _describe_main_answer(columns: Mapping[str, Any]) -> str:

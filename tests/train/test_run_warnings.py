@@ -105,6 +105,7 @@ def test_class_weights_may_cost_accuracy_but_not_all_rows() -> None:
     balanced = replace(CONFIG, class_weights="balanced")
     assert judge(CLASSES, [YES, NO, YES, YES, *PERFECT], balanced) == ""
     assert judge(CLASSES, [YES, NO, YES, YES, *PERFECT], balanced, {"accuracy": 0.9}) == ""
+    assert "worse than the baseline: f1 0.8" in judge(CLASSES, [YES, NO, YES, YES, *PERFECT], balanced, {"f1": 0.99})
     assert "it calls 228 of 240 rows yes" in judge(CLASSES, [*PERFECT, *[YES] * 16], balanced)
 
 
@@ -115,6 +116,9 @@ def test_a_model_that_is_not_better_than_the_baseline_is_noticed() -> None:
         "warning: the model is not clearly better than the baseline: accuracy 0.9500 (standard error 0.0149) against "
     )
     assert judge(CLASSES, good, baseline={"accuracy": 0.94, "f1": math.nan}) == ""
+    worse = judge(CLASSES, good, baseline={"accuracy": 0.99, "f1": 0.99})
+    assert worse.startswith("warning: the model is worse than the baseline: accuracy 0.9500 (standard error 0.0149)")
+    assert "train longer, or with a higher or lower --learning-rate" in worse
 
 
 @pytest.mark.parametrize("weights", ["", "balanced", "1,5,2"])

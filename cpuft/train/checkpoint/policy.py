@@ -53,7 +53,7 @@ _DISK_DAYS = 1
 
 @dataclass(frozen=True)
 class Requests:
-    """What ranks request of all ranks after an update. It travels as one number in the sums of the update."""
+    """What ranks request of all ranks after an update. It travels as one number in a control message."""
 
     checkpoint: bool = False
     """Write a checkpoint. Only rank 0 requests this."""

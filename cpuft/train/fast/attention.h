@@ -216,7 +216,7 @@ bool attend_backward(const Heads &g, const T *q, const T *k, const T *v, const T
 #pragma omp parallel num_threads(threads)
     {
         Desk<T> desk(g);
-        // One thread adds up the gradients of a head of g.keys and values, over all query g.heads that share it.
+        // One thread adds up the gradients of a head of keys and values, over all query heads that share it.
 #pragma omp for collapse(2) schedule(static)
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t shared = 0; shared < g.key_heads; shared++) {
@@ -259,7 +259,7 @@ bool attend_backward(const Heads &g, const T *q, const T *k, const T *v, const T
                             deliver(desk.sums, width, g.query_rows(dq, g.query_stride, n, h), first, b.count, g.size);
                         }
                 }
-                // Without a window these are all g.keys; with one, those after the last part's have no gradient.
+                // Without a window these are all keys; with one, those after the last part's have no gradient.
                 for (; low < used; low += stride) {
                     finish(desk, desk.key_sums, stride, dkeys, low, std::min(stride, used - low), g.size);
                     finish(desk, desk.value_sums, stride, dvalues, low, std::min(stride, used - low), g.size);

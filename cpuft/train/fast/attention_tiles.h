@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t MOST_TOKENS = 256;
 // If a sum of exponentials is between these, none of its large summands has been rounded to zero or to infinity.
 constexpr float LEAST_SUM = 1e-18f, MOST_SUM = 1e18f;
-// What is at least added to the score of a key, and what is added where there is no key.
+// The lowest bias of a key, to which lower ones, also -inf, are raised; and the bias where there is no key.
 constexpr float MASKED = -1e30f, MISSING = -1e38f;
 constexpr float LOG2_E = 1.44269504088896341f;
 
@@ -29,7 +29,7 @@ inline bool fits_tiles(const Heads &g) {
            g.ahead < 0 && !g.position_bias && (!g.bias || (g.bias_head == 0 && g.bias_query == 0));
 }
 
-// 2^x with a relative error of 8e-5, a fiftieth of bf16's: a polynomial for the digits after the point.
+// 2^x with a relative error of 8e-5, where bf16 rounds by up to 2e-3: a polynomial for the digits after the point.
 inline vec exp2_of(vec x) {
     vec r = _mm512_reduce_ps(x, 1);
     vec p = r * 7.8024521e-2f + 2.2606719e-1f;
