@@ -259,7 +259,9 @@ def test_compare_reports(tmp_path: Path) -> None:
     ]
     assert report["scaling"] == "strong"
     assert report["baseline"]["metrics"].keys() == report["runs"][0]["metrics"].keys()
-    assert run_cpuft("report", "all/np-1", "all/np-2").stdout in done.stdout
+    speed, _, quality = run_cpuft("report", "all/np-1", "all/np-2").stdout.partition("\nQuality of A")
+    assert speed in done.stdout
+    assert "on the same validation rows: 400 rows" in quality
 
 
 @pytest.mark.parametrize(
