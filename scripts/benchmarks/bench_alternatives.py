@@ -31,8 +31,8 @@ from cpuft.report.estimate import find_instance
 DATA = {"sst2": ("SST-2", 5000), "mrpc": ("MRPC", 0), "wnli": ("WNLI", 0)}
 """Name of each task, and the number of training rows that are used, the first ones; 0 for all."""
 FIGURES = "bench-alternatives.json"
-INSTANCE = "c6i.4xlarge"
-"""The rented host whose price per core counts: its CPUs are of the generation that was measured, Ice Lake."""
+INSTANCE = "c7i.4xlarge"
+"""The rented host whose price per core counts: its CPUs have AMX, as those that were measured."""
 PEAK_GPU, PEAK_TERAFLOPS = "T4", 65
 """A GPU, and the rate of its matrix products in fp16 by its data sheet."""
 _SEED = 42
@@ -261,14 +261,17 @@ def measure(name: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def read_machine() -> dict[str, Any]:
     """Return what the figures were measured on."""
+    from cpuft.hardware import choose_precision
     from cpuft.train.precision import measure_products, read_cpu
 
-    cores = len(os.sched_getaffinity(0))
+    cpu = read_cpu()
+    precision = choose_precision("auto", False, cpu.flags).name
     return {
         "time": time.time(),
-        "cpu": read_cpu().model.replace("(R)", ""),
-        "cores": cores,
-        "products": measure_products("fp32"),
+        "cpu": cpu.model.replace("(R)", ""),
+        "cores": len(os.sched_getaffinity(0)),
+        "precision": precision,
+        "products": measure_products(precision),
     }
 
 
@@ -333,10 +336,10 @@ def format_gpu_hours(kept: dict[str, Any]) -> str:
         ratio = one.dollars_per_hour / _price_hour(kept)
         lines.append([one.name, one.offer, f"{one.dollars_per_hour:.3f}", f"{ratio:.1f}", f"{one.dated}, {one.source}"])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    rate = kept["machine"]["products"]["teraflops"]
+    rate, precision = kept["machine"]["products"]["teraflops"], kept["machine"]["precision"]
     return (
-        f"{table}\n\nThese cores multiply matrices with {rate:.2f} TFLOP/s (fp32, measured); the data sheet of a "
-        f"{PEAK_GPU} says {PEAK_TERAFLOPS} (fp16)."
+        f"{table}\n\nThese cores multiply matrices with {rate:.2f} TFLOP/s ({precision}, measured); the data sheet of "
+        f"a {PEAK_GPU} says {PEAK_TERAFLOPS} (fp16)."
     )
 
 
