@@ -17,7 +17,7 @@ from scripts.benchmarks.bench_alternatives import (
     read_figures,
 )
 
-MACHINE = {"time": 0.0, "cpu": "Xeon", "cores": 2, "products": {"teraflops": 0.123}}
+MACHINE = {"time": 0.0, "cpu": "Xeon", "cores": 2, "precision": "bf16", "products": {"teraflops": 0.123}}
 
 
 def make_figures(task: str, way: str, seconds: float) -> dict[str, Any]:
