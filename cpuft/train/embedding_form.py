@@ -74,6 +74,7 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
     """
     modules = _read(source, _MODULES, list[dict[str, Any]])
     if modules is None:
+        _refuse_unknown(source)
         return EmbeddingForm(pooling or "mean")
     found, normalize = pooling or "mean", False
     for module in modules:
@@ -106,6 +107,20 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
         ) from None
     prompts = {name: text for name, text in prompts.items() if text}
     return EmbeddingForm(found, normalize, similarity, prompts, max(0, max_length), max(0, dimensions))
+
+
+def _refuse_unknown(source: str) -> None:
+    """Raise CpuftError if nobody knows whether a model of the hub has files of sentence-transformers."""
+    problem = "" if Path(source).is_dir() else find_hub_problem()
+    if not problem:
+        return
+    from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
+
+    if try_to_load_from_cache(source, _MODULES) is not _CACHED_NO_EXIST:
+        raise CpuftError(
+            f"cpuft cannot find out how the model {source} makes embeddings, because {problem} and {_MODULES} is not "
+            f"in its cache: download the whole model where there is internet, and name its folder"
+        )
 
 
 def has_form(source: str) -> bool:
@@ -142,18 +157,12 @@ def _read(source: str, name: str, kind: type[Any]) -> Any:
     """Return the JSON value of a model's file, or None without such a file; raise CpuftError if it is damaged."""
     path = Path(source, name)
     if not Path(source).is_dir():
-        from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
         from transformers.utils import cached_file
 
-        problem = find_hub_problem()
+        find_hub_problem()
         found = cached_file(
             source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
-        if found is None and problem and try_to_load_from_cache(source, name) is not _CACHED_NO_EXIST:
-            raise CpuftError(
-                f"cpuft cannot find out how the model {source} makes embeddings, because {problem} and {name} is not "
-                f"in its cache: download the whole model where there is internet, and name its folder"
-            )
         if found is None:
             return None
         path = Path(found)

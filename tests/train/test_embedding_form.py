@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.train.embedding_form import EmbeddingForm, read_form, write_form
+from cpuft.train.embedding_form import EmbeddingForm, has_form, read_form, write_form
 
 FILES: dict[str, Any] = {
     "modules.json": [
@@ -51,6 +51,7 @@ def test_without_the_hub_only_files_that_are_known_to_be_missing_count_as_missin
     (tmp_path / "models--a--b/refs/main").write_text("0123")
     with pytest.raises(CpuftError, match=r"how the model a/b makes embeddings, because HF_HUB_OFFLINE forbids"):
         read_form("a/b")
+    assert not has_form("a/b")  # a reranker need not be known to the cache
     (tmp_path / "models--a--b/.no_exist/0123").mkdir(parents=True)
     (tmp_path / "models--a--b/.no_exist/0123/modules.json").touch()
     assert read_form("a/b") == EmbeddingForm()
