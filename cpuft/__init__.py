@@ -1,4 +1,4 @@
-"""cpuft: fine-tune transformers on a cluster of CPU hosts, and show honestly how much faster N hosts are than one."""
+"""cpuft: fine-tune transformers on one CPU host or several, and show honestly how much faster N hosts are than one."""
 
 from __future__ import annotations
 

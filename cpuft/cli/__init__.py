@@ -71,7 +71,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="cpuft")
 def cli() -> None:
-    """Fine-tune transformers on a cluster of CPU hosts, and show honestly how much faster N hosts are than one."""
+    """Fine-tune transformers on one CPU host or several, and show honestly how much faster N hosts are than one."""
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

@@ -116,7 +116,7 @@ CONFIG_FILE = FieldOption(
 DRY_RUN = click.Option(
     ["--dry-run"],
     is_flag=True,
-    help="Print what would be done, as a shell script, and change nothing; the hosts, or AWS, are only asked for facts",
+    help="Print what would be done, as a shell script, and change nothing, neither here nor on a host",
 )
 
 

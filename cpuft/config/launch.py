@@ -14,22 +14,22 @@ class LaunchConfig:
 
     np: int = hosts_option(
         0,
-        "Number of ranks on all hosts together (default: --ppn on each host, else one for each NUMA node of each "
-        "host, but no more than its slots)",
+        "Number of ranks on all hosts together (default: with --ppn, that many on each host, else one for each NUMA "
+        "node of each host, but no more than slots=N of the hostfile allow)",
         least=1,
     )
     ppn: int = hosts_option(
         0,
-        "Number of ranks on each host: hosts are filled in order until all --np ranks have a place, and one with "
-        "fewer cores or slots is an error (default: --np divided by the number of hosts, rounded up; fewer on hosts "
-        "that are too small)",
+        "Number of ranks on each host, in order, until all --np ranks have a place; a host with a smaller slots=N, or "
+        "without slots and with fewer cores, is an error (default: as even as possible; if a host is too small for an "
+        "even share, hosts are filled in order)",
         least=0,
     )
     hostfile: str = hosts_option(
         "",
         "File with one host per line, the head host first, which starts the ranks on the others; optionally with "
-        "slots=N or user=NAME (default: in a job of Slurm, an MPIJob or AWS Batch, the hosts of the job, else this "
-        "machine)",
+        "slots=N (the largest number of ranks there) or user=NAME (default: in a job of Slurm, an MPIJob or AWS Batch, "
+        "the hosts of the job, else this machine)",
         takes="FILE",
     )
     cluster: str = hosts_option("", "Name of a cluster made by cpuft provision, instead of --hostfile", takes="NAME")
@@ -77,7 +77,7 @@ class LaunchConfig:
     )
     time_limit: float = output_option(
         0.0,
-        "Largest number of seconds of each run, from the start of its ranks; evaluation and restarts count. A run "
+        "Largest number of seconds of a run, from the first start of its ranks; evaluation and restarts count. A run "
         "that takes longer is ended without a new checkpoint: after cpuft launch, --resume continues it; cpuft "
         "compare ends without its other runs and its report. 0 is no limit",
         least=0.0,
@@ -85,7 +85,7 @@ class LaunchConfig:
     max_restarts: int = output_option(
         -1,
         "Restarts allowed after the loss of a host or a rank, after an interruption notice, or after an error that "
-        "may not occur again (default: 3 with several hosts, else 0)",
+        "may be temporary (default: 3 with several hosts, else 0)",
         least=-1,
     )
     min_np: int = output_option(
@@ -156,6 +156,7 @@ class DetachConfig:
 
     detach: bool = hosts_option(
         False,
-        "Move the command to the head host and return when its run has begun there. The run goes on when you log out "
-        "or this machine is off; cpuft attach shows it and fetches its results",
+        "Move the command to the head host and return when it has started there, before it reads the data. The run "
+        "goes on when you log out or this machine is off; cpuft attach shows it, with its errors, and fetches its "
+        "results. Not with --resume",
     )

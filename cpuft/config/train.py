@@ -102,8 +102,8 @@ class TrainConfig:
     text_columns: str = data_option(
         "",
         "Columns of the texts in your files, with commas between the names: one, or two if an example is a pair of "
-        "texts (default: sentence1,sentence2 or another usual pair if the file has it, else sentence, text or "
-        "another usual name; tokens if an example is a list of words). --task text joins the texts of several "
+        "texts (default: sentence1,sentence2 or another usual pair if the file has it, else sentence or text; "
+        "tokens if an example is a list of words). --task text joins the texts of several "
         "columns (default: text, or the only column). With --task pairs and rerank: anchor or query, positive or "
         "document and, if there are any, negatives, such as question,answer (default: a usual pair, and all columns "
         "whose names begin with negative)",
@@ -189,8 +189,8 @@ class TrainConfig:
     hard_negatives: int = data_option(
         0,
         "With --task pairs or rerank, number of irrelevant documents that are added to each query before the "
-        "training: those most similar to it by --mining-model. It is only for data without irrelevant documents. 0 "
-        "adds none",
+        "training: documents similar to it, but less than its own, by the rare option --mining-model. It is only for "
+        "data without irrelevant documents. 0 adds none",
         least=0,
         most=100,
     )
@@ -225,9 +225,9 @@ class TrainConfig:
     )
     lr_schedule: str = recipe_option(
         "linear",
-        "Learning rate after the warm-up: linear and cosine fall to 0 at the last update; inverse-sqrt falls with "
-        "1/sqrt(updates), and hardly without a warm-up; constant-with-warmup stays the same; constant stays the same "
-        "and has no warm-up",
+        "Learning rate after the warm-up: linear and cosine fall to almost 0 at the last update; inverse-sqrt falls "
+        "with 1/sqrt(updates), and hardly without a warm-up; constant-with-warmup stays the same; constant stays the "
+        "same and has no warm-up",
         choices=LR_SCHEDULES,
     )
     warmup_ratio: float = recipe_option(
@@ -336,9 +336,9 @@ class TrainConfig:
     )
     precision: str = speed_option(
         "auto",
-        "Number format of matrix products: auto is bf16 if the CPU has AMX or AVX512_BF16, otherwise fp32. int8 "
-        "(encoders only) multiplies in 8 bits, except for the gradients of weights; it is faster than fp32 on CPUs "
-        "with VNNI and without bf16, and may change the metric slightly",
+        "Number format of matrix products: auto is bf16 if the CPUs of all hosts have AMX or AVX512_BF16, otherwise "
+        "fp32. int8 (encoders only) multiplies in 8 bits, except for the gradients of weights; it is faster than fp32 "
+        "on CPUs with VNNI and without bf16, and may change the metric slightly",
         choices=PRECISIONS,
     )
     base_precision: str = speed_option(
@@ -382,7 +382,7 @@ class TrainConfig:
     backend: str = communication_option(
         "auto",
         "Library that carries collectives between ranks; auto measures gloo, mpi and ccl (oneCCL) in the first run "
-        "on these hosts, uses the fastest, and uses it again in later runs on them",
+        "on these hosts, and takes the one that needs least time and CPU in this run and in later ones on them",
         choices=BACKENDS,
     )
     grad_compression: str = communication_option(
@@ -396,7 +396,7 @@ class TrainConfig:
         1,
         "Average the parameters of all ranks only after this many updates, each rank training independently in "
         "between (local SGD). It is for links on which nothing else is fast enough, because it costs accuracy: with "
-        "8, 0.02 on MRPC after 63 updates. 1 averages gradients at every update",
+        "8, that of MRPC was 0.02 lower after 63 updates. 1 averages gradients at every update",
         least=1,
     )
     sync_schedule: str = communication_option(
@@ -450,7 +450,7 @@ class TrainConfig:
     slice_by: str = evaluation_option(
         "",
         "With --task files, column of your files, with at most 100 different values, such as a language; cpuft report "
-        "then shows the metrics for each value of this column (default: none)",
+        "then shows the metrics for each of its 20 most frequent values (default: none)",
         takes="NAME",
     )
     examples: bool = evaluation_option(
@@ -476,8 +476,9 @@ class TrainConfig:
     checkpoint_every: float = output_option(
         -1.0,
         "Seconds between checkpoints, from which a run is restarted or resumed; the newest two stay until the run is "
-        "complete. 0 writes one only when the run is asked to stop, at its end on several remote hosts, and at a "
-        "best evaluation with --save-best (default: they take at most 2 % of the time; cpuft compare takes 0)",
+        "complete. 0 writes one only when the run is asked to stop, at a best evaluation with --save-best, and at the "
+        "end on several remote hosts, in case the head host is lost before its results are fetched (default: they take "
+        "at most 2 % of the time; cpuft compare takes 0)",
         least=-1.0,
     )
 

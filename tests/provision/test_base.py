@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -116,6 +117,7 @@ def test_writing_beside_a_file_follows_no_link(tmp_path: Path) -> None:
 def test_a_task_of_many_steps_is_told_once_and_how_far_it_is_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [Step(f"push {number}", ("true",), part="push 66 files to 1 host, 900 MB in all") for number in range(66)]
     plan, told = Plan(tuple((step,) for step in [STEP, *steps])), list[str]()
+    monkeypatch.setattr(execute, "_PROGRESS_SECONDS", math.inf)
     run_stages(plan, told.append)
     assert told == ["make it", "push 66 files to 1 host, 900 MB in all"]
     monkeypatch.setattr(execute, "_PROGRESS_SECONDS", 0.0)
