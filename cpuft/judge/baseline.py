@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.record import BaselineLine
 from cpuft.tasks import EMBEDDING_KINDS, LABEL_KINDS
 
-Baseline = BaselineLine
 Texts = Sequence[tuple[str, ...]]
 """One or two texts for each example; for the kind tags, its words."""
 Predict = Callable[[Texts], Any]

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cpuft.errors import CpuftError, counted, install_command
-from cpuft.judge.predictions import FILE_NAME, RunPredictions
+from cpuft.judge.predictions import FILE_NAME, QUERY_KINDS, RunPredictions
 
 if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
     from cpuft.judge.resampling import Difference
 
 _LEAST_P = 0.001
 """Smallest p-value that is written as a number."""
-_QUERY_KINDS = ("pairs", "relevance")
 _SAME = ("split", "row", "query", "label")
 """Columns that must be equal in both files, where they have them."""
 
@@ -33,7 +32,7 @@ class Differences:
 
     def count(self, number: int) -> str:
         """Return a number of rows as words, such as "408 rows"; of queries where one is scored as a whole."""
-        if self.kind in _QUERY_KINDS:
+        if self.kind in QUERY_KINDS:
             return "1 query" if number == 1 else f"{number} queries"
         return counted(number, "row")
 
@@ -137,6 +136,6 @@ def describe_better(differences: Differences) -> str:
     if one.better is None:
         return ""
     rows, (of_a, of_b) = differences.count(one.rows), one.better
-    if differences.kind in _QUERY_KINDS:
+    if differences.kind in QUERY_KINDS:
         return f"of {rows}, A is better for {of_a}, and B for {of_b}, by {one.metric}"
     return f"of {rows}, only A is right in {of_a}, and only B in {of_b}"

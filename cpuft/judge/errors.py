@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError, counted, escape_controls, install_command
 from cpuft.judge.contradictions import MOST_CHARACTERS, find_contradictions
-from cpuft.judge.predictions import FILE_NAME, RunPredictions
-from cpuft.judge.ranking import LEAST_RELEVANT, measure_queries
+from cpuft.judge.metrics import LEAST_RELEVANT, measure_rankings
+from cpuft.judge.predictions import FILE_NAME, QUERY_KINDS, RunPredictions
 from cpuft.judge.wrong_labels import name_opposites, rank_labels
 from cpuft.terminal import WIDTH
 
@@ -23,7 +23,7 @@ _COLUMNS = {
     "relevance": ("query", "label", "prediction"),
 }
 """The columns that a kind needs beside split and row; other kinds need label and prediction."""
-_QUERY_KINDS, _NUMBER_KINDS = ("pairs", "relevance"), ("score", "similarity")
+_NUMBER_KINDS = ("score", "similarity")
 _LINES = 3
 """Most lines of a text on a terminal."""
 
@@ -124,7 +124,7 @@ def list_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
 
 def _rate(predictions: RunPredictions) -> _Rating:
     kind, table = predictions.about.kind, predictions.table
-    if kind in _QUERY_KINDS:
+    if kind in QUERY_KINDS:
         return _rate_queries(predictions)
     if kind == "class":
         is_wrong = predictions.column("label") != predictions.column("prediction")
@@ -176,7 +176,7 @@ def _rate_queries(predictions: RunPredictions) -> _Rating:
         best = best[np.flatnonzero(np.diff(queries[best], prepend=-1))]
         figures = np.ones(len(queries))
         relevant = predictions.column("label") >= LEAST_RELEVANT
-        figures[best] = measure_queries(metrics[0], scores, relevant, queries)
+        figures[best] = measure_rankings(metrics[0], scores, relevant, queries)
     else:
         figures = predictions.column(metrics[0]).astype(np.float64)
     order = np.argsort(figures, kind="stable")
@@ -189,7 +189,7 @@ def _make_example(predictions: RunPredictions, row: int, figure: float, shown: s
     label, prediction = cells.get("label", ""), cells.get("prediction", "")
     if kind == "tags":
         texts, label, prediction = _mark_words(texts, label, prediction), "", ""
-    elif kind in _QUERY_KINDS:
+    elif kind in QUERY_KINDS:
         label, prediction = "", ""
     number = cells["query"] if kind == "relevance" else cells["row"]
     return Example(
@@ -216,7 +216,7 @@ def _format(value: Any) -> str:
 def summarize(errors: Errors) -> str:
     """Return a sentence that says how many errors of each sort a run has."""
     count = counted(errors.rows, "validation row")
-    if errors.kind in _QUERY_KINDS:
+    if errors.kind in QUERY_KINDS:
         return f"{errors.figure} is below 1 for {errors.wrong} of {errors.rows} queries."
     if errors.kind in _NUMBER_KINDS:
         return f"{count}. Rows are counted from 0."
@@ -255,7 +255,7 @@ def _describe(example: Example) -> str:
 
 
 def _describe_worst(errors: Errors, example: Example) -> str:
-    if errors.kind in _QUERY_KINDS:
+    if errors.kind in QUERY_KINDS:
         return f"query {example.row}: {errors.figure} {example.figure:.4f}"
     if errors.kind == "tags":
         return f"{_describe(example)}: {errors.figure} {example.figure:.0f}"

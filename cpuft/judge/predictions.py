@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FILE_NAME = "predictions.parquet"
 MOST_PROBABILITIES = 100
 """Largest number of classes for which the probability of every class is kept."""
+QUERY_KINDS = ("pairs", "relevance")
+"""Kinds whose metrics are means over queries."""
 _KEY = b"cpuft"
 """Of the metadata of the file."""
 

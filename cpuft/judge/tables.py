@@ -11,8 +11,8 @@ from cpuft.errors import escape_controls
 from cpuft.terminal import align
 
 if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
-    from cpuft.judge.metrics import ClassScore, Judgement, Part
-    from cpuft.judge.resampling import Estimate
+    from cpuft.judge.judgement import ClassScore, Judgement, Part
+    from cpuft.judge.resampling import MetricEstimate
 
 _MOST_LINES = 6
 """Largest number of classes at the end of a run."""
@@ -70,8 +70,7 @@ def _describe_metrics(judgement: Judgement, of: str) -> list[str]:
         and name not in ("f1_weighted", "mean_error")
         and not (several and name in ("precision", "recall"))
     ]
-    unit = "queries" if judgement.unit == "queries" else "rows"
-    return [f"95 % intervals with {judgement.rows:,} {of}{unit}: {', '.join(parts[:3])}"] if parts else []
+    return [f"95 % intervals with {judgement.rows:,} {of}{judgement.of_rows}: {', '.join(parts[:3])}"] if parts else []
 
 
 def _count_missed(one: ClassScore) -> int:
@@ -107,7 +106,7 @@ def _format(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "-"
 
 
-def _format_interval(one: Estimate) -> str:
+def _format_interval(one: MetricEstimate) -> str:
     return f"{one.low:.3f} to {one.high:.3f}" if math.isfinite(one.low) else "-"
 
 
@@ -159,15 +158,14 @@ def list_tables(judgement: Judgement, most: int = 50) -> list[JudgementTable]:
         (f"By {_shorten(judgement.slice_by)}", _shorten(judgement.slice_by), judgement.slices, values),
     ):
         if parts:
-            tables.append(JudgementTable(heading, text, *_list_parts(what, parts, judgement.unit)))
+            tables.append(JudgementTable(heading, text, *_list_parts(what, parts, judgement.of_rows)))
     return tables
 
 
 def _tabulate_metrics(judgement: Judgement) -> JudgementTable:
-    unit = "queries" if judgement.unit == "queries" else "rows"
     text = (
-        f"Another sample of {judgement.rows:,} such {unit} would mostly give metrics in these intervals. They say "
-        f"nothing about another seed."
+        f"Another sample of {judgement.rows:,} such {judgement.of_rows} would mostly give metrics in these intervals. "
+        "They say nothing about another seed."
     )
     rows = [[name_metric(name), _format(one.value), _format_interval(one)] for name, one in judgement.metrics.items()]
     return JudgementTable("How sure the metrics are", text, ["metric", "value", "95 % interval"], rows)
@@ -209,12 +207,11 @@ def _tabulate_confusions(judgement: Judgement) -> JudgementTable:
     )
 
 
-def _list_parts(what: str, parts: Sequence[Part], unit: str) -> tuple[list[str], list[list[str]]]:
-    columns = [what, "queries" if unit == "queries" else "rows"]
-    for name in parts[0].metrics:
-        columns += [name_metric(name), "95 % interval"]
-    rows = []
-    for part in parts:
-        cells = [text for one in part.metrics.values() for text in (_format(one.value), _format_interval(one))]
-        rows.append([_shorten(part.name), f"{part.rows:,}", *cells])
-    return columns, rows
+def _list_parts(what: str, parts: Sequence[Part], of_rows: str) -> tuple[list[str], list[list[str]]]:
+    columns = [text for name in parts[0].metrics for text in (name_metric(name), "95 % interval")]
+    cells = (
+        [text for one in part.metrics.values() for text in (_format(one.value), _format_interval(one))]
+        for part in parts
+    )
+    rows = [[_shorten(part.name), f"{part.rows:,}", *own] for part, own in zip(parts, cells)]
+    return [what, of_rows, *columns], rows

@@ -16,7 +16,7 @@ from cpuft.report.plots import Line, draw_lines
 from cpuft.terminal import WIDTH, format_table
 
 if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
-    from cpuft.judge.metrics import Judgement
+    from cpuft.judge.judgement import Judgement
 
 
 def has_predictions(record: Record) -> bool:
@@ -45,7 +45,7 @@ def judge_record(record: Record) -> Judgement | None:
         return None
     predictions = read_run_predictions(record)
     try:
-        from cpuft.judge.metrics import judge
+        from cpuft.judge.judgement import judge
 
         return judge(predictions)
     except ImportError:

@@ -40,7 +40,7 @@ from cpuft.report.tables import (
 from cpuft.serialization import load, parse_json
 
 if TYPE_CHECKING:  # imports NumPy, without which most reports are made
-    from cpuft.judge.metrics import Judgement
+    from cpuft.judge.judgement import Judgement
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _OURS = b'<meta name="generator" content="cpuft">'
