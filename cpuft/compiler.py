@@ -87,9 +87,7 @@ def hash_sources(*more: str) -> str:
 
 
 def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> None:
-    """Compile the kernels into the file `library`, with `options` such as -march=native in addition to FLAGS. Raises
-    CpuftError: the compiler fails, or takes more than 300 s.
-    """
+    """Compile the kernels into the file `library`, with `options` such as -march=native in addition to FLAGS."""
     _run(compiler, [*options, *FLAGS, str(SOURCES[0]), "-o", str(library)])
 
 

@@ -86,10 +86,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell command that installs extras of setup.cfg into the Python that runs this process.
-
-    It names the version of a cpuft that was installed from a wheel, so that pip does not replace it.
-    """
+    """Return the shell command that installs extras of setup.cfg into the Python that runs this process."""
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
     is_checkout = (package.parent / "setup.cfg").is_file()

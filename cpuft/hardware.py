@@ -96,9 +96,8 @@ class Precision:
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """Return the precision of a run: "auto" is bf16 where the CPU has it, else fp32.
-
-    Raises CpuftError: bf16 is `wanted` of a CPU without its instructions, and `emulate` is not set.
+    """Return the precision of a run, where "auto" is bf16 if the CPU has it, else fp32; CpuftError: it has not, for
+    "bf16".
     """
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":

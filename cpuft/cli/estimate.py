@@ -18,12 +18,13 @@ from cpuft.config.fields import SECTIONS, option
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.files import read_given_text
 from cpuft.network import parse_bit_rate
 from cpuft.serialization import is_count
 
 if TYPE_CHECKING:
     from cpuft.record import Measurement, Record
-    from cpuft.report.estimate import InstanceType, Job, Network
+    from cpuft.report.estimate import InstanceType, Network
 
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
@@ -96,7 +97,7 @@ def parse_hosts(text: str) -> list[int]:
     cls=Verb,
     params=[
         *make_options(EstimateConfig),
-        *(one for one in make_options(TrainConfig) if one.name in _OF_PROBE),
+        *make_options(TrainConfig, only=_OF_PROBE),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the estimates as one JSON object"),
         click.Argument(["run"], required=False, shell_complete=complete_runs),
     ],
@@ -118,6 +119,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
         estimates_to_json,
         find_instance,
         find_least_rate,
+        find_network,
         format_estimates,
         read_job,
         scale_cores,
@@ -135,10 +137,13 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
             "10gbit; or --link with the file comm.jsonl that cpuft bench comm wrote; or --instance with a type of "
             "instance, for example --instance c7i.8xlarge"
         )
-    link = _read_link(config.link) if config.link else []  # before the short training, which would be for nothing
+    link = _read_link(config.link) if config.link else None  # before the short training, which would be for nothing
     record = read_record(run) if run else _probe(pick(TrainConfig, values))
     job = read_job(record, config.compression)
-    network = link if isinstance(link, Network) else _find_network(config, job, bits, rented, link)
+    network = find_network(link, job.levels[0]) if isinstance(link, list) else link
+    if network is None:
+        rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
+        network = Network(rate, config.latency / 1e6)
     cores = config.cores or (rented.cores if rented else job.cores)
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
     notes = describe_job(job, network, run or "a probe of this machine") + _describe_instance(record, rented)
@@ -169,28 +174,8 @@ def _read_link(path: str) -> Network | list[Measurement]:
     from cpuft.record import parse_measurements
     from cpuft.report.estimate import read_doctor_links
 
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CpuftError(
-            f"there is no file {path}, which --link names: give a comm.jsonl that cpuft bench comm wrote"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(
-            f"--link {path} cannot be read ({error}): give a comm.jsonl that cpuft bench comm wrote"
-        ) from None
+    text = read_given_text(path, "--link", "give a comm.jsonl that cpuft bench comm wrote")
     return read_doctor_links(text, path) or parse_measurements(text, path)
-
-
-def _find_network(
-    config: EstimateConfig, job: Job, bits: int, rented: InstanceType | None, measured: list[Measurement]
-) -> Network:
-    from cpuft.report.estimate import Network, find_network
-
-    if config.link:
-        return find_network(measured, job.levels[0])
-    rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
-    return Network(rate, config.latency / 1e6)
 
 
 def _describe_instance(record: Record, rented: InstanceType | None) -> list[str]:

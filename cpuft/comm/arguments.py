@@ -1,7 +1,6 @@
 """The collectives of a process group, and the checks of their arguments before a buffer is touched.
 
-A check raises RuntimeError, as torch's gloo does. It returns what all ranks of the group must call alike, for example
-"broadcast of 3 float32 from 0".
+A check raises RuntimeError, as torch's gloo does, or returns what all ranks of the group must call alike.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -67,15 +67,11 @@ def transpose(lists: Sequence[Tensors]) -> list[Tensors]:
     return [list(tensors) for tensors in zip(*lists, strict=True)]
 
 
-def _as_list(value: torch.Tensor | Tensors) -> Tensors:
-    return [value] if isinstance(value, torch.Tensor) else value
-
-
 def _accept_forms(method: Method, start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     """Let a method of a group accept every form of its arguments that torch's own groups accept.
 
-    `start` itself gets the group, as many arguments as `method` has, and an object of options. A caller may also pass
-    single tensors, names of arguments, and a ReduceOp, a root or a timeout instead of the object.
+    `start` gets the group, as many arguments as `method` has, and an object of options. A caller may also pass single
+    tensors, names of arguments, and a ReduceOp, a root or a timeout instead of the object.
     """
 
     def call(self: Any, *arguments: Any, **named: Any) -> dist.Work:
@@ -114,10 +110,6 @@ def _check_all_reduce(
     return f"{name} ({reduction}) of {_describe(tensors)}"
 
 
-def _check_coalesced(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
-    return _check_all_reduce(group, tensors, opts, coalesced=True)
-
-
 def _check_reduce(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
     _check_root("reduce", group, opts.rootRank)
     return _check_all_reduce(group, tensors, opts, "reduce") + f" to {opts.rootRank}"
@@ -130,17 +122,20 @@ def _check_broadcast(group: GroupMembership, tensors: Tensors, opts: Any) -> str
     return f"broadcast of {_describe(tensors)} from {opts.rootRank}"
 
 
+def _check_lists(name: str, group: GroupMembership, lists: list[Tensors], own: Tensors, side: str) -> None:
+    """Check lists with one tensor for each rank, of which this rank's has the shape of `own`; the others may differ."""
+    if not own or len(lists) != len(own):
+        _refuse(name, "requires input/output tensor lists to have the same length")
+    for at, (tensors, one) in enumerate(zip(lists, own, strict=True)):
+        _check_count(name, tensors, group.size, f"{side} tensor list at index {at}")
+        _check_tensors(name, [one, *tensors])
+        for rank, tensor in enumerate(tensors):
+            _check_like(name, tensor, one, rank, shape=rank == group.rank)
+
+
 def _check_all_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
-    """Check one output for each rank, of which this rank's has the shape of the input; the others may differ."""
-    if not inputs or len(outputs) != len(inputs):
-        _refuse("all_gather", "requires input/output tensor lists to have the same length")
-    for at, (targets, source) in enumerate(zip(outputs, inputs, strict=True)):
-        _check_count("all_gather", targets, group.size, f"output tensor list at index {at}")
-        _check_tensors("all_gather", [source, *targets])
-        _check_like("all_gather", targets[group.rank], source, group.rank)
-        for rank, target in enumerate(targets):
-            _check_like("all_gather", target, source, rank, shape=False)
-    return f"all_gather of {_describe([target for targets in outputs for target in targets])}"
+    _check_lists("all_gather", group, outputs, inputs, "output")
+    return f"all_gather of {_describe(flatten(outputs))}"
 
 
 def _check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
@@ -149,40 +144,25 @@ def _check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], 
     return _check_all_gather(group, transpose(outputs), inputs, opts)
 
 
-def _check_all_gather_single(
-    group: GroupMembership, output: torch.Tensor | Tensors, source: torch.Tensor | Tensors, opts: Any
-) -> str:
-    """Check that each output has the type of its input, and as many times its elements as there are ranks."""
-    outputs, inputs = _as_list(output), _as_list(source)
-    _check_parts("all_gather", group, outputs, inputs, "output tensor size", "input tensor size")
-    return f"all_gather of {_describe(inputs)}"
+def _check_all_gather_single(group: GroupMembership, output: Any, source: Any, opts: Any) -> str:
+    _check_parts("all_gather", group, flatten(output), flatten(source), "output", "input")
+    return f"all_gather of {_describe(flatten(source))}"
 
 
 def _check_reduce_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> str:
-    """Check one input for each rank, of which this rank's has the shape of the output; the others may differ."""
     reduction = reduction_name(opts.reduceOp)
-    if not inputs or len(outputs) != len(inputs):
-        _refuse("reduce_scatter", "requires input/output tensor lists to have the same length")
-    for at, (pieces, output) in enumerate(zip(inputs, outputs, strict=True)):
-        _check_count("reduce_scatter", pieces, group.size, f"input tensor list at index {at}")
-        _check_tensors("reduce_scatter", [output, *pieces])
-        _check_like("reduce_scatter", output, pieces[group.rank], at)
-        for rank, piece in enumerate(pieces):
-            _check_like("reduce_scatter", piece, output, rank, shape=False)
+    _check_lists("reduce_scatter", group, inputs, outputs, "input")
+    for output in outputs:
         _check_reduction("reduce_scatter", output, reduction)
-    return f"reduce_scatter ({reduction}) of {_describe([piece for pieces in inputs for piece in pieces])}"
+    return f"reduce_scatter ({reduction}) of {_describe(flatten(inputs))}"
 
 
-def _check_reduce_scatter_single(
-    group: GroupMembership, output: torch.Tensor | Tensors, source: torch.Tensor | Tensors, opts: Any
-) -> str:
-    """Check that each input has the type of its output, and as many times its elements as there are ranks."""
-    outputs, inputs = _as_list(output), _as_list(source)
+def _check_reduce_scatter_single(group: GroupMembership, output: Any, source: Any, opts: Any) -> str:
     reduction = reduction_name(opts.reduceOp)
-    _check_parts("reduce_scatter", group, inputs, outputs, "input tensor size", "output tensor size")
-    for tensor in outputs:
+    _check_parts("reduce_scatter", group, flatten(source), flatten(output), "input", "output")
+    for tensor in flatten(output):
         _check_reduction("reduce_scatter", tensor, reduction)
-    return f"reduce_scatter ({reduction}) of {_describe(inputs)}"
+    return f"reduce_scatter ({reduction}) of {_describe(flatten(source))}"
 
 
 def _check_all_to_all(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
@@ -252,7 +232,7 @@ def _check_rooted(name: str, group: GroupMembership, lists: list[Tensors], own: 
         _check_count(name, lists[0], group.size, f"{side} tensor list")
     elif lists:
         _refuse(name, f"requires empty {side} on non-root")
-    tensors = [tensor for one in lists for tensor in one]
+    tensors = flatten(lists)
     _check_tensors(name, [*own, *tensors])
     for rank, tensor in enumerate(tensors):
         _check_like(name, tensor, own[0], rank)
@@ -288,6 +268,7 @@ def _check_like(name: str, tensor: torch.Tensor, like: torch.Tensor, at: int, sh
 def _check_parts(
     name: str, group: GroupMembership, wholes: Tensors, parts: Tensors, whole_name: str, part_name: str
 ) -> None:
+    """Check that each whole has the type of its part, and as many times its elements as there are ranks."""
     if len(wholes) != len(parts):
         _refuse(name, "requires input/output tensor lists to have the same length")
     _check_tensors(name, [*wholes, *parts])
@@ -297,7 +278,7 @@ def _check_parts(
             _refuse(name, f"invalid tensor type at index {at}: Tensors are not equal in data type ({types})")
         if whole.numel() != group.size * part.numel():
             sizes = f"expected {group.size} * {part.numel()} elements, got {whole.numel()}"
-            rule = f"{whole_name} must be equal to world_size times {part_name}"
+            rule = f"{whole_name} tensor size must be equal to world_size times {part_name} tensor size"
             _refuse(name, f"invalid tensor size at index {at}: {rule} ({sizes})")
 
 
@@ -354,7 +335,9 @@ class Method:
 
 METHODS = {
     "allreduce": Method("all_reduce", _check_all_reduce, AllreduceOptions, 1, contribution=0),
-    "allreduce_coalesced": Method("all_reduce", _check_coalesced, AllreduceCoalescedOptions, 1, contribution=0),
+    "allreduce_coalesced": Method(
+        "all_reduce", partial(_check_all_reduce, coalesced=True), AllreduceCoalescedOptions, 1, contribution=0
+    ),
     "broadcast": Method("broadcast", _check_broadcast, BroadcastOptions, 1, contribution=0),
     "reduce": Method("reduce", _check_reduce, ReduceOptions, 1, contribution=0),
     "allgather": Method("all_gather", _check_all_gather, AllgatherOptions),
@@ -384,8 +367,7 @@ _OLD_NAMES = {
 def add_methods(group: type[dist.ProcessGroup], make: Callable[[str, str], Callable[..., dist.Work]]) -> None:
     """Give a class of groups all collectives that this torch knows, under its old and new names.
 
-    `make` returns a method of the class from the collective's name in this torch and its key in METHODS. The method
-    gets the arguments without defaults, and the options last.
+    `make` returns a method of the class from the collective's name in this torch and its key in METHODS.
     """
     for name, key in ({key: key for key in METHODS} | _OLD_NAMES).items():
         if hasattr(dist.ProcessGroup, name):

@@ -129,9 +129,9 @@ class TrainConfig:
         "With --task files, scored-pairs and rerank, leave out rows without a label (empty, nan, None or NA), and "
         "say how many they are, instead of refusing them",
     )
-    delimiter: str = delimiter_option(SECTIONS[1])
-    quoting: str = quoting_option(SECTIONS[1])
-    encoding: str = encoding_option(SECTIONS[1])
+    delimiter: str = delimiter_option()
+    quoting: str = quoting_option()
+    encoding: str = encoding_option()
     max_length: int = data_option(
         128,
         "Maximum number of tokens per example: longer examples are truncated, conversations after the last answer "
@@ -525,35 +525,9 @@ CHANGEABLE_ON_RESUME = (
 ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
 """Pairs of options of which only one may be given."""
 
-DATA_OPTIONS = (
-    "task",
-    "model",
-    "from_config",
-    "tokenizer",
-    "vocab_size",
-    "data_dir",
-    "train_file",
-    "validation_file",
-    "text_columns",
-    "label_column",
-    "label_type",
-    "skip_unlabelled",
-    "delimiter",
-    "quoting",
-    "encoding",
-    "max_length",
-    "validation_split",
-    "causal",
-    "chat_template",
-    "pack",
-    "pooling",
-    "query_prompt",
-    "document_prompt",
-    "hard_negatives",
-    "mining_model",
-    "max_train_samples",
-    "seed",
-)
+_MASKING_OPTIONS = ("mlm_probability", "whole_word_mask")
+_OF_DATA = [one.name for one in dataclasses.fields(TrainConfig) if one.metadata["section"] == SECTIONS[1]]
+DATA_OPTIONS = (*(name for name in _OF_DATA if name not in _MASKING_OPTIONS), "max_train_samples", "seed")
 """The options of a training that decide on its data, which `cpuft data show` has."""
 
 

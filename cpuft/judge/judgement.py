@@ -117,8 +117,7 @@ def judge(predictions: RunPredictions) -> Judgement:
     """Return the metrics, intervals, classes, calibration and parts of the first validation split.
 
     Values equal those of scikit-learn, seqeval and sentence-transformers. Intervals come from drawing rows (queries)
-    with replacement, the same ones in each call; those of shares of rows are Wilson's. Nothing grows with the square of
-    the number of classes.
+    with replacement, the same ones in each call; those of shares of rows are Wilson's.
     """
     about = predictions.about
     predictions = select_split(predictions, predictions.column("split")[0])

@@ -100,9 +100,7 @@ def _is_share(values: Numbers) -> bool:
 
 
 def estimate_metrics(observations: Observations, names: Sequence[Name], rows: Indices) -> dict[Name, MetricEstimate]:
-    """Return metrics of some of the observations of a run, with percentile intervals of a bootstrap; of shares of the
-    observations, such as accuracy, with Wilson's.
-    """
+    """Return metrics of some observations with intervals: of shares Wilson's, else percentiles of a bootstrap."""
     first, counts = _merge_alike(observations, rows)
     terms = observations.terms[first]
     values = observations.measure(names, terms, counts[None].astype(np.float64))
@@ -123,10 +121,9 @@ def estimate_metrics(observations: Observations, names: Sequence[Name], rows: In
 def compare(observations: Observations, names: Sequence[str]) -> list[Difference]:
     """Return the differences between two models, each with a 95 % interval and a p-value; always the same ones.
 
-    A share of the observations, such as accuracy, has McNemar's exact test and the interval of Agresti and Min (2005),
-    which holds also where nearly all are right. Other metrics have a permutation test, which swaps the two predictions
-    of random observations, and a bootstrap over observations. So that test and interval never contradict each other,
-    the interval is widened to hold 0 where the test finds no difference.
+    A share of the observations, such as accuracy, has McNemar's exact test and the interval of Agresti and Min (2005).
+    Other metrics have a permutation test, which swaps the two predictions of random observations, and a bootstrap. The
+    interval is widened to hold 0 where the test finds no difference, so that both never contradict each other.
     """
     first, counts = _merge_alike(observations, np.arange(observations.count))
     both = np.concatenate([first, observations.count + first])

@@ -40,9 +40,7 @@ class JudgementTable:
 
 
 def describe_judgement(judgement: Judgement, is_run: bool = True) -> list[str]:
-    """Return the few lines that tell at the end of a run how sure its metrics are, and where the model fails; without
-    `is_run`, of rows that are not those of a run's validation.
-    """
+    """Return a few lines: how sure the metrics of a run's validation rows (`is_run`), or of other rows, are."""
     lines = _describe_metrics(judgement, "validation " * is_run)
     classes = judgement.classes
     worst = sorted(classes, key=_count_missed, reverse=True)

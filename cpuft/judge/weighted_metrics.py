@@ -138,7 +138,8 @@ def _list_entries(
     numbers = {name: number for number, name in enumerate(classes)}
     sides = (list(map(set.intersection, label, predicted)), predicted, label)
     entries = ([(row, numbers[class_of(one)]) for row, found in enumerate(side) for one in found] for side in sides)
-    return [tuple(np.asarray(one, np.int64).reshape(-1, 2).T) for one in entries]
+    arrays = (np.asarray(one, np.int64).reshape(-1, 2) for one in entries)
+    return [(one[:, 0], one[:, 1]) for one in arrays]
 
 
 def _count(entries: Sequence[Entries], classes: int, right: NDArray[Any], terms: NDArray[Any] | None = None) -> Any:

@@ -23,6 +23,7 @@ from cpuft.compressions import (
     count_ring_passes,
 )
 from cpuft.errors import CpuftError, counted, suggest_names
+from cpuft.files import read_given_text
 from cpuft.network import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Link, Measurement, Record
 from cpuft.serialization import load, parse_json
@@ -78,17 +79,9 @@ def _parse_words(words: list[str]) -> InstanceType:
 
 
 def find_instance(name: str, path: str = "") -> InstanceType:
-    """Return the type of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty.
-
-    Raises CpuftError: the table cannot be read, or does not have this type.
-    """
-    table = Path(path) if path else TABLE
-    try:
-        found = parse_instance_types(table.read_text(encoding="utf-8"), str(table))
-    except FileNotFoundError:
-        raise CpuftError(f"there is no file {path}, which --instances names: give a CSV file like {TABLE}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"--instances {path} cannot be read ({error}): give a CSV file like {TABLE}") from None
+    """Return the type of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty."""
+    table = path or str(TABLE)
+    found = parse_instance_types(read_given_text(table, "--instances", f"give a CSV file like {TABLE}"), table)
     if name not in found:
         raise CpuftError(f"--instance {name:.60} is not a known type of instance: {suggest_names(name, tuple(found))}")
     return found[name]
@@ -252,9 +245,8 @@ def read_job(record: Record, compression: str = "auto") -> Job:
 
     The times are means of the steps without the first tenth, or the medians that scripts/record-layer-times measured.
     `compression` is the only compression level that the job may use; `auto` stands for the level of the recorded run,
-    or if that had `auto`, too, for all levels that a launch may choose. Raises CpuftError: the run had several ranks,
-    --sync-every or too few steps, the record holds no gradient sizes, or the bytes that `compression` sends are not
-    known before a run.
+    or if that had `auto`, too, for all levels that a launch may choose. Raises CpuftError: the run cannot be used for
+    that.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
@@ -367,7 +359,6 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
     """Return the network that fits measured all-reduces best, by least squares of relative errors.
 
     Of several backends, the one with the highest rate counts. The CPU cost per byte is that of the largest message.
-    Raises CpuftError: `measured` has no all-reduces of the type `sent_as` in two sizes.
     """
     dtype = "float32" if sent_as == "none" else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
@@ -485,9 +476,8 @@ def _count_bytes_on_host(job: Job, hosts: int) -> float:
 
 
 def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
-    """Return the largest number of hosts that is worth it: the last ones do at least half of what they would do alone.
-
-    `estimates` have ascending numbers of hosts; the search ends before the first one that is not worth it.
+    """Return the largest number of hosts, of ascending ones, whose last hosts do at least half of what they would do
+    alone.
     """
     best = estimates[0]
     alone = best.samples_per_second / best.hosts
@@ -596,8 +586,7 @@ def estimates_to_json(
 ) -> dict[str, Any]:
     """Return the estimates as a JSON object: a list `predictions`, `worth`, `least_bits_per_second` and `notes`.
 
-    `worth` is the largest number of hosts that is worth it, `least_bits_per_second` the least rate at which the most
-    hosts are; that is None if it is infinite or not known.
+    `least_bits_per_second` is None if it is infinite or not known.
     """
     return {
         "predictions": [asdict(one) for one in estimates],

@@ -128,8 +128,7 @@ def describe(
     comparison: Comparison | None,
     quality: Quality | None,
 ) -> dict[str, Any]:
-    """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison. Without
-    a comparison, the page has the parts of `quality` in its place.
+    """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
 
     A row of `legend` is (label, number of the colour, whether the line is dashed). `figures` has lists of (caption,
     SVG) by heading, and `drawings` the label, the drawings of hosts and the number of other hosts of each run.
@@ -169,9 +168,7 @@ def describe(
 
 
 def _describe_errors(run: Record) -> dict[str, Any] | None:
-    """Return the part of the page about examples that a run gets wrong; None if it keeps no predictions or texts. An
-    example is a description and its texts.
-    """
+    """Return the part of the page about examples that a run gets wrong; None if it keeps no predictions or texts."""
     if not has_predictions(run):
         return None
     predictions = read_run_predictions(run)
@@ -206,8 +203,8 @@ def _link_row(run: Record) -> list[str]:
 def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (folders of runs, paths without a record), where runs may be one level below the given folders.
 
-    A path that does not exist, and a file that ends in .jsonl, counts as a run. If no run was found at all, the first
-    path is the only run, and there are no others: reading it explains what is wrong.
+    A path that does not exist, and a file that ends in .jsonl, counts as a run. If there is no run, the first path is
+    one: reading it explains what is wrong.
     """
     runs: list[str] = []
     others: list[str] = []
@@ -243,8 +240,7 @@ def write_report(comparison: Comparison, run_dir: str) -> Path:
 def write_all(runs: Sequence[str], run_dir: str) -> Iterator[str]:
     """Write the report and the page of runs into a folder; yield what to show, without newlines at the ends.
 
-    This is the comparison as text, then "page: PATH" or "no page: REASON", then "report: PATH". As this is a generator,
-    nothing is written and no CpuftError is raised before its first line is taken.
+    As this is a generator, nothing is written and no CpuftError is raised before its first line is taken.
     """
     records = [read_record(run) for run in runs]
     comparison = compare(records)

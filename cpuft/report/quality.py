@@ -68,8 +68,8 @@ class Quality:
 def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | None, str]:
     """Return (comparison of the speed of two runs or None, that of their metrics or None, why the latter is missing).
 
-    The reason is "" if the metrics are compared, or if no run has predictions. Raises CpuftError: neither of the
-    two comparisons can be made.
+    The reason is "" if the metrics are compared, or if no run has predictions. Raises CpuftError: neither can be
+    compared.
     """
     comparison, refused, quality, problem = None, None, None, ""
     try:
@@ -88,10 +88,7 @@ def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | Non
 
 
 def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> Quality:
-    """Compare the predictions of two runs, whose speed cannot be compared if that is `refused`.
-
-    Raises CpuftError: one of them has no predictions, or they are of other rows.
-    """
+    """Compare the predictions of two runs, whose speed cannot be compared if that is `refused`."""
     differences = compare_predictions(read_run_predictions(a), read_run_predictions(b))
     notes = [describe_better(differences), _describe_refusal(refused), _describe_changes(a, b)]
     if len(differences.found) > 1:

@@ -96,13 +96,8 @@ def seed_rows(comparison: Comparison) -> list[list[str]]:
             one = row.seeds.get(name)
             if one is None:
                 continue
-            cells = [
-                name.replace("_", " "),
-                str(row.np),
-                str(one.seeds),
-                f"{one.mean:.4f}",
-                f"{one.standard_error:.4f}",
-            ]
+            sure = (f"{one.mean:.4f}", f"{one.standard_error:.4f}")
+            cells = [name.replace("_", " "), str(row.np), str(one.seeds), *sure]
             if row is comparison.rows[0]:
                 cells += ["-", "-", "-"]
             elif one.interval is None:
@@ -196,11 +191,10 @@ def format_text(comparison: Comparison) -> str:
 
 def format_markdown(comparison: Comparison) -> str:
     """Return the comparison as Markdown: a heading, the verdict, the table and a list of the notes."""
-    lines = [f"## {_escape(format_title(comparison))}", "", f"**{_escape(format_verdict(comparison))}**", ""]
-    lines += _format_markdown_table(table_columns(comparison), table_rows(comparison))
+    tables = [(table_columns(comparison), table_rows(comparison))]
     if over_seeds := seed_rows(comparison):
-        lines += ["", *_format_markdown_table(seed_columns(comparison), over_seeds)]
-    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in comparison.notes)]) + "\n"
+        tables.append((seed_columns(comparison), over_seeds))
+    return _format_markdown(format_title(comparison), format_verdict(comparison), tables, comparison.notes)
 
 
 def format_quality(quality: Quality) -> str:
@@ -211,13 +205,16 @@ def format_quality(quality: Quality) -> str:
 
 def format_quality_markdown(quality: Quality) -> str:
     """Return the comparison of two runs' metrics as Markdown: a heading, the verdict, the table and the notes."""
-    lines = [f"## {_escape(quality.title)}", "", f"**{_escape(quality.verdict)}**", ""]
-    lines += _format_markdown_table(list(quality.columns), quality.rows)
-    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in quality.notes)]) + "\n"
+    return _format_markdown(quality.title, quality.verdict, [(list(quality.columns), quality.rows)], quality.notes)
 
 
-def _format_markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    return [_format_cells(columns), "|" + " ---: |" * len(columns), *map(_format_cells, rows)]
+def _format_markdown(
+    title: str, verdict: str, tables: Sequence[tuple[list[str], list[list[str]]]], notes: Sequence[str]
+) -> str:
+    lines = [f"## {_escape(title)}", "", f"**{_escape(verdict)}**"]
+    for columns, rows in tables:
+        lines += ["", _format_cells(columns), "|" + " ---: |" * len(columns), *map(_format_cells, rows)]
+    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in notes)]) + "\n"
 
 
 def _format_cells(cells: list[str]) -> str:

@@ -64,8 +64,7 @@ def _preload(name: str, distribution: str) -> None:
 def load() -> ctypes.CDLL:
     """Load oneCCL once, and return the shim, the library of C functions `cpuft_ccl_*`.
 
-    Variables of `worker_settings` that are not set yet are set in os.environ. Raises CpuftError if the shim was not
-    built, or oneCCL or libfabric is missing.
+    It sets those variables of `worker_settings` in os.environ that are not set yet.
     """
     shims = sorted(Path(__file__).parent.glob("_ccl_shim*.so"))
     if not shims:
@@ -89,7 +88,6 @@ def load() -> ctypes.CDLL:
 def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, str]:
     """Return the environment variables that oneCCL needs in a process that `cpuft launch` has not started.
 
-    `cpuft launch` sets all of them with more knowledge of the host. The caller must keep the values that are set.
     `cores` are the hardware threads that this rank may use, at least one.
     """
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("MPI_LOCALNRANKS") or "1"

@@ -27,8 +27,7 @@ _GATHER_TAG = 1 << 30
 class GlooWork(dist.Work):
     """Works of gloo whose futures never complete (send, recv, reduce_scatter), watched while someone waits for them.
 
-    `begin` registers the operation before the wait; `finish` is called once, after all works are done. The future
-    returns `outputs`, by default the result of the first work.
+    `finish` is called once, after all works are done. The future returns `outputs`, by default the first work's result.
     """
 
     def __init__(
@@ -80,11 +79,7 @@ class GlooWork(dist.Work):
 
 
 class WatchedGlooGroup(WatchedGroup):
-    """A process group that passes every operation on to gloo, and registers its begin and end.
-
-    gloo uses the interfaces of GLOO_SOCKET_IFNAME; several names, separated by commas, mean several connections. The
-    collectives have torch's signatures, are added at the end of this module, and return a Work at once.
-    """
+    """A process group with torch's methods that passes every operation on to gloo, and registers its begin and end."""
 
     def __init__(self, membership: GroupMembership, store: Store, timeout: float) -> None:
         super().__init__(membership, store, timeout)

@@ -36,7 +36,7 @@ def half_precision_handles(library: str) -> dict[torch.dtype, int]:
     """Return the MPI datatype handles of bfloat16 and float16 in a library with this MPI_Get_library_version.
 
     mpi4py has no names for these types. In Intel MPI 2021 they are MPIX_C_FLOAT16 and MPIX_C_BF16 of its mpi.h, in
-    MPICH 4 MPIX_BFLOAT16; Open MPI has none. Each is tested before use: a wrong one would silently sum other bits.
+    MPICH 4 MPIX_BFLOAT16; Open MPI has none.
     """
     if library.startswith("Intel(R) MPI"):
         return {torch.bfloat16: 0x4C000247, torch.float16: 0x4C000246}
@@ -47,10 +47,7 @@ def half_precision_handles(library: str) -> dict[torch.dtype, int]:
 
 @functools.lru_cache(maxsize=1)
 def load() -> Any:
-    """Initialize MPI with MPI_THREAD_MULTIPLE once, and return the module mpi4py.MPI; `_finalize` runs at exit.
-
-    Raises CpuftError if mpi4py or its MPI library is missing, or the library lacks these threads.
-    """
+    """Initialize MPI with MPI_THREAD_MULTIPLE once, and return the module mpi4py.MPI."""
     try:
         import mpi4py
 
@@ -127,8 +124,8 @@ def _wait_sleeping(is_done: Callable[[], bool]) -> None:
 class MpiBackend(Backend):
     """Collectives over an MPI communicator of the group's ranks.
 
-    Failed calls raise mpi4py.MPI.Exception, which is a RuntimeError. Between hosts a rank sleeps while it waits for a
-    collective; on one host it spins. Making one raises CpuftError if MPI has fewer ranks than the group.
+    Between hosts a rank sleeps while it waits for a collective; on one host it spins. Making one raises CpuftError if
+    MPI has fewer ranks than the group.
     """
 
     name = "mpi"

@@ -49,8 +49,7 @@ def _list_embedding_owners(model: torch.nn.Module) -> Iterator[Any]:
 def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Callable[[], object]) -> bool:
     """Run a forward pass and return whether it looks up the word embedding by nothing but a batch's input ids.
 
-    If not, `find_embedding` returns None for this model from now on. GPT-2, for example, also looks up token types in
-    its word embedding, and an exchange of the rows of input ids would lose their gradients.
+    If not, as in GPT-2, which also looks up token types there, `find_embedding` returns None from now on.
     """
     embedding = find_embedding(model)
     if embedding is None:
@@ -93,9 +92,7 @@ class RowRoutes:
 
 
 def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> RowRoutes:
-    """Return what a rank sends and receives, given each rank's token ids: int64, one-dimensional, with repetitions.
-    Raises IndexError: an id is not below `vocabulary`.
-    """
+    """Return what a rank sends and receives, given each rank's token ids: int64, one-dimensional, with repetitions."""
     ranks, flat = len(tokens), torch.cat(list(tokens))
     rows = _find_rows([flat], vocabulary)
     own = torch.unique(tokens[rank])
@@ -177,8 +174,7 @@ class LateRows:
     """Averages embedding rows while the next update computes: that update applies the mean.
 
     The first EXACT_UPDATES updates apply their own mean; in the update after them, the gradient of the embedding is
-    zero. The mean of the last update is not applied. Nothing else may use the group, because a thread sends and
-    receives at any time.
+    zero. The mean of the last update is not applied. Nothing else may use the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -192,13 +188,11 @@ class LateRows:
     def average(self, gradient: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int) -> torch.Tensor:
         """Start to average the gradient's rows, and write the mean of the update before into the gradient instead.
 
-        It returns the rows that may differ from zero, and raises what the thread raised. The gradient must be zero
-        outside of `routes.rows`, and the thread changes `unsent` until `wait` has returned.
+        It returns the rows that may differ from zero. The thread changes `unsent` until `wait` has returned.
         """
-        own, mean = gradient.index_select(0, routes.own), Future[torch.Tensor]()
+        own, rows = gradient.index_select(0, routes.own), [routes.rows]
         self._updates += 1
-        self._thread.put(lambda: self._run(own, routes, unsent, bits, mean))
-        rows = [routes.rows]
+        mean = self._thread.submit(partial(average_rows, own, routes, unsent, self._group, bits))
         if self._updates <= EXACT_UPDATES:
             gradient.index_copy_(0, routes.rows, mean.result())
         else:
@@ -209,14 +203,6 @@ class LateRows:
             self._rows, self._mean = routes.rows, mean
         return _find_rows(rows, len(gradient))
 
-    def _run(
-        self, own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int, mean: Future[torch.Tensor]
-    ) -> None:
-        try:
-            mean.set_result(average_rows(own, routes, unsent, self._group, bits))
-        except Exception as error:  # whoever waits for the mean raises it
-            mean.set_exception(error)
-
     def wait(self) -> None:
         """Wait until no message is under way, and raise what the thread raised."""
         if self._mean is not None:
@@ -226,8 +212,7 @@ class LateRows:
 class RowExchange:
     """Averages the gradient of a model's word embedding over the ranks, instead of DistributedDataParallel.
 
-    Making one is collective, and must come before the model is wrapped. DistributedDataParallel then ignores the
-    parameter and its initial value, so all ranks must have the same value.
+    Making one is collective, and must come before the model is wrapped. All ranks must have the same initial value.
     """
 
     def __init__(

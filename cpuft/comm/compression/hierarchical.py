@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.compression.int8 import all_gather, split_by_parameter
+from cpuft.comm.compression.int8 import all_gather
 from cpuft.comm.process_group import ProgressThread, QueuedWork
 from cpuft.comm.watchdog import Operation, register
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.rank.world import World, parse_world
 
 Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
-"""Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks."""
+"""Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks, in their
+own type. All ranks call it in the same order of buckets."""
 
 _CHANNEL = "hierarchical means"
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -31,9 +32,9 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
-    """Return the number of ranks on each host if means can be hierarchical, else 0.
+    """Return the number of ranks on each host if it is equal and ranks of a host are consecutive, else 0.
 
-    `places` are each rank's local rank and number of ranks on its host. Numbers must be equal and ranks consecutive.
+    `places` are each rank's local rank and number of ranks on its host.
     """
     local_size = places[0][1]
     if not 1 < local_size < len(places) or len(places) % local_size:
@@ -72,10 +73,9 @@ class HostGroups:
     timeout: timedelta
 
     def begin_mean(self) -> Operation:
-        """Register that this rank waits for all ranks in a mean; give the operation to `register.end` afterwards.
+        """Register that this rank waits for all ranks: operations of the subgroups name only some of them.
 
-        The operations of the subgroups name only some ranks. With this one, the watchdog of each rank notices the loss
-        of any rank and names that rank.
+        Give the operation to `register.end` afterwards.
         """
         return register.begin(_CHANNEL, "mean", 0, range(self.ranks), self.timeout.total_seconds())
 
@@ -97,8 +97,7 @@ class HostGroups:
 def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups | None:
     """Make the groups of hierarchical means; None unless several hosts have the same number of ranks each, 2 or more.
 
-    Collective. None also for a group other than the world, and for compressions without error feedback: of gradients
-    that are sent as they are, MPI does the same by itself, and gloo and oneCCL do not.
+    Collective. None also for a group other than the world, and for compressions without error feedback.
     """
     if compression not in COMPRESSIONS_WITH_FEEDBACK or group is not dist.group.WORLD:
         return None
@@ -124,10 +123,6 @@ class _HostBucket:
     def parameters(self) -> list[torch.Tensor]:
         parameters: list[torch.Tensor] = self._bucket.parameters()
         return parameters
-
-    def gradients(self) -> list[torch.Tensor]:
-        parts = zip(split_by_parameter(self._numbers, self._bucket), self.parameters(), strict=True)
-        return [part.view(parameter.shape) for part, parameter in parts]
 
     def buffer(self) -> torch.Tensor:
         return self._numbers
@@ -165,10 +160,7 @@ class HierarchicalReducer:
 
     @torch.no_grad()
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
-
-        If a bucket's operation fails, waiting for the future of any bucket that is under way raises the error.
-        """
+        """Average a bucket as `Reduce` says; an error is raised by the futures of all buckets that are under way."""
         # A sum in bf16 would lose more than int8 does. The sum may overwrite an fp32 buffer, as the mean does later.
         numbers = bucket.buffer().float()
         operation = self._hosts.begin_mean()
