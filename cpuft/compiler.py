@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cpuft
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, last_line
 from cpuft.hardware import effective_flags, parse_cpuinfo
 
 SOURCES = tuple(
@@ -100,8 +100,7 @@ def _run(compiler: str, arguments: Sequence[str]) -> None:
 
 def last_line_of(error: Exception) -> str:
     """Return the last line that a failed process has written to stderr, or the error's own text if there is none."""
-    output = str(getattr(error, "stderr", None) or error).strip()
-    return output.rpartition("\n")[2]
+    return last_line(str(getattr(error, "stderr", None) or error), "")
 
 
 def compile_target(compiler: str, target: Target) -> bytes:

@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cpuft.cli.options import Verb, complete_runs, make_options, pick, refuse_options
-from cpuft.config.fields import SECTIONS, option
+from cpuft.config.fields import hosts_option
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
@@ -30,52 +29,49 @@ _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_fil
 PROBE_STEPS = 16
 PROBE_SECONDS = 60.0
 """Seconds that the ranks of the short training may take, with their start. Preparing the data comes before."""
-
-
 MOST_HOSTS = 1024
-_host_option = partial(option, section=SECTIONS[0])
 
 
 @dataclass(frozen=True)
 class EstimateConfig:
     """The hosts for which `cpuft estimate` estimates, and the network between them."""
 
-    hosts: str = _host_option("1,2,4,8,16,32,64", "Numbers of hosts to estimate, separated by commas", takes="N,N")
-    ppn: int = _host_option(
+    hosts: str = hosts_option("1,2,4,8,16,32,64", "Numbers of hosts to estimate, separated by commas", takes="N,N")
+    ppn: int = hosts_option(
         1,
         "Number of ranks on each host, which share its cores. Gradients in int8 or powersgd are averaged within each "
         "host, and only one of its ranks sends them to the other hosts",
         least=1,
         most=1024,
     )
-    bandwidth: str = _host_option(
+    bandwidth: str = hosts_option(
         "", "Bandwidth of the network between the hosts, such as 10gbit or 100mbit", takes="RATE"
     )
-    latency: float = _host_option(
+    latency: float = hosts_option(
         100.0,
         "One-way latency between hosts in microseconds; `cpuft doctor --bandwidth` measures it",
         least=0.0,
         most=1e7,
     )
-    link: str = _host_option(
+    link: str = hosts_option(
         "",
         "File with a measurement of the network, instead of --bandwidth and --latency: comm.jsonl of `cpuft bench "
         "comm`, or the output of `cpuft doctor --bandwidth --json`",
         takes="FILE",
     )
-    instance: str = _host_option(
+    instance: str = hosts_option(
         "", "Type of rented host, such as m7i.8xlarge, from which cores, bandwidth and price are known", takes="NAME"
     )
-    instances: str = _host_option(
+    instances: str = hosts_option(
         "", "CSV file with your own table of types for --instance (default: cpuft's own table)", takes="FILE"
     )
-    cores: float = _host_option(
+    cores: float = hosts_option(
         0.0, "Cores per host (default: those of --instance, else those of the recorded host)", least=0.0, most=1e6
     )
-    price: float = _host_option(
+    price: float = hosts_option(
         0.0, "Price of one host for one hour, in dollars (default: that of --instance)", least=0.0, most=1e6
     )
-    compression: str = _host_option(
+    compression: str = hosts_option(
         "auto",
         "Format in which gradients are sent; auto is that of RUN, and if RUN had auto or there is no RUN, what cpuft "
         "launch chooses, which may also be powersgd",

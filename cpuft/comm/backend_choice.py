@@ -82,8 +82,7 @@ def read_choice(folder: Path, key: str) -> Choice | None:
 
 def write_choice(folder: Path, key: str, choice: Choice) -> None:
     """Write a choice to `folder/backend-KEY.json`, atomically, and make the folder. OSError: it cannot be written."""
-    text = json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n"
-    write_text(folder / f"backend-{key}.json", text)
+    write_text(folder / f"backend-{key}.json", json.dumps(vars(choice)) + "\n")
 
 
 def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str = "float32") -> Choice:
@@ -111,12 +110,10 @@ def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str =
 
 
 def _read_versions() -> dict[str, str]:
-    found = {}
+    found = dict.fromkeys(_PACKAGES, "")
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
     return found
 
 

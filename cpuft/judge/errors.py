@@ -24,8 +24,8 @@ _COLUMNS = {
 }
 """The columns that a kind needs beside split and row; other kinds need label and prediction."""
 _NUMBER_KINDS = ("score", "similarity")
-_LINES = 3
-"""Most lines of a text on a terminal."""
+_FORM: Any = {"initial_indent": "    ", "subsequent_indent": "    ", "placeholder": " ..."}
+"""The form of a text on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -273,12 +273,6 @@ def format_errors(errors: Errors) -> str:
     for heading, examples in sections:
         lines += ["", heading]
         for description, texts in examples:
-            lines += ["", description, *(line for text in texts for line in _wrap(text))]
+            lines += ["", description]
+            lines += [line for text in texts for line in textwrap.wrap(text, WIDTH, max_lines=3, **_FORM)]
     return "\n".join(map(escape_controls, lines)) + "\n"
-
-
-def _wrap(text: str) -> list[str]:
-    """Return the beginning of a text as indented lines; its spaces and ends of lines become single spaces."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent="    ", subsequent_indent="    ", max_lines=_LINES, placeholder=" ..."
-    )

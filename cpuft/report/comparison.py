@@ -244,7 +244,7 @@ def compare(records: list[Record]) -> Comparison:
         if not (0 < record.footer.steady_samples_per_second < _MOST_SAMPLES and record.header.world_size > 0):
             raise CpuftError(f"{record.path} trained on no examples: leave it out of the report")
         _refuse_impossible(record)
-    records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
+    records = order_runs(records)
     _refuse_differences(records)
     runs, ideals = ([one for one in records if one.header.independent == independent] for independent in (False, True))
     groups = group_repeats(runs)
@@ -278,6 +278,11 @@ def compare(records: list[Record]) -> Comparison:
         ),
         found,
     )
+
+
+def order_runs(records: Sequence[Record]) -> list[Record]:
+    """Return the records by number of ranks, and those with as many by their start."""
+    return sorted(records, key=lambda record: (record.header.world_size, record.header.started))
 
 
 def _refuse_impossible(record: Record) -> None:

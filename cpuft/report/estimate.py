@@ -56,16 +56,12 @@ INSTANCE_COLUMNS = tuple(InstanceType.__dataclass_fields__)
 def parse_instance_types(text: str, path: str) -> dict[str, InstanceType]:
     """Return a CSV table's types by name, the last of equal names. Raises CpuftError: a line has another form."""
     lines = csv.reader(io.StringIO(text, newline=""))
-    found: dict[str, InstanceType] = {}
     try:
         if tuple(next(lines, ())) != INSTANCE_COLUMNS:
             raise ValueError(f"its head is not {','.join(INSTANCE_COLUMNS)}")
-        for words in lines:
-            if words:
-                found[words[0]] = _parse_words(words)
+        return {words[0]: _parse_words(words) for words in lines if words}
     except (ValueError, csv.Error) as error:
         raise CpuftError(f"{path}, line {lines.line_num}: {error}: make it like {TABLE}") from None
-    return found
 
 
 def _parse_words(words: list[str]) -> InstanceType:
@@ -415,19 +411,9 @@ def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -
     samples = hosts * job.ranks_per_host * job.samples
     rate = samples / step
     seconds = job.rows / rate
-    return Estimate(
-        hosts,
-        step,
-        rate,
-        samples / slow,
-        samples / fast,
-        job.step_seconds / step,
-        seconds,
-        seconds / 3600 * hosts * price,
-        waited,
-        taken,
-        sent_as,
-    )
+    whole = (seconds, seconds / 3600 * hosts * price)
+    rates = (rate, samples / slow, samples / fast, job.step_seconds / step)
+    return Estimate(hosts, step, *rates, *whole, waited, taken, sent_as)
 
 
 def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, float, float]:
@@ -460,19 +446,13 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     messages = 2 * (members - 1) * (exchanges + bool(words) + bool(job.gathered)) + hosts * job.ranks_per_host - 1
     sent = count_ring_passes(members) * (share * whole + words + job.gathered / 2)
     if members < hosts * job.ranks_per_host:
-        sent += _count_bytes_on_host(job, hosts)
-    cpu = sent * network.cpu_seconds_per_byte
-    cpu += messages * network.cpu_seconds_per_message
+        # The sending rank receives its host's sum of all gradients in fp32, and sends the other ranks the mean.
+        sent += 2 * 4 * sum(job.sent_numbers(hosts, "none"))
+    cpu = sent * network.cpu_seconds_per_byte + messages * network.cpu_seconds_per_message
     numbers, row_numbers = job.sent_numbers(hosts, sent_as)
     coding = job.coding_share * count_coding_seconds(sent_as, numbers, job.factors, row_numbers)
     taken = (max(0.0, hidden) * cpu + coding) / job.cores
     return job.step_seconds + taken + waited, waited, taken
-
-
-def _count_bytes_on_host(job: Job, hosts: int) -> float:
-    """Return the bytes that the sending rank of a host exchanges with the host's other ranks in an update."""
-    # It receives their sum of all gradients in fp32, and sends them the mean.
-    return 2 * 4 * sum(job.sent_numbers(hosts, "none"))
 
 
 def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
@@ -544,9 +524,8 @@ def describe_job(job: Job, network: Network, source: str) -> list[str]:
     """Return three notes that say what an estimate is made from: the recorded step, the network, and the scaling."""
     whole, words = job.sent_numbers(2, "none")
     return [
-        f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; an "
-        "update of two "
-        f"hosts sends {whole / 1e6:.1f} million gradients and {words / 1e6:.1f} million numbers of embedding rows.",
+        f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; an update of "
+        f"two hosts sends {whole / 1e6:.1f} million gradients and {words / 1e6:.1f} million numbers of embedding rows.",
         f"network: {network.bits_per_second / 1e9:.3g} Gbit/s, {network.latency_seconds * 1e6:.0f} us one way; sending "
         f"takes {network.cpu_seconds_per_byte * 1e9:.2g} ns of a core per byte"
         f"{', as measured' if network.measured else ''}; the interval reaches from none of that cost to twice as much.",

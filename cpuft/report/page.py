@@ -12,7 +12,7 @@ from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
 from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
-from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings
+from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings, order_runs
 from cpuft.report.estimate import Estimate
 from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
 from cpuft.report.judgement import draw_calibration, has_predictions, read_run_predictions
@@ -66,7 +66,7 @@ def write_page(
     notes, runs, comparison = list[str](), list(records), None
     try:
         comparison = compare(runs)
-        runs = [group[0] for group in group_repeats([one for one in _in_order(runs) if not one.header.independent])]
+        runs = [group[0] for group in group_repeats(order_runs([one for one in runs if not one.header.independent]))]
     except CpuftError:
         if not quality:
             raise
@@ -116,10 +116,6 @@ def read_estimates(path: str) -> list[Estimate]:
         raise CpuftError(
             f"{path} is not an estimate ({error}): write one with cpuft estimate --json > {path}"
         ) from None
-
-
-def _in_order(records: Sequence[Record]) -> list[Record]:
-    return sorted(records, key=lambda record: (record.header.world_size, record.header.started))
 
 
 def describe(

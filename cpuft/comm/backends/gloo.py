@@ -128,10 +128,13 @@ class WatchedGlooGroup(WatchedGroup):
         if is_mean:
             opts.reduceOp = dist.ReduceOp.SUM
 
+        @torch.no_grad()
         def finish() -> None:
-            for tensor in flatten(copies[0]) if is_mean else ():
-                tensor.div_(self._membership.size)
-            _copy_back(copies[0], given[0])
+            for copy, tensor in zip(flatten(copies[0]), flatten(given[0]), strict=True):
+                if is_mean:
+                    copy.div_(self._membership.size)
+                if copy is not tensor:
+                    tensor.copy_(copy)
 
         work = getattr(self._gloo, name)(*copies)
         begin = partial(self.begin, method.operation, count_bytes(given[method.contribution]))
@@ -191,21 +194,6 @@ def _to_contiguous(value: Any) -> Any:
     return [_to_contiguous(part) for part in value] if isinstance(value, list) else value
 
 
-def _is_contiguous(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_sparse or value.is_contiguous()
-    return all(map(_is_contiguous, value))
-
-
-@torch.no_grad()
-def _copy_back(copies: Any, tensors: Any) -> None:
-    if isinstance(tensors, list):
-        for copy, tensor in zip(copies, tensors, strict=True):
-            _copy_back(copy, tensor)
-    elif copies is not tensors:
-        tensors.copy_(copies)
-
-
 _UNSAFE_IF_STRIDED = ("allreduce", "broadcast", "reduce", "scatter")
 """Methods of gloo that silently return wrong values for tensors that are not contiguous, as reduce_scatter does."""
 
@@ -217,8 +205,11 @@ def _make_method(name: str, key: str) -> Callable[..., dist.Work]:
         method.check(self._membership, *given)
         if key == "all_gather_single" and self._can_gather_in_pairs(*given[:2]):
             return self._gather_in_pairs(*given[:2])
-        is_unsafe = name in _UNSAFE_IF_STRIDED and not _is_contiguous(given[: method.tensors])
-        if is_unsafe or method.operation == "reduce_scatter":
+        is_copied = method.operation == "reduce_scatter"
+        if name in _UNSAFE_IF_STRIDED:
+            tensors = flatten(given[: method.tensors])
+            is_copied = not all(tensor.is_sparse or tensor.is_contiguous() for tensor in tensors)
+        if is_copied:
             return self._run_on_copies(name, method, given)
         nbytes = count_bytes(given[method.contribution]) if method.tensors else 0
         return self._watch(method.operation, lambda: getattr(self._gloo, name)(*given), nbytes)
