@@ -54,9 +54,7 @@ class Target:
     """A class of CPUs for which kernels are compiled in advance."""
 
     name: str
-    """Last part of the library's file name."""
     options: tuple[str, ...]
-    """Compiler options that choose the instructions."""
     needs: frozenset[str]
     """Flags in /proc/cpuinfo without which a CPU cannot run the library."""
 

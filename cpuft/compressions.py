@@ -51,7 +51,6 @@ COMPRESSION_FACTS = {
         has_late_rows=True,
     ),
 }
-"""All compressions, from exact to the fewest bytes."""
 
 AVX512_CODING_SHARE = 0.8
 """Core seconds to encode and decode a number on a CPU with AVX-512, as a share of those above. int8 takes 2.5 to 3.5 ns

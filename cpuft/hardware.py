@@ -9,7 +9,6 @@ from typing import NamedTuple
 from cpuft.errors import CpuftError
 
 PRECISIONS = ("auto", "bf16", "fp32", "int8")
-"""The values of --precision."""
 DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 CLASSES = {
     "amx_bf16": "AMX",
@@ -49,7 +48,6 @@ class Cpu(NamedTuple):
     """Name with family and model number, such as "AMD EPYC (family 26, model 2)": clouds hide the rest of a name, so
     that CPUs of different generations have the same one."""
     flags: tuple[str, ...]
-    """Instruction sets, such as avx2."""
 
 
 def parse_cpuinfo(text: str, machine: str) -> Cpu:

@@ -39,7 +39,6 @@ _C_TYPES: dict[str, Any] = {
 _TYPES = (torch.float32, torch.bfloat16)
 _LOAD_ERRORS = (OSError, AttributeError, ValueError)
 _override: tuple[Kernels | None, str] | None = None
-"""What `use_kernels` has put in place of the host's own kernels, and its status."""
 
 CArray = Any
 """A ctypes array, from `address_array` or `int64_array`."""

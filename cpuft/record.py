@@ -23,7 +23,6 @@ from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 
 FORMAT = 2
-"""Version of the format of all records; the header of a record holds it."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,6 @@ class Header:
     exchanged nothing."""
     gradient_sizes: GradientSizes = field(default_factory=GradientSizes)
     examples: int = 0
-    """Examples of one epoch."""
     cpu_quota: float = 0.0
     """Cores' worth of CPU time that a control group allows the head host; 0 for no limit."""
     gradients: str = ""
@@ -237,7 +235,6 @@ class InterruptedLine:
 
     step: int
     updates: int
-    """Updates of the whole run."""
     by: str
     """What stopped the run: the name of the signal, such as SIGTERM, or "the notice PLACE on HOST"."""
     leaving: tuple[int, ...] = ()
@@ -267,7 +264,6 @@ class BaselineLine:
     rows: int = 0
     """Training examples to which it was fitted; 0 for a method that learns nothing from them."""
     examples: int = 0
-    """Training examples that there are."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +324,6 @@ class Footer:
     phases: list[dict[str, float]] = field(default_factory=list)
     """For each rank the mean seconds of a steady step by the names in STEP_PHASES."""
     evaluation_seconds: float = 0.0
-    """Seconds of all evaluations."""
     saved_step: int = 0
     """Number of the update whose weights were saved, with --save-best; 0: those of the last update."""
 
@@ -346,7 +341,6 @@ class Record:
     layer_times: LayerTimesLine | None = None
     """None unless scripts/record-layer-times has measured them."""
     baseline: BaselineLine | None = None
-    """None where it could not be computed."""
 
     @property
     def metrics(self) -> dict[str, float]:

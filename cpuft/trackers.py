@@ -51,9 +51,7 @@ class Tracker(abc.ABC):
     """
 
     package: ClassVar[str]
-    """Name of the Python package that this tracker needs."""
     extra: ClassVar[str]
-    """Extra of setup.cfg that installs it."""
 
     @abc.abstractmethod
     def __init__(self, run: TrackedRun) -> None:

@@ -25,9 +25,7 @@ C = TypeVar("C")
 _RUN_FILES = ("record.jsonl", "plan.sh")
 """The folder of a run holds at least one of these files."""
 _COLUMN = 24
-"""Width of the first column of the help, the same in all sections."""
 _RARE = "Rare options"
-"""Heading of the options that only --help-all shows."""
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 
 

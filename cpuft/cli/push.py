@@ -42,9 +42,7 @@ class Upload:
 
     folder: Path
     files: tuple[str, ...]
-    """Paths in the folder of the files that are uploaded, in alphabetical order."""
     others: tuple[str, ...]
-    """Paths in the folder of everything else, which stays here."""
 
 
 @click.command(

@@ -324,7 +324,6 @@ class Method:
     tensors: int = 2
     """Number of its arguments before the options; the first one receives the result."""
     lists: bool = True
-    """Whether the arguments are lists of tensors."""
     contribution: int = 1
     """Index of the argument that is this rank's contribution."""
 
@@ -357,7 +356,6 @@ _OLD_NAMES = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
     "alltoall_base": "all_to_all_single",
 }
-"""Names before torch 2.13."""
 
 
 def add_methods(group: type[dist.ProcessGroup], make: Callable[[str, str], Callable[..., dist.Work]]) -> None:

@@ -43,7 +43,6 @@ _HELLO_BYTES = 256
 _START_SECONDS = 30.0
 _LINE_BYTES = 1 << 17
 _MAX_REPORTS = 5
-"""Refused connections that are reported on standard error."""
 _JOIN_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
 _FOREIGN_SECONDS = 10.0
@@ -80,7 +79,6 @@ class Hub:
         self._unverified: list[asyncio.Task[str]] = []
         self._refused = 0
         self.is_full = threading.Event()
-        """Set when all ranks are connected."""
         started = threading.Event()
         run = self._run(listener, started)
         threading.Thread(target=asyncio.run, args=(run,), name="cpuft-comm-hub", daemon=True).start()

@@ -67,7 +67,6 @@ class Operation:
     nbytes: int
     """Bytes that this rank contributes or receives."""
     ranks: tuple[int, ...]
-    """World ranks of all ranks that take part."""
     timeout: float
     started: float
     """time.monotonic() when this rank began to wait."""
@@ -93,7 +92,6 @@ class OperationRegister:
     """
 
     pending: dict[int, Operation] = field(default_factory=dict)
-    """Operations that have begun and not ended, by their `id()`."""
     progress: dict[str, tuple[int, str]] = field(default_factory=dict)
     recent: deque[tuple[str, int, str, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
     """Channel, sequence number, name and bytes of the operations that this rank has begun last."""

@@ -21,7 +21,6 @@ Encode = Callable[[list[str]], Any]
 """Returns a matrix with the features of each text, perhaps a sparse one, fp32, shape (texts, features)."""
 
 KINDS = (*LABEL_KINDS, *EMBEDDING_KINDS, "relevance")
-"""Kinds of tasks that have a baseline."""
 MOST_CLASSES = 100
 """Largest number of classes for which a linear model is fitted: each class takes as much time."""
 LONGEST_TEXT = 10_000

@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # a report without predictions is also made where NumPy is no
     from cpuft.judge.resampling import Difference
 
 _LEAST_P = 0.001
-"""Smallest p-value that is written as a number."""
 _SAME = ("split", "row", "query", "label")
 """Columns that must be equal in both files, where they have them."""
 
@@ -22,7 +21,6 @@ class Differences:
     """The differences of all metrics that two runs have reported, at least one."""
 
     kind: str
-    """What is predicted: `Task.kind`."""
     found: tuple[Difference, ...]
 
     @property

@@ -44,7 +44,6 @@ class Example:
     figure: float
     """What `Errors.figure` names; for a label that is probably wrong, the probability of this label."""
     is_suspect: bool
-    """Whether the label is probably wrong."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ class Errors:
 
     run: str
     kind: str
-    """What is predicted: `Task.kind`."""
     rows: int
     """Number of validation rows, or for pairs and relevance of queries."""
     figure: str
@@ -75,7 +73,6 @@ class Errors:
     contradictions: tuple[Contradiction, ...]
     suspected: int
     suspects: tuple[Example, ...]
-    """Rows whose labels are probably wrong."""
 
 
 @dataclass(frozen=True)

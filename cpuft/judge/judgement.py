@@ -102,10 +102,8 @@ class Judgement:
     ranges: list[Part]
     """Quarters of the rows by their score."""
     slices: list[Part]
-    """The most frequent values of the column `slice_by`, the most frequent first."""
     slice_by: str
     values: int
-    """Number of different values in that column."""
 
     @property
     def of_rows(self) -> str:

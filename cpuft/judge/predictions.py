@@ -23,7 +23,6 @@ MOST_PROBABILITIES = 100
 QUERY_KINDS = ("pairs", "relevance")
 """Kinds whose metrics are means over queries."""
 _KEY = b"cpuft"
-"""Of the metadata of the file."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class About:
     """What the rows of a file of predictions are."""
 
     kind: str
-    """What is predicted: `Task.kind`."""
     classes: tuple[str, ...]
     """Names of the classes in the order of their numbers; empty for the kinds without."""
     metrics: dict[str, float]

@@ -185,7 +185,6 @@ def _draw_swaps(counts: Indices, differs: Indices, sizes: Iterator[int]) -> Iter
 
 
 _Tested = tuple[tuple[float, float] | None, float, float]
-"""Interval, p-value and smallest difference."""
 
 
 def _test_share(only_a: int, only_b: int, rows: int) -> _Tested:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # a report without predictions is also made where NumPy is no
     from cpuft.judge.resampling import MetricEstimate
 
 _MOST_LINES = 6
-"""Largest number of classes at the end of a run."""
 _LONGEST_NAME = 24
 _NAMES = {
     "f1": "F1",
@@ -32,7 +31,6 @@ class JudgementTable:
 
     heading: str
     text: str
-    """What the table shows, in a sentence or two."""
     columns: list[str]
     rows: list[list[str]]
     shades: list[list[float]] | None = None

@@ -21,11 +21,8 @@ class Threshold:
 
     value: float
     f1: float
-    """f1_micro with this threshold."""
     usual_f1: float
-    """f1_micro with the threshold 0.5."""
     examples: int
-    """Number of validation examples."""
 
 
 def find_threshold(run: str) -> Threshold:

@@ -35,7 +35,6 @@ class Observations:
     count: int
     """Number of observations of a run."""
     names: tuple[str, ...]
-    """Of the metrics, the most telling ones first."""
     terms: Any
     """What each observation adds to the metrics: an array or a sparse matrix, (observations, columns)."""
     measure: Callable[[Sequence[Name], Any, Numbers], dict[Name, Numbers]]

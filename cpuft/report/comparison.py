@@ -37,7 +37,6 @@ class IdealComparison:
     efficiency: float
     """Speed of the run divided by that of the ideal: ideal_seconds / step_seconds."""
     step_seconds: float
-    """Mean seconds of a step of the run."""
     ideal_seconds: float
     """Seconds that the ideal needs for as many examples as one step of the run has."""
     parts: dict[str, float]
@@ -191,7 +190,6 @@ class Row:
     metrics: dict[str, float]
     """Metrics of the last evaluation; empty if there was none."""
     path: str
-    """Path of the record of the first repeat."""
     repeats: int
     ideal: IdealComparison | None
     """The mean of the repeats; None if no ideal was measured."""
@@ -201,7 +199,6 @@ class Row:
     seeds: dict[str, SeedComparison] = field(default_factory=dict)
     """Metrics over seeds by name; empty if all repeats have the same seed."""
     simulated: bool = False
-    """Whether the hosts are parts of one machine."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ class InstanceType:
     """One kind of rented host."""
 
     name: str
-    """The seller's name of the type, such as m7i.8xlarge."""
     cores: int
     """Number of physical cores."""
     amx: bool
@@ -46,7 +45,6 @@ class InstanceType:
     dollars_per_hour: float
     """Approximate list price per hour on demand, in US dollars."""
     dated: str
-    """Date of the price."""
 
 
 INSTANCE_COLUMNS = tuple(InstanceType.__dataclass_fields__)
@@ -147,7 +145,6 @@ class Job:
     error_seconds: float
     """Standard error of the sum of the seconds above."""
     samples: float
-    """Examples of one update."""
     rows: int
     """Examples of the whole training, all epochs together."""
     cores: float
@@ -219,13 +216,10 @@ class Estimate:
     samples_per_second: float
     """Samples per second of all hosts together."""
     least: float
-    """Lower end of the interval of samples per second."""
     most: float
-    """Upper end of the interval of samples per second."""
     efficiency: float
     """Samples per second divided by those of as many independent hosts."""
     train_seconds: float
-    """Seconds of the whole training, all epochs together."""
     price: float
     """Price of the whole training, in the currency of the price of a host; 0 if that is unknown."""
     waited_seconds: float

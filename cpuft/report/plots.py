@@ -68,7 +68,6 @@ class Panel:
     name: str
     """The same for screen readers; not drawn."""
     axes: tuple[str, str]
-    """Labels of the x axis and the y axis."""
     lines: list[Line]
     """Values beyond 1e100 and NaN leave a gap."""
     marker: str = ""

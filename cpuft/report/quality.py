@@ -26,7 +26,6 @@ class Quality:
     """The metrics of two runs, A and B, on the same validation rows, and what can be said about them."""
 
     a: str
-    """Folder of the run."""
     b: str
     differences: Differences
     notes: tuple[str, ...]

@@ -86,7 +86,6 @@ class RowRoutes:
     own: torch.Tensor
     """The rows of this rank's tokens, int64, in the same order."""
     own_counts: list[int]
-    """How many of `own` each rank averages."""
     received: list[torch.Tensor]
     """For each sending rank, ascending int64 indices into the rows that this rank averages; none for this rank."""
 

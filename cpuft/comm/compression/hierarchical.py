@@ -69,7 +69,6 @@ class HostGroups:
     leader: int
     """The world rank of this host's first rank."""
     ranks: int
-    """Number of all ranks."""
     timeout: timedelta
 
     def begin_mean(self) -> Operation:
@@ -137,10 +136,8 @@ class _BucketUnderWay:
     numbers: torch.Tensor
     """This rank's gradients in fp32, and on the leader the sum of the host's ranks when `added` is done."""
     added: Any
-    """torch's Work of the sum."""
     operation: Operation
     work: QueuedWork
-    """Is done when the mean is in the bucket."""
     mean: torch.futures.Future[torch.Tensor] | None = None
     """The mean over all hosts; None on ranks that are no leaders."""
 

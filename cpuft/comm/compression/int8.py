@@ -215,9 +215,7 @@ class BlockReducer:
         # Only the thread uses these two lists. It waits for a bucket's message after it has sent the next bucket's, so
         # that a message is always under way.
         self._sent: list[_BucketUnderWay] = []
-        """Buckets whose shares are under way."""
         self._averaged: list[_BucketUnderWay] = []
-        """Buckets whose means are under way."""
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -28,9 +28,7 @@ class CompressionLevel:
     messages: int
     """Messages that are sent one after the other once the last gradient is ready."""
     coding_seconds: float
-    """Computing time to encode and decode the messages."""
     buckets: int
-    """Number of messages in which `layer_bytes` are sent."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from cpuft.comm.process_group import ProgressThread
 from cpuft.errors import CpuftError, suggest_names
 
 WIRE_TYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
-"""Compression -> type in which changes of parameters are sent."""
 OUTER_LEARNING_RATE = 0.7
 """DiLoCo's value, for its momentum of 0.9."""
 

@@ -121,7 +121,6 @@ class RowSizes:
     """How many numbers the gradient has in the embedding rows of an update; 0 without a row exchange."""
 
     together: int = 0
-    """In the rows of all ranks together."""
     own: int = 0
     """In the rows of one rank, or of one host if means are hierarchical."""
 
