@@ -13,18 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch._C import _distributed_c10d as c10d
 
 from cpuft.comm.backends.base import GroupMembership
 
@@ -144,7 +133,7 @@ def _check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], 
     return _check_all_gather(group, transpose(outputs), inputs, opts)
 
 
-def _check_all_gather_single(group: GroupMembership, output: Any, source: Any, opts: Any) -> str:
+def _check_gather_parts(group: GroupMembership, output: Any, source: Any, opts: Any) -> str:
     _check_parts("all_gather", group, flatten(output), flatten(source), "output", "input")
     return f"all_gather of {_describe(flatten(source))}"
 
@@ -157,7 +146,7 @@ def _check_reduce_scatter(group: GroupMembership, outputs: Tensors, inputs: list
     return f"reduce_scatter ({reduction}) of {_describe(flatten(inputs))}"
 
 
-def _check_reduce_scatter_single(group: GroupMembership, output: Any, source: Any, opts: Any) -> str:
+def _check_scatter_parts(group: GroupMembership, output: Any, source: Any, opts: Any) -> str:
     reduction = reduction_name(opts.reduceOp)
     _check_parts("reduce_scatter", group, flatten(source), flatten(output), "input", "output")
     for tensor in flatten(output):
@@ -329,24 +318,24 @@ class Method:
 
 
 METHODS = {
-    "allreduce": Method("all_reduce", _check_all_reduce, AllreduceOptions, 1, contribution=0),
+    "allreduce": Method("all_reduce", _check_all_reduce, c10d.AllreduceOptions, 1, contribution=0),
     "allreduce_coalesced": Method(
-        "all_reduce", partial(_check_all_reduce, coalesced=True), AllreduceCoalescedOptions, 1, contribution=0
+        "all_reduce", partial(_check_all_reduce, coalesced=True), c10d.AllreduceCoalescedOptions, 1, contribution=0
     ),
-    "broadcast": Method("broadcast", _check_broadcast, BroadcastOptions, 1, contribution=0),
-    "reduce": Method("reduce", _check_reduce, ReduceOptions, 1, contribution=0),
-    "allgather": Method("all_gather", _check_all_gather, AllgatherOptions),
-    "allgather_coalesced": Method("all_gather", _check_all_gather_coalesced, AllgatherOptions),
-    "all_gather_single": Method("all_gather", _check_all_gather_single, AllgatherOptions, lists=False),
-    "all_gather_single_coalesced": Method("all_gather", _check_all_gather_single, AllgatherOptions),
-    "reduce_scatter": Method("reduce_scatter", _check_reduce_scatter, ReduceScatterOptions),
-    "reduce_scatter_single": Method("reduce_scatter", _check_reduce_scatter_single, ReduceScatterOptions, lists=False),
-    "reduce_scatter_single_coalesced": Method("reduce_scatter", _check_reduce_scatter_single, ReduceScatterOptions),
-    "alltoall": Method("all_to_all", _check_all_to_all, AllToAllOptions),
-    "all_to_all_single": Method("all_to_all", _check_all_to_all_single, AllToAllOptions, 4, lists=False),
-    "gather": Method("gather", _check_gather, GatherOptions),
-    "scatter": Method("scatter", _check_scatter, ScatterOptions, contribution=0),
-    "barrier": Method("barrier", lambda group, opts: "barrier", BarrierOptions, 0),
+    "broadcast": Method("broadcast", _check_broadcast, c10d.BroadcastOptions, 1, contribution=0),
+    "reduce": Method("reduce", _check_reduce, c10d.ReduceOptions, 1, contribution=0),
+    "allgather": Method("all_gather", _check_all_gather, c10d.AllgatherOptions),
+    "allgather_coalesced": Method("all_gather", _check_all_gather_coalesced, c10d.AllgatherOptions),
+    "all_gather_single": Method("all_gather", _check_gather_parts, c10d.AllgatherOptions, lists=False),
+    "all_gather_single_coalesced": Method("all_gather", _check_gather_parts, c10d.AllgatherOptions),
+    "reduce_scatter": Method("reduce_scatter", _check_reduce_scatter, c10d.ReduceScatterOptions),
+    "reduce_scatter_single": Method("reduce_scatter", _check_scatter_parts, c10d.ReduceScatterOptions, lists=False),
+    "reduce_scatter_single_coalesced": Method("reduce_scatter", _check_scatter_parts, c10d.ReduceScatterOptions),
+    "alltoall": Method("all_to_all", _check_all_to_all, c10d.AllToAllOptions),
+    "all_to_all_single": Method("all_to_all", _check_all_to_all_single, c10d.AllToAllOptions, 4, lists=False),
+    "gather": Method("gather", _check_gather, c10d.GatherOptions),
+    "scatter": Method("scatter", _check_scatter, c10d.ScatterOptions, contribution=0),
+    "barrier": Method("barrier", lambda group, opts: "barrier", c10d.BarrierOptions, 0),
 }
 """The collectives by their names in torch 2.13."""
 _OLD_NAMES = {

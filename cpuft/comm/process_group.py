@@ -93,50 +93,33 @@ class QueuedWork(dist.Work):
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
-        self._error: BaseException | None = None
-        self._source = -1
-        self._done = threading.Event()
+        self._source: Future[int] = Future()
         self._lock = threading.Lock()
-        self._trigger: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
     def complete(self, source: int = -1) -> None:
         """Mark the operation as successful; `source` is the rank of the group that sent the data, -1 if none did."""
-        self._source = source
-        self._finish()
+        self._source.set_result(source)
 
     def fail(self, error: BaseException) -> None:
         """Mark the operation as failed: wait() and the future raise `error`."""
-        self._error = error
-        self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            self._done.set()
-            trigger = self._trigger
-        if trigger is not None:
-            _run_callbacks(lambda: trigger.set_result(None))
-
-    def _unwrap(self, _: torch.futures.Future[Any]) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._result
+        self._source.set_exception(error)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the output tensors, the same one in each call; its value() raises an operation's error."""
         with self._lock:
             if self._future is None:
-                self._trigger = torch.futures.Future()
-                self._future = self._trigger.then(self._unwrap)
-                if self._done.is_set():
-                    self._trigger.set_result(None)
+                trigger: torch.futures.Future[Any] = torch.futures.Future()
+                self._future = trigger.then(lambda _: self.result())
+                if self._source.done():
+                    trigger.set_result(None)
+                else:
+                    self._source.add_done_callback(lambda _: _run_callbacks(lambda: trigger.set_result(None)))
             return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is done; raises its error. `timeout` is ignored, because the watchdog has one."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+        self._source.result()
         return True
 
     def synchronize(self) -> None:
@@ -145,15 +128,15 @@ class QueuedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return whether the operation has succeeded or failed."""
-        return self._done.is_set()
+        return self._source.done()
 
     def is_success(self) -> bool:
         """Return whether the operation has succeeded; False while it is not done."""
-        return self._done.is_set() and self._error is None
+        return self._source.done() and not self._source.exception()
 
     def exception(self) -> BaseException | None:
         """Return the operation's error; None if it has succeeded or is not done."""
-        return self._error
+        return self._source.exception() if self._source.done() else None
 
     def result(self) -> Any:
         """Wait for the operation; return its output tensors in the form in which they were passed. Raises its error."""
@@ -162,7 +145,7 @@ class QueuedWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank of the group that sent the data; -1 for collectives, and while the operation is not done."""
-        return self._source
+        return self._source.result() if self.is_success() else -1
 
     _source_rank = source_rank
 

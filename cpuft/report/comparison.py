@@ -140,11 +140,9 @@ _EQUAL_OPTIONS = (
 )
 
 MOST_EFFICIENCY = 1.1
-_MOST_SAMPLES = 1e12
 """A larger efficiency gets a note. A little over 1 is normal, because smaller shares fit the caches better."""
-
-MOST_SECONDS = 1e9
-"""A longer time in a record is impossible; `compare` refuses the record."""
+_MOST_SAMPLES, _MOST_SECONDS = 1e12, 1e9
+"""A larger rate or time in a record is impossible; `compare` refuses the record."""
 
 
 class OtherJobError(CpuftError):
@@ -286,7 +284,7 @@ def _refuse_impossible(record: Record) -> None:
     """Raise CpuftError if a time in the record is impossible, because somebody has edited the record."""
     for line in record.steps:
         phases = (getattr(line, f"{name}_seconds") for name in STEP_PHASES)
-        if not all(abs(seconds) < MOST_SECONDS for seconds in (line.step_seconds, *phases, *line.compute_seconds)):
+        if not all(abs(seconds) < _MOST_SECONDS for seconds in (line.step_seconds, *phases, *line.compute_seconds)):
             raise CpuftError(
                 f"{record.path}, step {line.step}: the time of this step is impossible: leave the run out of the report"
             )

@@ -12,31 +12,12 @@ from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
 from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
+from cpuft.report import plots, tables
 from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings, order_runs
 from cpuft.report.estimate import Estimate
 from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
 from cpuft.report.judgement import draw_calibration, has_predictions, read_run_predictions
-from cpuft.report.plots import (
-    COLOURS,
-    draw_learning_curves,
-    draw_missing_time,
-    draw_phases,
-    draw_speedup,
-    folder_of,
-    label_runs,
-)
 from cpuft.report.quality import Quality
-from cpuft.report.tables import (
-    format_markdown,
-    format_text,
-    format_title,
-    format_verdict,
-    seed_columns,
-    seed_rows,
-    table_columns,
-    table_rows,
-    to_json,
-)
 from cpuft.serialization import load, parse_json
 
 if TYPE_CHECKING:  # imports NumPy, without which most reports are made
@@ -71,7 +52,7 @@ def write_page(
         if not quality:
             raise
     if unfinished:
-        named = ", ".join(f"{folder_of(one)} ({counted(len(one.steps), 'step')} recorded)" for one in unfinished)
+        named = ", ".join(f"{plots.folder_of(one)} ({counted(len(one.steps), 'step')} recorded)" for one in unfinished)
         notes.append(f"left out, because these runs are not finished: {named}.")
     for run in runs:
         if not run.steps:
@@ -119,10 +100,7 @@ def read_estimates(path: str) -> list[Estimate]:
 
 
 def describe(
-    runs: Sequence[Record],
-    predictions: Sequence[Estimate],
-    comparison: Comparison | None,
-    quality: Quality | None,
+    runs: Sequence[Record], predictions: Sequence[Estimate], comparison: Comparison | None, quality: Quality | None
 ) -> dict[str, Any]:
     """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
 
@@ -130,16 +108,17 @@ def describe(
     SVG) by heading, and `drawings` the label, the drawings of hosts and the number of other hosts of each run.
     """
     different, special, others = list_settings(runs)
+    labels, colours = plots.label_runs(runs), plots.COLOURS
     speed = list[tuple[str, str]]()
     if comparison:
-        speed = [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)]
+        speed = [*plots.draw_speedup(comparison, predictions), *plots.draw_missing_time(comparison)]
         parts = {
-            "title": format_title(comparison),
-            "verdict": format_verdict(comparison),
-            "columns": table_columns(comparison),
-            "rows": table_rows(comparison),
-            "seed_columns": seed_columns(comparison),
-            "seed_rows": seed_rows(comparison),
+            "title": tables.format_title(comparison),
+            "verdict": tables.format_verdict(comparison),
+            "columns": tables.table_columns(comparison),
+            "rows": tables.table_rows(comparison),
+            "seed_columns": tables.seed_columns(comparison),
+            "seed_rows": tables.seed_rows(comparison),
             "notes": comparison.notes,
             "quality": quality,
         }
@@ -147,15 +126,13 @@ def describe(
         parts = {name: getattr(quality, name) for name in ("title", "verdict", "columns", "rows", "notes")}
     return {
         **parts,
-        "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
+        "legend": [(label, number % colours, number >= colours) for number, label in enumerate(labels)],
         "figures": {
             "Speed": speed,
-            "Loss and metric": draw_learning_curves(runs),
-            "Where the time of a step goes": [draw_phases(runs)],
+            "Loss and metric": plots.draw_learning_curves(runs),
+            "Where the time of a step goes": [plots.draw_phases(runs)],
         },
-        "drawings": list(
-            zip(label_runs(runs), draw_hosts(runs), [max(0, len(run.header.hosts) - MOST_HOSTS) for run in runs])
-        ),
+        "drawings": list(zip(labels, draw_hosts(runs), [max(0, len(run.header.hosts) - MOST_HOSTS) for run in runs])),
         "hosts": [host_row(run) for run in runs],
         "links": [_link_row(run) for run in runs],
         "settings": [*different, *special],
@@ -183,7 +160,7 @@ def host_row(run: Record) -> list[str]:
     ranks = ", ".join(f"{host}: {sum(one.host == host for one in header.ranks)}" for host in header.hosts[:8])
     more = f" and {len(header.hosts) - 8} more" if len(header.hosts) > 8 else ""
     more += " (simulated)" if header.simulated else ""
-    return [folder_of(run), ranks + more, header.cpu_model, " ".join(header.cpu_flags), header.precision]
+    return [plots.folder_of(run), ranks + more, header.cpu_model, " ".join(header.cpu_flags), header.precision]
 
 
 def _link_row(run: Record) -> list[str]:
@@ -193,7 +170,7 @@ def _link_row(run: Record) -> list[str]:
     waited = statistics.fmean(line.communication_seconds for line in steady)
     step = statistics.fmean(line.step_seconds for line in steady)
     share = f"{waited / step:.0%}" if step > 0 else "-"
-    return [folder_of(run), run.header.backend, f"{sent / 1e6:.1f}", f"{waited:.3f}", share]
+    return [plots.folder_of(run), run.header.backend, f"{sent / 1e6:.1f}", f"{waited:.3f}", share]
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -224,9 +201,9 @@ def page_path(paths: Sequence[str]) -> Path:
 def write_report(comparison: Comparison, run_dir: str) -> Path:
     """Write report.txt, report.md and report.json into a folder, and return the path of report.md."""
     texts = {
-        "txt": format_text(comparison),
-        "md": format_markdown(comparison),
-        "json": json.dumps(to_json(comparison), indent=2) + "\n",
+        "txt": tables.format_text(comparison),
+        "md": tables.format_markdown(comparison),
+        "json": json.dumps(tables.to_json(comparison), indent=2) + "\n",
     }
     for ending, text in texts.items():
         write_text(Path(run_dir) / f"report.{ending}", text)
@@ -241,7 +218,7 @@ def write_all(runs: Sequence[str], run_dir: str) -> Iterator[str]:
     records = [read_record(run) for run in runs]
     comparison = compare(records)
     path = write_report(comparison, run_dir)
-    yield format_text(comparison).rstrip("\n")
+    yield tables.format_text(comparison).rstrip("\n")
     try:
         yield f"page: {write_page(records, path.with_suffix('.html'))}"
     except CpuftError as error:

@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cpuft.errors import CpuftError
-from cpuft.judge.difference import (
-    Differences,
-    compare_predictions,
-    describe_better,
-    describe_difference,
-    format_interval,
-    format_p,
-)
+from cpuft.judge import difference
 from cpuft.record import Record
 from cpuft.report.comparison import Comparison, OtherJobError, compare, list_settings
 from cpuft.report.judgement import has_predictions, read_run_predictions
@@ -27,7 +20,7 @@ class Quality:
 
     a: str
     b: str
-    differences: Differences
+    differences: difference.Differences
     notes: tuple[str, ...]
     columns: ClassVar = ("metric", "A", "B", "B - A", "95 % interval", "p")
     """Headings of the table of metrics."""
@@ -41,7 +34,7 @@ class Quality:
     @property
     def verdict(self) -> str:
         """A sentence on whether one of the runs is better by the first metric."""
-        return f"{describe_difference(self.differences)}."
+        return f"{difference.describe_difference(self.differences)}."
 
     @property
     def rows(self) -> list[list[str]]:
@@ -52,8 +45,8 @@ class Quality:
                 f"{one.a:.4f}",
                 f"{one.b:.4f}",
                 f"{one.difference:+.4f}",
-                format_interval(one),
-                format_p(one).removeprefix("p ").removeprefix("= "),
+                difference.format_interval(one),
+                difference.format_p(one).removeprefix("p ").removeprefix("= "),
             ]
             for one in self.differences.found
         ]
@@ -88,8 +81,8 @@ def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | Non
 
 def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> Quality:
     """Compare the predictions of two runs, whose speed cannot be compared if that is `refused`."""
-    differences = compare_predictions(read_run_predictions(a), read_run_predictions(b))
-    notes = [describe_better(differences), _describe_refusal(refused), _describe_changes(a, b)]
+    differences = difference.compare_predictions(read_run_predictions(a), read_run_predictions(b))
+    notes = [difference.describe_better(differences), _describe_refusal(refused), _describe_changes(a, b)]
     if len(differences.found) > 1:
         notes.append(
             f"the verdict is about {differences.first.metric.replace('_', ' ')}, the first metric; one of several "
