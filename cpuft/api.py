@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from cpuft.cli.common import MODEL, check_hosts, say
+from cpuft.cli.common import check_hosts, find_model_folder, say
 from cpuft.cli.options import pick
 from cpuft.cli.predict import check_request, is_embedding_task, plan_prediction
 from cpuft.config.compare import CompareConfig
@@ -36,7 +36,7 @@ from cpuft.errors import (
     Interrupted,
     describe_path_error,
     find_full_disk,
-    install_command,
+    requires,
     suggest_names,
 )
 from cpuft.execute import open_memory_file, run_step
@@ -104,15 +104,11 @@ class Run:
 
         Raises CpuftError: the run has no model, torch or transformers is not installed, or the model cannot be loaded.
         """
-        folder = self.folder / MODEL
-        if not (folder / "config.json").exists():
-            raise CpuftError(f"{self.folder} has no model: give a run that has ended and had no --no-save-model")
-        try:
+        folder = find_model_folder(str(self.folder))
+        with requires("train", "a model needs torch and transformers"):
             import transformers
 
             from cpuft.train.model import load_weights
-        except ImportError as error:
-            raise CpuftError(f"a model needs {error.name}: {install_command('train')}") from None
         try:
             names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
             read = getattr(transformers, names[0]).from_pretrained
@@ -406,10 +402,8 @@ def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
     With a function of a module that is not in site-packages goes what it uses of that module: hosts need no copy of it.
     """
-    try:
+    with requires("train", "a function needs cloudpickle"):
         import cloudpickle
-    except ImportError:
-        raise CpuftError(f"a function needs cloudpickle: {install_command('train')}") from None
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     by_value = module if module and _is_local(module) else None
     if by_value:

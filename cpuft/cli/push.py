@@ -12,7 +12,7 @@ import click
 
 from cpuft.cli.common import find_model_folder, say
 from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs
-from cpuft.errors import CpuftError, counted, install_command
+from cpuft.errors import CpuftError, counted, requires
 from cpuft.model_files import NORMALIZE_FOLDER, POOLING_FOLDER, SENTENCE_TRANSFORMERS_FILES, TOKENIZER_FILES
 from cpuft.secret_variables import mask_secrets
 from cpuft.serialization import load, parse_json
@@ -122,15 +122,11 @@ def _describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
 
 def _upload_files(upload: Upload, name: str, public: bool) -> str:
     """Make the repository if necessary, upload the files in one commit, and return the address of the model."""
-    try:
+    with requires("hub", "cpuft push needs huggingface_hub, which is not installed"):
         import huggingface_hub
         from huggingface_hub import constants
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
         from huggingface_hub.utils import get_session
-    except ImportError:
-        raise CpuftError(
-            f"cpuft push needs huggingface_hub, which is not installed: {install_command('hub')}"
-        ) from None
     if constants.HF_HUB_OFFLINE:
         raise CpuftError("HF_HUB_OFFLINE forbids asking the Hugging Face hub: unset it to upload the model")
     token = huggingface_hub.get_token()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cpuft.errors import CpuftError, counted, install_command
+from cpuft.errors import CpuftError, counted, requires
 from cpuft.judge.predictions import FILE_NAME, QUERY_KINDS, RunPredictions
 
 if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
@@ -37,13 +37,11 @@ class Differences:
 
 def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
     """Compare the metrics of two runs row by row. Raises CpuftError: their rows are not the same, or are damaged."""
-    try:
+    with requires("train", "predictions are compared with NumPy and SciPy"):
         import numpy as np
 
         from cpuft.judge.resampling import compare
         from cpuft.judge.weighted_metrics import observe, select_split
-    except ImportError:
-        raise CpuftError(f"predictions are compared with NumPy and SciPy: {install_command('train')}") from None
     _refuse_others(a, b)
     try:
         a, b = _sort_rows(a), _sort_rows(b)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.errors import CpuftError, counted, escape_controls, install_command
+from cpuft.errors import CpuftError, counted, escape_controls, requires
 from cpuft.judge.contradictions import MOST_CHARACTERS, find_contradictions
 from cpuft.judge.metrics import LEAST_RELEVANT, measure_rankings
 from cpuft.judge.predictions import FILE_NAME, QUERY_KINDS, RunPredictions
@@ -91,11 +91,9 @@ def list_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
     needed = ("split", "row", *_COLUMNS.get(kind, ("label", "prediction")))
     if missing := next((name for name in needed if name not in columns), ""):
         raise CpuftError(f"{run}/{FILE_NAME} has no column {missing}: fetch or train the run again")
-    try:
+    with requires("train", "errors are found with scikit-learn"):
         rating, ranking = _rate(predictions), rank_labels(predictions)
         contradictions = find_contradictions(predictions, rating.wrong)
-    except ImportError:
-        raise CpuftError(f"errors are found with scikit-learn: {install_command('train')}") from None
     suspects = ranking.order[: ranking.count].tolist() if ranking else []
     is_suspect = frozenset(suspects).__contains__
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuft.errors import CpuftError, counted, install_command
+from cpuft.errors import CpuftError, counted, requires
 from cpuft.files import write_text
 from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
@@ -76,10 +76,8 @@ def write_page(
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
     """Write a page of what `make_parts` returns; return `path`. Raises CpuftError: a file that is no page is there."""
-    try:
+    with requires("plot", "a page needs matplotlib and Jinja2"):
         from jinja2 import Environment, StrictUndefined
-    except ImportError:
-        raise CpuftError(f"a page needs matplotlib and Jinja2: {install_command('plot')}") from None
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     if path.exists() and _OURS not in path.read_bytes():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import requires
 from cpuft.files import write_atomically
 from cpuft.record import STEP_PHASES, Measurement, Record, drop_warm_up, parse_measurements
 from cpuft.report.comparison import MISSING_TIME, Comparison
@@ -83,18 +83,11 @@ def _colour(number: int) -> str:
     return _INK if number < 0 else f"#0102f{number % COLOURS:x}"
 
 
-def _import_matplotlib(problem: str) -> Any:
-    try:
-        import matplotlib.figure
-    except ImportError:
-        raise CpuftError(f"{problem}: {install_command('plot')}") from None
-    return matplotlib
-
-
 @contextmanager
 def _figure(name: str, height: float, found: list[str]) -> Iterator[Any]:
     """Yield a matplotlib axis to draw in, and append the figure to `found` as SVG."""
-    matplotlib = _import_matplotlib("a page needs matplotlib and Jinja2")
+    with requires("plot", "a page needs matplotlib and Jinja2"):
+        import matplotlib.figure
     with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
         figure = matplotlib.figure.Figure(figsize=(_WIDTH, height), layout="constrained")
         yield figure
@@ -155,7 +148,8 @@ def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
 
 def make_figure(panels: Sequence[Panel]) -> Any:
     """Return a matplotlib figure of panels side by side, titled by their captions; CpuftError without matplotlib."""
-    matplotlib = _import_matplotlib("a figure needs matplotlib")
+    with requires("plot", "a figure needs matplotlib"):
+        import matplotlib.figure
     settings = {name: value for name, value in _SETTINGS.items() if value != _INK and "svg" not in name}
     with matplotlib.rc_context(settings):
         figure = matplotlib.figure.Figure(figsize=(_WIDTH * len(panels), 3.4), layout="constrained")
@@ -308,7 +302,8 @@ def phases_of(run: Record) -> list[dict[str, float]]:
 
 def write_plot(record: str) -> Path:
     """Plot the record of `cpuft bench comm`; return the SVG beside it. CpuftError without matplotlib or if damaged."""
-    matplotlib = _import_matplotlib("a plot needs matplotlib")
+    with requires("plot", "a plot needs matplotlib"):
+        import matplotlib.figure
     rows = parse_measurements(Path(record).read_text(encoding="utf-8"), record)
     figure = matplotlib.figure.Figure(figsize=(9, 4), layout="constrained")
     time_axes, rate_axes = figure.subplots(1, 2)

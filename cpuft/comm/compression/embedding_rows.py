@@ -169,45 +169,6 @@ def average_rows(
     return result
 
 
-class LateRows:
-    """Averages embedding rows while the next update computes: that update applies the mean.
-
-    The first EXACT_UPDATES updates apply their own mean; in the update after them, the gradient of the embedding is
-    zero. The mean of the last update is not applied. Nothing else may use the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._thread = ProgressThread("embedding rows")
-        self._updates = 0
-        self._rows = torch.empty(0, dtype=torch.int64)
-        self._mean: Future[torch.Tensor] | None = None
-        """The mean of the rows `_rows` that was not applied yet; it may still be under way."""
-
-    def average(self, gradient: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int) -> torch.Tensor:
-        """Start to average the gradient's rows, and write the mean of the update before into the gradient instead.
-
-        It returns the rows that may differ from zero. The thread changes `unsent` until `wait` has returned.
-        """
-        own, rows = gradient.index_select(0, routes.own), [routes.rows]
-        self._updates += 1
-        mean = self._thread.submit(partial(average_rows, own, routes, unsent, self._group, bits))
-        if self._updates <= EXACT_UPDATES:
-            gradient.index_copy_(0, routes.rows, mean.result())
-        else:
-            gradient.index_fill_(0, routes.rows, 0.0)
-            if self._mean is not None:
-                gradient.index_copy_(0, self._rows, self._mean.result())
-                rows.append(self._rows)
-            self._rows, self._mean = routes.rows, mean
-        return _find_rows(rows, len(gradient))
-
-    def wait(self) -> None:
-        """Wait until no message is under way, and raise what the thread raised."""
-        if self._mean is not None:
-            self._mean.result()
-
-
 class RowExchange:
     """Averages the gradient of a model's word embedding over the ranks, instead of DistributedDataParallel.
 
@@ -228,11 +189,14 @@ class RowExchange:
         has_feedback = compression in COMPRESSIONS_WITH_FEEDBACK and (hosts is None or hosts.leaders is not None)
         self._unsent = torch.zeros(embedding.weight.shape) if has_feedback else None
         self._updates = 0
-        self._late: LateRows | None = None
+        self._thread: ProgressThread | None = None
+        """Averages late rows while the next update computes."""
+        self._late: tuple[torch.Tensor, Future[torch.Tensor]] | None = None
+        """Late rows and their mean, which was not applied yet."""
         if has_feedback and hosts is None and COMPRESSION_FACTS[compression].has_late_rows:
-            self._late = LateRows(
-                dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(group, "timeout", None))
-            )
+            self._thread = ProgressThread("embedding rows")
+            # A group of its own, because the thread sends and receives at any time.
+            self._group = dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(group, "timeout", None))
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
@@ -260,16 +224,32 @@ class RowExchange:
             gradient.index_copy_(0, rows, packed.to(gradient.dtype))
         elif self._unsent is not None:
             routes = plan_row_routes(flat, len(gradient), self._group.rank())
-            if self._late is not None:
-                return self._late.average(gradient, routes, self._unsent, self._bits)
             own = gradient.index_select(0, routes.own)
-            mean = average_rows(own, routes, self._unsent, self._group, self._bits)
-            gradient.index_copy_(0, routes.rows, mean)
+            average = partial(average_rows, own, routes, self._unsent, self._group, self._bits)
+            if self._thread is not None:
+                return self._apply_late(gradient, routes.rows, self._thread.submit(average))
+            gradient.index_copy_(0, routes.rows, average())
         else:
             packed = to_wire_type(gradient.index_select(0, rows), self._compression).div_(self._group.size())
             dist.all_reduce(packed, group=self._group)
             gradient.index_copy_(0, rows, packed.to(gradient.dtype))
         return rows
+
+    def _apply_late(self, gradient: torch.Tensor, rows: torch.Tensor, mean: Future[torch.Tensor]) -> torch.Tensor:
+        """Write the mean of the update before into the gradient; return the rows that may differ from zero.
+
+        The first EXACT_UPDATES updates apply their own mean; in the update after them, the gradient is zero. The mean
+        of the last update is not applied.
+        """
+        if self._updates <= EXACT_UPDATES:
+            gradient.index_copy_(0, rows, mean.result())
+            return _find_rows([rows], len(gradient))
+        gradient.index_fill_(0, rows, 0.0)
+        before, self._late = self._late, (rows, mean)
+        if before is None:
+            return _find_rows([rows], len(gradient))
+        gradient.index_copy_(0, before[0], before[1].result())
+        return _find_rows([rows, before[0]], len(gradient))
 
     def _average_on_leaders(
         self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, leaders: dist.ProcessGroup
@@ -285,7 +265,7 @@ class RowExchange:
     def wait(self) -> None:
         """Wait until no message of this rank is under way; the next update still applies that mean."""
         if self._late is not None:
-            self._late.wait()
+            self._late[1].result()
 
     def clear(self) -> None:
         """Set the weight's gradient to None, so that the backward pass need not add to zeros."""
