@@ -102,7 +102,8 @@ def _average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
     names = MISSING_TIME if all(one.parts for one in found) else ()
     numbers = ((one.samples_per_second, one.efficiency, one.step_seconds, one.ideal_seconds) for one in found)
     parts = {name: statistics.fmean(one.parts[name] for one in found) for name in names}
-    return IdealComparison(*map(statistics.fmean, zip(*numbers)), parts)
+    rate, efficiency, step, ideal = map(statistics.fmean, zip(*numbers))
+    return IdealComparison(rate, efficiency, step, ideal, parts)
 
 
 def _describe_ideal(label: str, against: IdealComparison) -> str:
