@@ -45,7 +45,7 @@ def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket
     """Average a bucket, sent as bf16 or fp16: DDP refuses torch's bf16_compress_hook where there is no NCCL."""
     buffer = bucket.buffer()
     # Gradients are divided first, so that the sum over many ranks does not overflow in fp16.
-    rounded = buffer.to(dtype).div_(group.size())  # the buffer itself if it has that type already
+    rounded = divide(buffer.to(dtype), group.size())  # the buffer itself if it has that type already
     work = dist.all_reduce(rounded, group=group, async_op=True)
     assert work is not None
     future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
@@ -55,6 +55,11 @@ def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket
         return buffer if summed is buffer else buffer.copy_(summed)
 
     return future.then(write_back)
+
+
+def divide(gradients: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Divide gradients in place; by a power of two as a product, with the same bits in three quarters of the time."""
+    return gradients.div_(ranks) if ranks & (ranks - 1) else gradients.mul_(1 / ranks)
 
 
 def _count(parameters: Sequence[torch.Tensor]) -> int:
