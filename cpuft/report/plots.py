@@ -307,8 +307,10 @@ def write_plot(record: str) -> Path:
     rows = parse_measurements(Path(record).read_text(encoding="utf-8"), record)
     figure = matplotlib.figure.Figure(figsize=(9, 4), layout="constrained")
     time_axes, rate_axes = figure.subplots(1, 2)
-    for label in sorted({_label(row) for row in rows}):
-        own = sorted((row for row in rows if _label(row) == label), key=lambda row: row.nbytes)
+    by_label: dict[str, list[Measurement]] = {}
+    for row in sorted(rows, key=lambda row: (row.backend, row.operation, row.dtype, row.nbytes)):
+        by_label.setdefault(f"{row.backend} {row.operation} {row.dtype}", []).append(row)
+    for label, own in by_label.items():
         sizes = [row.nbytes for row in own]
         time_axes.plot(sizes, [1e3 * row.median_seconds for row in own], marker="o", label=label)
         rate_axes.plot(sizes, [row.bus_bytes_per_second / 1e9 for row in own], marker="o", label=label)
@@ -319,7 +321,3 @@ def write_plot(record: str) -> Path:
     with write_atomically(path) as beside:
         figure.savefig(beside, format="svg")
     return path
-
-
-def _label(row: Measurement) -> str:
-    return f"{row.backend} {row.operation} {row.dtype}"

@@ -34,6 +34,7 @@ _TYPES = {
 }
 _REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3}
 _HEADER_BYTES = 16
+_pointer, _size = ctypes.c_void_p, ctypes.c_size_t
 _SLACK_MICROSECONDS = 500
 """How late a sleeping oneCCL worker that shares its core may wake up; Linux' default is 50."""
 
@@ -224,11 +225,3 @@ class CclBackend(Backend):
     def _check(self, failed: int) -> None:
         if failed:
             raise RuntimeError(f"oneCCL: {self._library.cpuft_ccl_error().decode()}")
-
-
-def _pointer(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
-
-
-def _size(number: int) -> ctypes.c_size_t:
-    return ctypes.c_size_t(number)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,23 +114,6 @@ def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups |
     return HostGroups(sums, copies, leaders if group.rank() == leader else None, leader, size, timeout)
 
 
-class _HostBucket:
-    """A DDP bucket whose numbers are the mean of a host's ranks, for the code that averages buckets between hosts."""
-
-    def __init__(self, bucket: Any, numbers: torch.Tensor) -> None:
-        self._bucket, self._numbers = bucket, numbers
-
-    def parameters(self) -> list[torch.Tensor]:
-        parameters: list[torch.Tensor] = self._bucket.parameters()
-        return parameters
-
-    def buffer(self) -> torch.Tensor:
-        return self._numbers
-
-    def is_last(self) -> bool:
-        return bool(self._bucket.is_last())
-
-
 @dataclass(eq=False)
 class _BucketUnderWay:
     bucket: Any
@@ -174,7 +158,12 @@ class HierarchicalReducer:
             one.added.wait()
             if self._reduce_between_hosts is not None:
                 one.numbers.div_(self._hosts.sums.size())
-                one.mean = self._reduce_between_hosts(_HostBucket(one.bucket, one.numbers))
+                # A bucket of the host's mean, with the methods of DDP's buckets that are used between hosts.
+                bucket = one.bucket
+                between = SimpleNamespace(
+                    parameters=bucket.parameters, buffer=lambda: one.numbers, is_last=bucket.is_last
+                )
+                one.mean = self._reduce_between_hosts(between)
         except Exception as error:  # whoever waits for the futures raises it
             self._fail_all(error)
         else:
