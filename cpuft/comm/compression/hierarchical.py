@@ -158,12 +158,10 @@ class HierarchicalReducer:
             one.added.wait()
             if self._reduce_between_hosts is not None:
                 one.numbers.div_(self._hosts.sums.size())
-                # A bucket of the host's mean, with the methods of DDP's buckets that are used between hosts.
-                bucket = one.bucket
-                between = SimpleNamespace(
-                    parameters=bucket.parameters, buffer=lambda: one.numbers, is_last=bucket.is_last
-                )
-                one.mean = self._reduce_between_hosts(between)
+                # What is used between hosts of a DDP bucket, with the mean of this host's ranks.
+                parameters, is_last = one.bucket.parameters, one.bucket.is_last
+                bucket = SimpleNamespace(parameters=parameters, buffer=lambda: one.numbers, is_last=is_last)
+                one.mean = self._reduce_between_hosts(bucket)
         except Exception as error:  # whoever waits for the futures raises it
             self._fail_all(error)
         else:
