@@ -19,22 +19,11 @@ from cpuft.comm.backends.base import GroupMembership
 
 Tensors = list[torch.Tensor]
 
-_REDUCTION_NAMES = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
-
 
 def reduction_name(operation: object) -> str:
-    """Return a torch ReduceOp's name: sum, avg, product, min, max, band, bor, bxor; NotImplementedError for others."""
-    for known, name in _REDUCTION_NAMES.items():
-        if operation == known:
+    """Return the name of a ReduceOp that not only NCCL has, in lower case; NotImplementedError for others."""
+    for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor"):
+        if operation == getattr(dist.ReduceOp, name.upper()):
             return name
     raise NotImplementedError(f"{operation} exists in NCCL only: scale the tensor and use ReduceOp.SUM")
 

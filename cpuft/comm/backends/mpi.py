@@ -148,15 +148,8 @@ class MpiBackend(Backend):
         # Over a network a message takes longer than a sleep; in the shared memory of one host it does not.
         self._sleeps_while_waiting = place.local_size < place.size
         self._types = _datatypes()
-        self._operations = {
-            "sum": mpi.SUM,
-            "product": mpi.PROD,
-            "min": mpi.MIN,
-            "max": mpi.MAX,
-            "band": mpi.BAND,
-            "bor": mpi.BOR,
-            "bxor": mpi.BXOR,
-        }
+        names = ("sum", "min", "max", "band", "bor", "bxor")
+        self._operations = {name: getattr(mpi, name.upper()) for name in names} | {"product": mpi.PROD}
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
         """Return true for integers and, but for bitwise reductions, floats; 16-bit ones if MPI sums them correctly."""
