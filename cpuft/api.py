@@ -259,7 +259,10 @@ def launch(
             raise CpuftError(
                 "args and kwargs are the arguments of a function: give the function first, or leave them out"
             )
-        return _launch_training(_options_of(target) | options)
+        values = parse_options(_options_of(target) | options, LaunchConfig, TrainConfig, ResumeConfig)
+        configs = pick(LaunchConfig, values), pick(TrainConfig, values), ScriptConfig()
+        request = LaunchRequest(*configs, (), values.get("resume", ""), frozenset(values), choose_progress())
+        return Run(Path(_execute(request).run_dir))
 
 
 def compare(
@@ -360,13 +363,6 @@ def _refuse_options(options: Iterable[str], refused: Collection[str], reason: st
     for name in options:
         if name in refused:
             raise CpuftError(f"{name} {reason}: leave it out")
-
-
-def _launch_training(options: Mapping[str, Any]) -> Run:
-    values = parse_options(options, LaunchConfig, TrainConfig, ResumeConfig)
-    configs = pick(LaunchConfig, values), pick(TrainConfig, values), ScriptConfig()
-    request = LaunchRequest(*configs, (), values.get("resume", ""), frozenset(values), choose_progress())
-    return Run(Path(_execute(request).run_dir))
 
 
 def _launch_function(

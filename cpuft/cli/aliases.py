@@ -36,12 +36,8 @@ def read_aliases() -> tuple[Alias, ...]:
     return tuple(Alias(ours.strip("-") and ours, *rest) for ours, *rest in parts)
 
 
-def _find_alias(name: str) -> Alias | None:
-    """Return the first line with this option of another tool; dashes and underscores are the same in names."""
-    return next((alias for alias in read_aliases() if _dashed(name) in map(_dashed, alias.names(*TOOLS))), None)
-
-
 def _dashed(name: str) -> str:
+    """Return an option in a form in which dashes and underscores are the same."""
     return name[:2] + name[2:].replace("_", "-")
 
 
@@ -57,7 +53,8 @@ def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bo
     replaced: list[str] = []
     left_out: list[tuple[str, str]] = []
     for name in dict.fromkeys(text.partition("=")[0] for text in arguments[:place]):
-        alias = _find_alias(name) if name not in flags else None
+        known = (alias for alias in read_aliases() if _dashed(name) in map(_dashed, alias.names(*TOOLS)))
+        alias = next(known, None) if name not in flags else None
         if alias and alias.ours.partition(" ")[0] in {*flags, ""}:
             why = f" ({alias.why})" if alias.why else ""
             if alias.ours:

@@ -82,16 +82,12 @@ def _list_upload(folder: Path) -> Upload:
     for path in sorted(folder.iterdir()):
         has_settings = path.name in (POOLING_FOLDER, NORMALIZE_FOLDER) and path.is_dir() and not path.is_symlink()
         paths += sorted(path.iterdir()) if has_settings else [path]
-    names = [str(path.relative_to(folder)) for path in paths]
-    files = tuple(name for name in names if _may_be_uploaded(folder, name))
+    regular = {str(path.relative_to(folder)): path.is_file() and not path.is_symlink() for path in paths}
+    names = list(regular)
+    files = tuple(name for name in names if regular[name] and any(fnmatchcase(name, one) for one in _FILES))
     if not any(name.endswith(".safetensors") for name in files):
         raise CpuftError(f"{folder} holds no weights (*.safetensors): give the folder of a finished run")
     return Upload(folder, files, tuple(name for name in names if name not in files))
-
-
-def _may_be_uploaded(folder: Path, name: str) -> bool:
-    is_known = any(fnmatchcase(name, pattern) for pattern in _FILES)
-    return is_known and (folder / name).is_file() and not (folder / name).is_symlink()
 
 
 def _check_base_model(folder: Path) -> None:

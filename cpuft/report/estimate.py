@@ -247,7 +247,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
                 f"{record.path} was resumed on {line.world_size} ranks after update {line.step}: an estimate needs a "
                 "run on one rank"
             )
-    every = header.options.get("sync_every", 1)
+    epochs, every = header.options.get("epochs"), header.options.get("sync_every", 1)
     if type(every) is int and every > 1:
         raise CpuftError(
             f"{record.path} ran with --sync-every {every}, and an estimate is for ranks that exchange gradients in "
@@ -268,7 +268,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         statistics.mean(line.update_seconds for line in of_steps),
         statistics.stdev(seconds) / math.sqrt(len(seconds)),
         statistics.mean(line.samples for line in steady),
-        _count_examples(record),
+        round(header.examples * epochs) if isinstance(epochs, (int, float)) else header.examples,
         find_cores(record),
         _find_levels(record, compression),
         header.gradient_sizes.parameters,
@@ -301,12 +301,6 @@ def _count_gathered_bytes(record: Record) -> float:
     words = header.parameters - header.gradient_sizes.parameters if header.gradient_sizes.embedding_row else 0
     # Embeddings have 4 bytes per weight in any case.
     return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.gradient_sizes.parameters + 4.0 * words
-
-
-def _count_examples(record: Record) -> int:
-    """Return the examples of all epochs, even if the run was limited to fewer updates."""
-    epochs = record.header.options.get("epochs")  # records of older versions may lack it
-    return round(record.header.examples * epochs) if isinstance(epochs, (int, float)) else record.header.examples
 
 
 def _find_levels(record: Record, compression: str) -> tuple[str, ...]:

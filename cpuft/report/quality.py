@@ -82,7 +82,9 @@ def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | Non
 def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> Quality:
     """Compare the predictions of two runs, whose speed cannot be compared if that is `refused`."""
     differences = difference.compare_predictions(read_run_predictions(a), read_run_predictions(b))
-    notes = [difference.describe_better(differences), _describe_refusal(refused), _describe_changes(a, b)]
+    changes = [f"{name} ({values})" for name, values in list_settings([a, b])[0]]
+    changed = f"A and B differ in {', '.join(changes)}" if changes else "A and B have the same options"
+    notes = [difference.describe_better(differences), _describe_refusal(refused), changed]
     if len(differences.found) > 1:
         notes.append(
             f"the verdict is about {differences.first.metric.replace('_', ' ')}, the first metric; one of several "
@@ -100,9 +102,3 @@ def _describe_refusal(refused: CpuftError | None) -> str:
     if isinstance(refused, OtherJobError):
         return "speed is not compared, because the runs are not the same job"
     return f"speed is not compared: {refused}" if refused else ""
-
-
-def _describe_changes(a: Record, b: Record) -> str:
-    """Return in which options two runs differ."""
-    listed = [f"{name} ({values})" for name, values in list_settings([a, b])[0]]
-    return f"A and B differ in {', '.join(listed)}" if listed else "A and B have the same options"

@@ -248,9 +248,9 @@ class BlockReducer:
         oldest = self._sent[0]
         oldest.mean.average_share()
         # `reduce` reads these entries in the next update, after the futures of this one are complete.
-        self._unsent.update(
-            zip(oldest.bucket.parameters(), split_by_parameter(oldest.mean.error, oldest.bucket), strict=True)
-        )
+        parameters = oldest.bucket.parameters()
+        errors = torch.split(oldest.mean.error, [parameter.numel() for parameter in parameters])
+        self._unsent.update(zip(parameters, errors, strict=True))
         self._averaged.append(self._sent.pop(0))
 
     def _finish_oldest(self) -> None:
@@ -276,8 +276,3 @@ class BlockReducer:
             return found[0].as_strided((bucket.buffer().numel(),), (1,))
         sizes = [parameter.numel() for parameter in bucket.parameters()]
         return torch.cat([torch.zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)])
-
-
-def split_by_parameter(numbers: torch.Tensor, bucket: GradBucket) -> tuple[torch.Tensor, ...]:
-    """Return one-dimensional views of a bucket's numbers, one for each of its parameters."""
-    return torch.split(numbers, [parameter.numel() for parameter in bucket.parameters()])
