@@ -85,7 +85,7 @@ def hash_sources(*more: str) -> str:
 
 
 def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> None:
-    """Compile the kernels into the file `library`, with `options` such as -march=native in addition to FLAGS."""
+    """Compile the kernels into the file `library`, with `options` beside FLAGS; CpuftError: the compiler fails."""
     _run(compiler, [*options, *FLAGS, str(SOURCES[0]), "-o", str(library)])
 
 

@@ -69,7 +69,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_folder_atomically(folder: Path) -> Iterator[Path]:
-    """Yield the path of an empty folder beside `folder`, which becomes `folder` if the block raises nothing."""
+    """Yield an empty folder that becomes `folder` if the block raises nothing; CpuftError: something is there."""
     refuse_filled(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def remove_command(root: str, *paths: str) -> tuple[str, ...]:
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/cpuft, else ~/.cache/cpuft, or a folder in /var/tmp if the home cannot be written."""
+    """Return $XDG_CACHE_HOME/cpuft (CpuftError: a relative path), else ~/.cache/cpuft, or a folder in /var/tmp."""
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
     if not os.path.isabs(home):
         raise CpuftError(f"the cache folder {home} is a relative path: {_ELSEWHERE}")
@@ -189,7 +189,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def make_private_folder(folder: Path, advice: str) -> Path:
-    """Make a folder of mode 700, or give this mode to one that only this user can write to, and return it."""
+    """Make a folder of mode 700, or give one this mode; CpuftError: it cannot be made, or others may write to it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):

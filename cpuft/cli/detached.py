@@ -79,7 +79,7 @@ def move(
     """Move a planned command to its head host, or print the plan of that; return the exit code.
 
     `values` are those of all options of the verb, `there` is what the command does on the head host, whose Python must
-    have `packages` besides cpuft.
+    have `packages` besides cpuft. CpuftError: the head host cannot run it.
     """
     from cpuft.launch.detached import (
         Detached,

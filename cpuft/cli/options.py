@@ -283,7 +283,7 @@ class Verbs(click.Group):
 
 
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
-    """Return the option values of a YAML file as click's default_map: texts by option name, not checked yet."""
+    """Return the options in a YAML file as texts by name, not checked yet; CpuftError: it is not such a file."""
     values = _read_mapping(path)
     flags = {flag for name in known for flag in (f"--{name}", format_flag(name), format_flag(name, False))}
     if suggestion := suggest_options([f"--{key}" for key in values], flags):

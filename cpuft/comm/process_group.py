@@ -150,31 +150,26 @@ class QueuedWork(dist.Work):
     _source_rank = source_rank
 
 
-class CoalescedWork(dist.Work):
-    """The Work of several operations that were launched together."""
+class _CoalescedWork(dist.Work):
+    """The Work of several operations that were launched together; its future has one flat list of all outputs."""
 
     def __init__(self, works: Sequence[QueuedWork]) -> None:
         super().__init__()
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all are done, or raise the error of the first one in launch order that has failed."""
         return all(work.wait() for work in self._works)
 
     def synchronize(self) -> None:
-        """Do what `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all operations have succeeded or failed."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether all operations have succeeded; False while one is not done."""
         return all(work.is_success() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of one flat list of all output tensors. Its value() raises an operation's error."""
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(lambda done: [tensor for one in done.value() for tensor in flatten(one.value())])
 
@@ -260,9 +255,9 @@ class CollectiveGroup(WatchedGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> CoalescedWork:
+    def _end_coalescing(self, device: torch.device) -> _CoalescedWork:
         works, self._coalesced = self._coalesced or [], None
-        return CoalescedWork(works)
+        return _CoalescedWork(works)
 
     def _launch(
         self,

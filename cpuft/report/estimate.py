@@ -73,7 +73,7 @@ def _parse_words(words: list[str]) -> InstanceType:
 
 
 def find_instance(name: str, path: str = "") -> InstanceType:
-    """Return the type of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty."""
+    """Return the type of this name from the CSV table at `path`, or from cpuft's own; CpuftError: it is not there."""
     table = path or str(TABLE)
     found = parse_instance_types(read_given_text(table, "--instances", f"give a CSV file like {TABLE}"), table)
     if name not in found:
@@ -342,7 +342,7 @@ def scale_cores(job: Job, cores: float, ranks_per_host: int = 1) -> Job:
 def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
     """Return the network that fits measured all-reduces best, by least squares of relative errors.
 
-    Of several backends, the one with the highest rate counts. The CPU cost per byte is that of the largest message.
+    Of several backends, the one with the highest rate counts. CpuftError: the type `sent_as` is not there in two sizes.
     """
     dtype = "float32" if sent_as == "none" else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]

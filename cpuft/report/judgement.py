@@ -25,7 +25,7 @@ def has_predictions(record: Record) -> bool:
 
 
 def read_run_predictions(record: Record) -> RunPredictions:
-    """Read the predictions of a run. Raises CpuftError, too, if they are not those whose metrics the record has."""
+    """Read the predictions of a run; CpuftError: there are none, or not those whose metrics the record has."""
     predictions = read_predictions(str(Path(record.path).parent))
     if str(predictions.about.metrics) != str(record.metrics):
         raise CpuftError(
@@ -36,7 +36,7 @@ def read_run_predictions(record: Record) -> RunPredictions:
 
 
 def judge_record(record: Record) -> Judgement | None:
-    """Return what the predictions of a run say about its model; None if the run has none."""
+    """Return what a run's predictions say about its model, None without any; CpuftError: they cannot be judged."""
     if not has_predictions(record):
         return None
     predictions = read_run_predictions(record)

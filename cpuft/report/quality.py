@@ -69,7 +69,7 @@ def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | Non
     except CpuftError as error:
         refused = error
     try:
-        quality = compare_quality(a, b, refused)
+        quality = _compare_quality(a, b, refused)
     except CpuftError as error:
         if refused:
             raise CpuftError(
@@ -79,8 +79,8 @@ def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | Non
     return comparison, quality, problem
 
 
-def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> Quality:
-    """Compare the predictions of two runs, whose speed cannot be compared if that is `refused`."""
+def _compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> Quality:
+    """Compare the predictions of two runs; CpuftError: they do not fit. `refused`: why speeds are not compared."""
     differences = difference.compare_predictions(read_run_predictions(a), read_run_predictions(b))
     changes = [f"{name} ({values})" for name, values in list_settings([a, b])[0]]
     changed = f"A and B differ in {', '.join(changes)}" if changes else "A and B have the same options"

@@ -63,7 +63,7 @@ def _preload(name: str, distribution: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """Load oneCCL once, and return the shim, the library of C functions `cpuft_ccl_*`.
+    """Load oneCCL once, and return the shim, the library of C functions `cpuft_ccl_*`; CpuftError: one is missing.
 
     It sets those variables of `worker_settings` in os.environ that are not set yet.
     """

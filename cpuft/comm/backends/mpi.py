@@ -47,7 +47,7 @@ def half_precision_handles(library: str) -> dict[torch.dtype, int]:
 
 @functools.lru_cache(maxsize=1)
 def load() -> Any:
-    """Initialize MPI with MPI_THREAD_MULTIPLE once, and return the module mpi4py.MPI."""
+    """Initialize MPI with MPI_THREAD_MULTIPLE once, and return mpi4py.MPI; CpuftError: that is not installed."""
     try:
         import mpi4py
 

@@ -91,7 +91,7 @@ class RowRoutes:
 
 
 def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> RowRoutes:
-    """Return what a rank sends and receives, given each rank's token ids: int64, one-dimensional, with repetitions."""
+    """Return what a rank sends and receives, given the token ids of each rank, int64; IndexError: one is too large."""
     ranks, flat = len(tokens), torch.cat(list(tokens))
     rows = _find_rows([flat], vocabulary)
     own = torch.unique(tokens[rank])

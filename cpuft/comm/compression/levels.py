@@ -56,7 +56,7 @@ def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link:
 def choose_level(
     levels: Sequence[CompressionLevel], compute_seconds: float, link: LinkModel
 ) -> tuple[CompressionLevel, str]:
-    """Return the first of `levels`, exact ones first, that is as fast as the fastest within 2 %, and the reason."""
+    """Return the first of `levels` that is as fast as the fastest within 2 %, and why; CpuftError: there are none."""
     if not levels:
         raise CpuftError("there is no gradient compression to choose from: give one with --grad-compression")
     seconds = [estimate_step_seconds(level, compute_seconds, link) for level in levels]
