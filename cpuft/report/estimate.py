@@ -493,21 +493,6 @@ def _format_rate(bits_per_second: float) -> str:
     return f"{rounded / 1e9:g} Gbit/s" if rounded >= 1e9 else f"{rounded / 1e6:g} Mbit/s"
 
 
-COLUMNS = (
-    "hosts",
-    "step ms",
-    "samples/s",
-    "at least",
-    "at most",
-    "efficiency",
-    "waiting",
-    "CPU for network",
-    "gradients as",
-    "hours",
-    "price",
-)
-
-
 def describe_job(job: Job, network: Network, source: str) -> list[str]:
     """Return three notes that say what an estimate is made from: the recorded step, the network, and the scaling."""
     whole, words = job.sent_numbers(2, "none")
@@ -529,23 +514,24 @@ def format_estimates(estimates: Sequence[Estimate], notes: Sequence[str], title:
         f"worth it: up to {counted(worth, 'host')}; the hosts that were added last do at least half of what they would "
         "do alone."
     )
-    return format_table(COLUMNS, [_format_row(one) for one in estimates], title, [verdict, *notes])
+    rows = [_make_cells(one) for one in estimates]
+    return format_table([*rows[0]], [[*cells.values()] for cells in rows], title, [verdict, *notes])
 
 
-def _format_row(one: Estimate) -> list[str]:
-    return [
-        str(one.hosts),
-        f"{one.step_seconds * 1e3:.0f}",
-        f"{one.samples_per_second:.1f}",
-        f"{one.least:.1f}",
-        f"{one.most:.1f}",
-        f"{one.efficiency:.0%}",
-        f"{one.waited_seconds / one.step_seconds:.0%}",
-        f"{one.taken_seconds / one.step_seconds:.0%}",
-        one.sent_as if one.hosts > 1 else "-",
-        f"{one.train_seconds / 3600:.3g}",
-        f"{one.price:.3g}" if one.price else "-",
-    ]
+def _make_cells(one: Estimate) -> dict[str, str]:
+    return {
+        "hosts": str(one.hosts),
+        "step ms": f"{one.step_seconds * 1e3:.0f}",
+        "samples/s": f"{one.samples_per_second:.1f}",
+        "at least": f"{one.least:.1f}",
+        "at most": f"{one.most:.1f}",
+        "efficiency": f"{one.efficiency:.0%}",
+        "waiting": f"{one.waited_seconds / one.step_seconds:.0%}",
+        "CPU for network": f"{one.taken_seconds / one.step_seconds:.0%}",
+        "gradients as": one.sent_as if one.hosts > 1 else "-",
+        "hours": f"{one.train_seconds / 3600:.3g}",
+        "price": f"{one.price:.3g}" if one.price else "-",
+    }
 
 
 def estimates_to_json(

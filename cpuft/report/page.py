@@ -110,13 +110,11 @@ def describe(
     speed = list[tuple[str, str]]()
     if comparison:
         speed = [*plots.draw_speedup(comparison, predictions), *plots.draw_missing_time(comparison)]
-        parts = {
+        parts: dict[str, Any] = {
             "title": tables.format_title(comparison),
             "verdict": tables.format_verdict(comparison),
-            "columns": tables.table_columns(comparison),
-            "rows": tables.table_rows(comparison),
-            "seed_columns": tables.seed_columns(comparison),
-            "seed_rows": tables.seed_rows(comparison),
+            **dict(zip(("columns", "rows"), tables.make_table(comparison))),
+            **dict(zip(("seed_columns", "seed_rows"), tables.make_seed_table(comparison))),
             "notes": comparison.notes,
             "quality": quality,
         }
