@@ -46,7 +46,8 @@ def describe_judgement(judgement: Judgement, is_run: bool = True) -> list[str]:
         missed = [one for one in worst if one.mistaken]
         lines += ["; ".join(map(_describe_mistake, missed))] if missed else []
     elif len(classes) > 1 and any(one.rows != one.predicted or _count_missed(one) for one in classes):
-        lines += align_texts([_class_columns(judgement), *(_list_cells(judgement, one) for one in worst[:_MOST_LINES])])
+        rows = [_list_cells(judgement, one) for one in worst[:_MOST_LINES]]
+        lines += align_texts([[*rows[0]], *([*cells.values()] for cells in rows)])
         if more := len(classes) - _MOST_LINES:
             lines += [f"and {more} more{', which cpuft report shows' * is_run}"] if more > 0 else []
         if worst[0].mistaken and judgement.kind == "class":
@@ -112,21 +113,16 @@ def align_texts(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in align([[*row[:-1], f"{row[-1]:<{width}}"] for row in rows])]
 
 
-def _class_columns(judgement: Judgement) -> list[str]:
-    what = {"entities": "entity"}.get(judgement.unit, "tag" if judgement.unit == "words" else "class")
-    last = [] if judgement.kind == "labels" else ["most often mistaken for"]
-    return [what, judgement.unit, "predicted", "precision", "recall", "F1", *last]
-
-
-def _list_cells(judgement: Judgement, one: ClassScore) -> list[str]:
-    mistaken = f"{_shorten(one.mistaken_for)} ({one.mistaken:,})" if one.mistaken else "-"
-    return [
-        _shorten(one.name),
-        f"{one.rows:,}",
-        f"{one.predicted:,}",
-        *map(_format, (one.precision, one.recall, one.f1.value)),
-        *([] if judgement.kind == "labels" else [mistaken]),
-    ]
+def _list_cells(judgement: Judgement, one: ClassScore, has_interval: bool = False) -> dict[str, str]:
+    what = {"entities": "entity", "words": "tag"}.get(judgement.unit, "class")
+    cells = {what: _shorten(one.name), judgement.unit: f"{one.rows:,}", "predicted": f"{one.predicted:,}"}
+    cells |= {"precision": _format(one.precision), "recall": _format(one.recall), "F1": _format(one.f1.value)}
+    if has_interval:
+        cells["95 % interval of F1"] = _format_interval(one.f1)
+    if judgement.kind != "labels":
+        mistaken = f"{_shorten(one.mistaken_for)} ({one.mistaken:,})" if one.mistaken else "-"
+        cells["most often mistaken for"] = mistaken
+    return cells
 
 
 def list_tables(judgement: Judgement, most: int = 50) -> list[JudgementTable]:
@@ -176,11 +172,9 @@ def _tabulate_classes(judgement: Judgement, most: int) -> JudgementTable:
     if len(classes) > most:
         text += f" These are the {most} of {len(classes):,} classes with the most mistakes."
         classes = sorted(classes, key=_count_missed, reverse=True)[:most]
-    columns, rows = _class_columns(judgement), [_list_cells(judgement, one) for one in classes]
-    if any(math.isfinite(one.f1.low) for one in classes):
-        columns = [*columns[:6], "95 % interval of F1", *columns[6:]]
-        rows = [[*row[:6], _format_interval(one.f1), *row[6:]] for row, one in zip(rows, classes)]
-    return JudgementTable("Each class", text, columns, rows)
+    has_interval = any(math.isfinite(one.f1.low) for one in classes)
+    rows = [_list_cells(judgement, one, has_interval) for one in classes]
+    return JudgementTable("Each class", text, [*rows[0]], [[*cells.values()] for cells in rows])
 
 
 def _tabulate_confusions(judgement: Judgement) -> JudgementTable:
