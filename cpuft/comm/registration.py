@@ -76,27 +76,17 @@ def register_backends() -> None:
     for entry in BACKENDS.values():
         creator = functools.partial(_make_group, entry)
         dist.Backend.register_backend(entry.torch_name, creator, extended_api=True, devices=["cpu"])
-    _redirect_torch()
+    _redirect_timeouts(importlib.import_module("torch.distributed.distributed_c10d"))
+    if not dist.is_mpi_available():
+        _redirect_mpi(dist.Backend.__new__)
 
 
 def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
     is_world = not options.global_ranks_in_group
-    membership = GroupMembership(
-        label="the world" if is_world else f"group {options.group_id}",
-        rank=options.group_rank,
-        ranks=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
-        is_world=is_world,
-    )
-    return entry.make_group(
-        membership, options.store, choose_seconds(TIMEOUT_VARIABLE, options.timeout.total_seconds())
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def _redirect_torch() -> None:
-    _redirect_timeouts(importlib.import_module("torch.distributed.distributed_c10d"))
-    if not dist.is_mpi_available():
-        _redirect_mpi(dist.Backend.__new__)
+    label = "the world" if is_world else f"group {options.group_id}"
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    timeout = choose_seconds(TIMEOUT_VARIABLE, options.timeout.total_seconds())
+    return entry.make_group(GroupMembership(label, options.group_rank, ranks, is_world), options.store, timeout)
 
 
 def _redirect_mpi(original: Callable[..., str]) -> None:

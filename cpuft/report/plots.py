@@ -233,8 +233,7 @@ def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
 
 def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
     """Return the panels with the loss, and then with the first two metrics, over time and over examples."""
-    panels = []
-    labels = label_runs(runs)
+    panels, labels = [], label_runs(runs)
     seconds = [[0.0, *itertools.accumulate(line.step_seconds for line in run.steps)] for run in runs]
     samples = [[0.0, *itertools.accumulate(float(line.samples) for line in run.steps)] for run in runs]
     losses = [thin([line.loss for line in run.steps]) for run in runs]
