@@ -8,6 +8,7 @@ import sys
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].partition(".")[0] == "cpuft":
     del sys.path[: 0 if sys.flags.isolated or getattr(sys.flags, "safe_path", False) else 1]
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,28 +30,18 @@ __all__ = [
     "save_state",
 ]
 __version__ = "0.1.0"
+_MODULES = {
+    **dict.fromkeys(("ComparedRuns", "Run", "compare"), "api"),
+    "CpuftError": "errors",
+    "accelerate": "train.fast.acceleration",
+    **dict.fromkeys(("interrupted", "load_state", "save_state"), "train.checkpoint.user_loop"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of the public API when it is first used: the command line starts quickly, without torch."""
-    if name in ("Run", "ComparedRuns", "compare"):
-        from cpuft import api
-
-        return getattr(api, name)
     if name == "launch":  # the package, which can be called
-        import importlib
-
         return importlib.import_module("cpuft.launch")
-    if name == "CpuftError":
-        from cpuft.errors import CpuftError
-
-        return CpuftError
-    if name == "accelerate":
-        from cpuft.train.fast.acceleration import accelerate
-
-        return accelerate
-    if name in ("interrupted", "load_state", "save_state"):
-        from cpuft.train.checkpoint import user_loop
-
-        return getattr(user_loop, name)
-    raise AttributeError(f"module 'cpuft' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'cpuft' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"cpuft.{_MODULES[name]}"), name)

@@ -15,14 +15,15 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from cpuft.cli.common import MODEL, compute_settings
+from cpuft.cli.common import check_hosts, find_model_folder, say
+from cpuft.cli.options import pick
 from cpuft.cli.predict import check_request, is_embedding_task, plan_prediction
 from cpuft.config.compare import CompareConfig
 from cpuft.config.fields import option_names, parse_value
@@ -35,7 +36,7 @@ from cpuft.errors import (
     Interrupted,
     describe_path_error,
     find_full_disk,
-    install_command,
+    requires,
     suggest_names,
 )
 from cpuft.execute import open_memory_file, run_step
@@ -52,7 +53,6 @@ from cpuft.serialization import find_control
 if TYPE_CHECKING:
     from cpuft.report.comparison import Comparison
 
-C = TypeVar("C")
 _CALL_MODULE = "cpuft.train.call_function"
 _SIGINT_CODE = 130
 
@@ -104,15 +104,11 @@ class Run:
 
         Raises CpuftError: the run has no model, torch or transformers is not installed, or the model cannot be loaded.
         """
-        folder = self.folder / MODEL
-        if not (folder / "config.json").exists():
-            raise CpuftError(f"{self.folder} has no model: give a run that has ended and had no --no-save-model")
-        try:
+        folder = find_model_folder(str(self.folder))
+        with requires("train", "a model needs torch and transformers"):
             import transformers
 
             from cpuft.train.model import load_weights
-        except ImportError as error:
-            raise CpuftError(f"a model needs {error.name}: {install_command('train')}") from None
         try:
             names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
             read = getattr(transformers, names[0]).from_pretrained
@@ -155,12 +151,12 @@ class Run:
             output = Path(folder, "embeddings.npy" if is_embedding else "predictions.jsonl")
             columns = write_rows(rows, file)
             fixed = {"run": str(self.folder), "file": str(file), "output": str(output)}
-            _refuse_options(dict.fromkeys((*fixed, "split"), "is what predict itself chooses"), options)
-            _refuse_options(dict.fromkeys(("id_column", "with_input"), "is for files of predictions"), options)
+            _refuse_options(options, (*fixed, "split"), "is what predict itself chooses")
+            _refuse_options(options, ("id_column", "with_input"), "is for files of predictions")
             given = parse_options({"text_columns": ",".join(columns)} | options, PredictConfig) | fixed
             request = PredictConfig(**given)
             check_request(request, self.record.header)
-            step = plan_prediction(request, compute_settings(os.environ), task)
+            step = plan_prediction(request, task)
             with open_memory_file() as said:
                 code = run_step(step, os.environ, said, lambda: None)
                 said.seek(0)
@@ -263,7 +259,10 @@ def launch(
             raise CpuftError(
                 "args and kwargs are the arguments of a function: give the function first, or leave them out"
             )
-        return _launch_training(_options_of(target) | options)
+        values = parse_options(_options_of(target) | options, LaunchConfig, TrainConfig, ResumeConfig)
+        configs = pick(LaunchConfig, values), pick(TrainConfig, values), ScriptConfig()
+        request = LaunchRequest(*configs, (), values.get("resume", ""), frozenset(values), choose_progress())
+        return Run(Path(_execute(request).run_dir))
 
 
 def compare(
@@ -292,29 +291,28 @@ def compare(
     _check_thread()
     with _raise_for_python():
         given = _options_of(config) | options | {"np": np}
-        _refuse_options(dict.fromkeys(LAUNCH_ONLY, "is an option of cpuft.launch only"), given)
+        _refuse_options(given, LAUNCH_ONLY, "is an option of cpuft.launch only")
         values = parse_options(given, CompareConfig, TrainConfig, LaunchConfig)
-        comparison, train = _pick(CompareConfig, values), _pick(TrainConfig, values)
-        launch_config = _pick(LaunchConfig, values | {"np": 1})
+        comparison, train = pick(CompareConfig, values), pick(TrainConfig, values)
+        launch_config = pick(LaunchConfig, values | {"np": 1})
         run_dir = choose_run_dir(launch_config.run_dir, f"{train.task}-compare")
         ranks, progress = parse_numbers(comparison.np), choose_progress()
         planned = plan_comparison(ranks, launch_config, train, comparison, run_dir, progress, os.environ)
-        _check_hosts(planned[-1].cluster, launch_config)
-        code, last = run_comparison(planned, progress, launch_config.time_limit, _say)
+        check_hosts(planned[-1].cluster, launch_config)
+        code, last = run_comparison(planned, progress, launch_config.time_limit, say)
         if code:
             raise _describe_failure(code, last.run_dir, last.cluster)
         for line in write_all([run.run_dir for run in planned], run_dir):
             if not line.startswith("report: "):
-                _say(line)
+                say(line)
         return ComparedRuns(Path(run_dir), [Run(Path(run.run_dir)) for run in planned])
 
 
 def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
     """Return the values of options by name, checked as those of the command line.
 
-    A value is of the option's type or a text of it, a list becomes a text with commas, and None leaves an option out.
-    If two of the configuration classes `configs` have a field of the same name, the first counts. Raises CpuftError: an
-    option is unknown or not valid, or two exclude each other.
+    A list becomes a text with commas, and None leaves an option out. Of fields of the same name in several `configs`,
+    the first counts. Raises CpuftError: an option is unknown or not valid, or two exclude each other.
     """
     fields: dict[str, tuple[dataclasses.Field[Any], type]] = {}
     for config in configs:
@@ -327,8 +325,7 @@ def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
             raise CpuftError(f"there is no option {name!r}: {suggest_names(name, fields)}")
         if value is None:
             continue
-        text = _format_value(name, value)
-        values[name] = parse_value(*fields[name], text)
+        values[name] = parse_value(*fields[name], _format_value(name, value))
     for first, second in ALTERNATIVES:
         if first in values and second in values:
             raise CpuftError(f"{first} and {second} exclude each other: leave out one of them")
@@ -336,7 +333,8 @@ def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
 
 
 def _format_value(name: str, value: Any) -> str:
-    parts = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in _as_list(value)]
+    listed = value if isinstance(value, list | tuple) else [value]
+    parts = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in listed]
     if not all(isinstance(part, str | bool | int | float) for part in parts):
         raise CpuftError(
             f"{name} is a {type(value).__name__}: give a text, a number, True or False, or a list of texts"
@@ -345,10 +343,6 @@ def _format_value(name: str, value: Any) -> str:
     if control := find_control(text):
         raise CpuftError(f"{name} {text[:80]!r} contains the control character {control!r}: give the value without it")
     return text
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _options_of(config: Any) -> dict[str, Any]:
@@ -365,32 +359,18 @@ def _options_of(config: Any) -> dict[str, Any]:
     )
 
 
-def _refuse_options(reasons: Mapping[str, str], options: Mapping[str, Any]) -> None:
+def _refuse_options(options: Iterable[str], refused: Collection[str], reason: str) -> None:
     for name in options:
-        if name in reasons:
-            raise CpuftError(f"{name} {reasons[name]}: leave it out")
-
-
-def _pick(config: type[C], values: Mapping[str, Any]) -> C:
-    return config(**{name: values[name] for name in option_names(config) if name in values})
-
-
-def _launch_training(options: Mapping[str, Any]) -> Run:
-    values = parse_options(options, LaunchConfig, TrainConfig, ResumeConfig)
-    configs = _pick(LaunchConfig, values), _pick(TrainConfig, values), ScriptConfig()
-    resume = str(values.get("resume", ""))
-    request = LaunchRequest(*configs, (), resume, frozenset(values), choose_progress())
-    return Run(Path(_execute(request).run_dir))
+        if name in refused:
+            raise CpuftError(f"{name} {reason}: leave it out")
 
 
 def _launch_function(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Mapping[str, Any]
 ) -> Run:
     training = {*option_names(TrainConfig), "resume"} - set(option_names(LaunchConfig))
-    _refuse_options(
-        dict.fromkeys(training, "is for a training, and the function has arguments: args and kwargs"), options
-    )
-    config = _pick(LaunchConfig, parse_options(options, LaunchConfig))
+    _refuse_options(options, training, "is for a training, and the function has arguments: args and kwargs")
+    config = pick(LaunchConfig, parse_options(options, LaunchConfig))
     name = re.sub(r"\W", "", getattr(function, "__name__", "")) or "function"
     config = dataclasses.replace(
         config, run_dir=choose_run_dir(config.run_dir, f"{name}-np{config.np}" if config.np else name)
@@ -408,21 +388,18 @@ def _launch_function(
             config, TrainConfig(), ScriptConfig(), script, "", frozenset(), "lines", f"{staging}/call"
         )
         with ExitStack() as cleaning:  # of what this launch has made: another one may have taken the folder
-            planned = _execute(request, lambda: cleaning.callback(_remove_call, Path(config.run_dir, CALL_FOLDER)))
+            folder = Path(config.run_dir, CALL_FOLDER)
+            planned = _execute(request, lambda: cleaning.callback(shutil.rmtree, folder, ignore_errors=True))
             return Run(Path(config.run_dir), _load_results(config.run_dir, planned.cluster.ranks, header.key))
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return the pickle of (function, args, kwargs) by cloudpickle.
+    """Return the pickle of (function, args, kwargs) by cloudpickle. Raises CpuftError: a part cannot be pickled.
 
-    A function of a module that is not installed in site-packages is pickled by value, with the functions and classes of
-    that module that it uses, so that hosts need no copy of the module. Raises CpuftError: a part cannot be pickled, or
-    cloudpickle is missing.
+    With a function of a module that is not in site-packages goes what it uses of that module: hosts need no copy of it.
     """
-    try:
+    with requires("train", "a function needs cloudpickle"):
         import cloudpickle
-    except ImportError:
-        raise CpuftError(f"a function needs cloudpickle: {install_command('train')}") from None
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     by_value = module if module and _is_local(module) else None
     if by_value:
@@ -489,40 +466,29 @@ def _load_results(run_dir: str, ranks: int, key: str) -> list[Any]:
     return results
 
 
-def _remove_call(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _execute(request: LaunchRequest, on_planned: Callable[[], object] = lambda: None) -> PlannedLaunch:
     with ExitStack() as locks:
         with ExitStack() as sessions:
-            planned = plan_request(request, os.environ, _say, locks, sessions)
+            planned = plan_request(request, os.environ, say, locks, sessions)
             on_planned()
             if planned.job:
-                _check_hosts(planned.cluster, planned.job.config)
-        code, line = run_launch(request, planned, os.environ, _say)
+                check_hosts(planned.cluster, planned.job.config)
+        code, line = run_launch(request, planned, os.environ, say)
     if code:
         raise _describe_failure(code, planned.run_dir, planned.cluster, "" if request.script else line)
     return planned
 
 
-def _check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
-    from cpuft.doctor.examine import check_before_launch
-
-    if config.check:
-        check_before_launch(cluster, _say)
-
-
 def _describe_failure(code: int, run_dir: str, cluster: Cluster, line: str = "") -> CpuftError:
-    """Return the error of a run that ended with an exit code other than 0.
+    """Return the error of a run that ended with an exit code other than 0; `line` is its closing line.
 
-    `line` is the closing line of the run, which may name the command that continues it. KeyboardInterrupt is raised if
-    Ctrl-C asked the ranks to stop and they have saved a checkpoint.
+    KeyboardInterrupt is raised if Ctrl-C asked the ranks to stop and they have saved a checkpoint.
     """
-    if code == RESUMABLE and "by SIGINT" in line:
-        raise KeyboardInterrupt(line.removeprefix("cpuft: "))
     if code == RESUMABLE and line:
-        return CpuftError(line.removeprefix("cpuft: "))
+        line = line.removeprefix("cpuft: ")
+        if "by SIGINT" in line:
+            raise KeyboardInterrupt(line)
+        return CpuftError(line)
     failures = read_failures(Path(run_dir, "logs"), cluster.rank_hosts)
     if not failures:
         return CpuftError(f"the run in {run_dir} ended with exit code {code}: its logs are in {run_dir}/logs")
@@ -564,25 +530,18 @@ def _check_thread() -> None:
         raise CpuftError("cpuft handles Ctrl-C while it waits for a run: call it in the main thread of the program")
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
-    """Write examples to predict into a file of JSON lines, and return the names of the text columns.
+    """Write examples to predict as JSON lines, and return the names of the text columns, for dicts ().
 
-    The names are empty for rows that are dicts: their columns are those that the run was trained on. Raises CpuftError:
-    rows are not all texts, pairs of texts, lists of words or dicts, or JSON cannot hold a value.
+    Raises CpuftError: rows are of different kinds, or JSON cannot hold a value.
     """
     columns: tuple[str, ...] = ()
     if all(isinstance(row, Mapping) for row in rows):
         lines = [dict(row) for row in rows]
     elif all(isinstance(row, str) for row in rows):
-        columns = ("text",)
-        lines = [{"text": row} for row in rows]
+        columns, lines = ("text",), [{"text": row} for row in rows]
     elif all(isinstance(row, list) for row in rows):
-        columns = ("tokens",)
-        lines = [{"tokens": row} for row in rows]
+        columns, lines = ("tokens",), [{"tokens": row} for row in rows]
     elif all(isinstance(row, tuple) and len(row) == 2 for row in rows):
         columns = ("text1", "text2")
         lines = [dict(zip(columns, row)) for row in rows]

@@ -51,8 +51,7 @@ def _quote(word: str) -> str:
 def pack_argv(argv: Sequence[str]) -> tuple[str, ...]:
     """Return a command line with the same number of arguments, of which mpirun takes none for its own, such as a `:`.
 
-    Arguments that are safe stay as they are, so that a person can read the plan; every other argument becomes `json:`
-    and its JSON text. An `-m` in front of a module of cpuft stays for `unpack_argv`, which undoes this.
+    Safe arguments stay as they are; others become `json:` and their JSON text. `unpack_argv` undoes this.
     """
     begin = 1 if argv[:1] == ("-m",) else 0
     return (*argv[:begin], *(arg if _is_safe(arg) else _MARK + json.dumps(arg) for arg in argv[begin:]))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cpuft
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, last_line
 from cpuft.hardware import effective_flags, parse_cpuinfo
 
 SOURCES = tuple(
@@ -54,9 +54,7 @@ class Target:
     """A class of CPUs for which kernels are compiled in advance."""
 
     name: str
-    """Last part of the library's file name."""
     options: tuple[str, ...]
-    """Compiler options that choose the instructions."""
     needs: frozenset[str]
     """Flags in /proc/cpuinfo without which a CPU cannot run the library."""
 
@@ -87,9 +85,7 @@ def hash_sources(*more: str) -> str:
 
 
 def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> None:
-    """Compile the kernels into the file `library`, with `options` such as -march=native in addition to FLAGS. Raises
-    CpuftError: the compiler fails, or takes more than 300 s.
-    """
+    """Compile the kernels into the file `library`, with `options` beside FLAGS; CpuftError: the compiler fails."""
     _run(compiler, [*options, *FLAGS, str(SOURCES[0]), "-o", str(library)])
 
 
@@ -102,8 +98,7 @@ def _run(compiler: str, arguments: Sequence[str]) -> None:
 
 def last_line_of(error: Exception) -> str:
     """Return the last line that a failed process has written to stderr, or the error's own text if there is none."""
-    output = str(getattr(error, "stderr", None) or error).strip()
-    return output.rpartition("\n")[2]
+    return last_line(str(getattr(error, "stderr", None) or error), "")
 
 
 def compile_target(compiler: str, target: Target) -> bytes:

@@ -24,8 +24,7 @@ class CompressionFacts:
     has_feedback: bool = False
     """Whether it has error feedback: what a rank could not send in an update is added to the next one."""
     has_late_rows: bool = False
-    """Whether an update applies the mean of the embedding rows of the previous update, so that computing hides their
-    messages. Hierarchical means have no late rows."""
+    """Whether an update applies the previous update's mean of the embedding rows. Hierarchical means do not."""
 
 
 COMPRESSION_FACTS = {
@@ -52,12 +51,10 @@ COMPRESSION_FACTS = {
         has_late_rows=True,
     ),
 }
-"""All compressions, from exact to the fewest bytes."""
 
 AVX512_CODING_SHARE = 0.8
-"""Core seconds to encode and decode a number on a CPU with AVX-512, as a share of those above: int8 takes 2.5 to 3.5 ns
-on a Xeon of family 6, model 167, for numbers that are not in the second-level cache, but the 3.5 ns of the EPYC are for
-numbers in the cache. Not measured: other CPUs with AVX-512, and powersgd, which is assumed to scale alike."""
+"""Core seconds to encode and decode a number on a CPU with AVX-512, as a share of those above. int8 takes 2.5 to 3.5 ns
+on a Xeon of family 6, model 167; other CPUs with AVX-512, and powersgd, were not measured."""
 
 BUCKET_NUMBERS = 2**20
 """Numbers of a gradient in a message of the backward pass: 4 MiB of fp32, or 2 MiB of 16-bit numbers.
@@ -70,10 +67,9 @@ core each (scripts/bench-comm) takes as long with 0.5 to 4 MiB at 1 Gbit/s; at 5
 MIN_BUCKETS = 8
 """Minimum number of gradient buckets, so that little is left to send when the backward pass ends."""
 FACTOR_BUCKETS = 3
-"""Number of gradient buckets with powersgd, whose messages are small. A type that only few gradients have makes one
-more, which shares the messages of the bucket before it. In slow motion with earlier versions (four hosts of half a core
-with AMX, MiniLM in bf16), an update at 1 Gbit/s took 73 to 77 ms of CPU time in seven buckets, 59 to 63 ms in three,
-and 60 ms in two."""
+"""Number of gradient buckets with powersgd, whose messages are small; another type of gradients makes one more. In slow
+motion (four hosts of half a core with AMX, MiniLM in bf16), an update at 1 Gbit/s took 73 to 77 ms of CPU time in seven
+buckets, 59 to 63 ms in three, and 60 ms in two."""
 TIE_RATIO = 1.02
 """Compression levels, and backends, whose times differ by less count as equally fast, because repeated medians on two
 idle hosts differ by as much."""
@@ -93,8 +89,7 @@ def count_coding_seconds(compression: str, numbers: float, factors: float, row_n
     """Return the core seconds, on the CPU of COMPRESSION_FACTS, in which a rank codes the messages of an update.
 
     `numbers` are those in the gradients of layers, `factors` those in their PowerSGD factors (as many as `numbers` if
-    all gradients are sent whole), and `row_numbers` those in embedding rows: the mean of those sent and those received.
-    powersgd was measured with 0.03 to 0.07 numbers in the factors for each number of the gradients.
+    all gradients are sent whole), and `row_numbers` the mean of those sent and received in embedding rows.
     """
     facts, blocks = COMPRESSION_FACTS[compression], COMPRESSION_FACTS["int8"].coding_seconds
     of_rows = blocks * row_numbers if facts.has_feedback else 0.0

@@ -10,7 +10,8 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import cpuft
@@ -86,16 +87,22 @@ def counted(number: int, noun: str) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell command that installs extras of setup.cfg into the Python that runs this process.
-
-    It names the version of a cpuft that was installed from a wheel, so that pip does not replace it.
-    """
+    """Return the shell command that installs extras of setup.cfg into the Python that runs this process."""
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
     is_checkout = (package.parent / "setup.cfg").is_file()
     what = ("-e", f"{package.parent}{names}") if is_checkout else (f"cpuft{names}=={cpuft.__version__}",)
     index = ("--extra-index-url", CPU_INDEX) if "train" in extras else ()
     return shlex.join((sys.executable, "-m", "pip", "install", "-c", str(package / "constraints.txt"), *index, *what))
+
+
+@contextmanager
+def requires(extra: str, problem: str) -> Iterator[None]:
+    """Raise CpuftError if the block cannot import a package: `problem`, and the command that installs the extra."""
+    try:
+        yield
+    except ImportError:
+        raise CpuftError(f"{problem}: {install_command(extra)}") from None
 
 
 def find_full_disk(error: OSError) -> DiskFullError | None:

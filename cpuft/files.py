@@ -69,9 +69,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_folder_atomically(folder: Path) -> Iterator[Path]:
-    """Yield the path of an empty folder beside `folder`, which becomes `folder` if the block raises nothing. Raises
-    CpuftError: anything but an empty folder is at `folder`, or a file is above it.
-    """
+    """Yield an empty folder that becomes `folder` if the block raises nothing; CpuftError: something is there."""
     refuse_filled(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +113,16 @@ def write_text(path: Path, text: str) -> None:
     """Write a text in UTF-8 as `write_atomically`, with its errors: readers see the old file or the whole new one."""
     with write_atomically(path) as beside:
         beside.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def read_given_text(path: str | Path, option: str, advice: str) -> str:
+    """Return the text, in UTF-8, of a file that an option names. Raises CpuftError, which ends with `advice`."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CpuftError(f"there is no file {path}, which {option} names: {advice}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CpuftError(f"{option} {path} cannot be read ({error}): {advice}") from None
 
 
 def split_paths(text: str) -> list[str]:
@@ -164,9 +172,7 @@ def remove_command(root: str, *paths: str) -> tuple[str, ...]:
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/cpuft, else ~/.cache/cpuft, or a folder in /var/tmp if the home cannot be written. Raises
-    CpuftError: the first is a relative path. Nothing is made.
-    """
+    """Return $XDG_CACHE_HOME/cpuft (CpuftError: a relative path), else ~/.cache/cpuft, or a folder in /var/tmp."""
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
     if not os.path.isabs(home):
         raise CpuftError(f"the cache folder {home} is a relative path: {_ELSEWHERE}")
@@ -183,9 +189,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def make_private_folder(folder: Path, advice: str) -> Path:
-    """Make a folder of mode 700, or give this mode to one that only this user can write to; return it. Raises
-    CpuftError, which ends with `advice`: it cannot be made, or others can write to it.
-    """
+    """Make a folder of mode 700, or give one this mode; CpuftError: it cannot be made, or others may write to it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):

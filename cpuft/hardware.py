@@ -9,7 +9,6 @@ from typing import NamedTuple
 from cpuft.errors import CpuftError
 
 PRECISIONS = ("auto", "bf16", "fp32", "int8")
-"""The values of --precision."""
 DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 CLASSES = {
     "amx_bf16": "AMX",
@@ -19,26 +18,18 @@ CLASSES = {
 }
 """Flag -> description of a class of CPUs, the fastest first."""
 _OLD = ("amx_", "avx512")
-_HIDDEN: dict[str, tuple[str, ...]] = {
-    "SSE41": ("amx_", "avx", "f16c", "fma"),
-    "AVX": (*_OLD, "avx2", "avx_", "f16c", "fma"),
-    **dict.fromkeys(("AVX2", "AVX2_VNNI"), _OLD),
-    "AVX512_CORE": ("amx_", "avx512_bf16", "avx512_vnni"),
-    "AVX512_CORE_VNNI": ("amx_", "avx512_bf16"),
-    "AVX512_CORE_BF16": ("amx_",),
+_ISAS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "SSE41": (("amx_", "avx", "f16c", "fma"), "x86-64", "sse2"),
+    "AVX": ((*_OLD, "avx2", "avx_", "f16c", "fma"), "sandybridge", "avx"),
+    "AVX2": (_OLD, "haswell", "avx2"),
+    "AVX2_VNNI": (_OLD, "haswell", "avx2"),
+    "AVX512_CORE": (("amx_", "avx512_bf16", "avx512_vnni"), "skylake-avx512", "avx512vl"),
+    "AVX512_CORE_VNNI": (("amx_", "avx512_bf16"), "cascadelake", "avx512_vnni"),
+    "AVX512_CORE_BF16": (("amx_",), "cooperlake", "avx512_bf16"),
 }
 """Value of ONEDNN_MAX_CPU_ISA -> prefixes of the CPU flags that oneDNN then does not use (its documentation, "CPU
-dispatcher control")."""
-_TARGETS = {
-    "SSE41": ("x86-64", "sse2"),
-    "AVX": ("sandybridge", "avx"),
-    "AVX2": ("haswell", "avx2"),
-    "AVX2_VNNI": ("haswell", "avx2"),
-    "AVX512_CORE": ("skylake-avx512", "avx512vl"),
-    "AVX512_CORE_VNNI": ("cascadelake", "avx512_vnni"),
-    "AVX512_CORE_BF16": ("cooperlake", "avx512_bf16"),
-}
-"""Value of ONEDNN_MAX_CPU_ISA -> value of -march within this limit, and the flag of CPUs that run such code."""
+dispatcher control"), value of -march within this limit, and the flag of CPUs that run such code."""
+_ANY = ((), "native", "")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's name for its own
 
 
@@ -49,7 +40,6 @@ class Cpu(NamedTuple):
     """Name with family and model number, such as "AMD EPYC (family 26, model 2)": clouds hide the rest of a name, so
     that CPUs of different generations have the same one."""
     flags: tuple[str, ...]
-    """Instruction sets, such as avx2."""
 
 
 def parse_cpuinfo(text: str, machine: str) -> Cpu:
@@ -67,12 +57,13 @@ def parse_cpuinfo(text: str, machine: str) -> Cpu:
 
 def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
     """Return the CPU flags that oneDNN uses if ONEDNN_MAX_CPU_ISA is `max_isa`."""
-    return tuple(flag for flag in flags if not flag.startswith(_HIDDEN.get(max_isa.upper(), ())))
+    hidden, *_ = _ISAS.get(max_isa.upper(), _ANY)
+    return tuple(flag for flag in flags if not flag.startswith(hidden))
 
 
 def compiler_target(max_isa: str, flags: Collection[str]) -> str:
     """Return the -march value for a value of ONEDNN_MAX_CPU_ISA: "native" if it is none or this CPU lacks the ISA."""
-    target, needed = _TARGETS.get(max_isa.upper(), ("native", ""))
+    _, target, needed = _ISAS.get(max_isa.upper(), _ANY)
     return target if needed in flags else "native"
 
 
@@ -96,9 +87,8 @@ class Precision:
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """Return the precision of a run: "auto" is bf16 where the CPU has it, else fp32.
-
-    Raises CpuftError: bf16 is `wanted` of a CPU without its instructions, and `emulate` is not set.
+    """Return the precision of a run, where "auto" is bf16 if the CPU has it, else fp32; CpuftError: it has not, for
+    "bf16".
     """
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":

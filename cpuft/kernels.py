@@ -39,17 +39,13 @@ _C_TYPES: dict[str, Any] = {
 _TYPES = (torch.float32, torch.bfloat16)
 _LOAD_ERRORS = (OSError, AttributeError, ValueError)
 _override: tuple[Kernels | None, str] | None = None
-"""What `use_kernels` has put in place of the host's own kernels, and its status."""
 
 CArray = Any
 """A ctypes array, from `address_array` or `int64_array`."""
 
 
 def address_array(tensors: Sequence[torch.Tensor | None]) -> CArray:
-    """Return a C array of the addresses of these tensors' data, null for None, for a kernel that takes many tensors.
-
-    The caller keeps the tensors alive as long as the array is used.
-    """
+    """Return a C array of the addresses of these tensors' data, null for None; the caller keeps the tensors alive."""
     return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
 
 
@@ -167,10 +163,9 @@ def _locate_library(compiler: str, processor: str = "native") -> Path:
 
 
 def build(compiler: str, processor: str = "native") -> Path:
-    """Return the path of the library of kernels in the cache folder; compile it if it is not there yet.
+    """Return the path of the library of kernels in the cache folder, after compiling it if it is not there yet.
 
-    Ranks that build at the same time replace each other's file by the same content. Raises CpuftError, OSError or
-    SubprocessError: it cannot be compiled, or the folder cannot be used.
+    Raises CpuftError, OSError or SubprocessError: it cannot be compiled, or the folder cannot be used.
     """
     library = _locate_library(compiler, processor)
     if not library.exists():

@@ -23,7 +23,6 @@ from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 
 FORMAT = 2
-"""Version of the format of all records; the header of a record holds it."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +30,18 @@ class GradientSizes:
     """How many numbers the gradients of a model have. `cpuft estimate` derives the bytes per update from it."""
 
     parameters: int = 0
-    """Numbers in all gradients except those of word embeddings; 0 in a record of an older version."""
+    """Numbers in all gradients except those of word embeddings; 0 if they were not counted."""
     embedding_row: int = 0
     """Numbers in one row of the word embeddings. 0 if `parameters` includes them, because rows are not sent alone."""
     factors: int = 0
-    """Numbers in the PowerSGD factors of all gradients except those of word embeddings; 0 in a record of an older
-    version."""
+    """Numbers in the PowerSGD factors of all gradients except those of word embeddings."""
     tokens: dict[str, float] = field(default_factory=dict)
     """Mean number of different tokens in one update, by the number of ranks."""
 
     def count_tokens(self, ranks: int) -> float:
         """Return the number of different tokens in an update of this many ranks; 0 if nothing is known.
 
-        Between two known numbers of ranks, and above the largest two, it follows a power law (Heaps' law). Below the
-        smallest known number of ranks it is the number of tokens there.
+        Between known numbers of ranks, and above the largest two, it follows a power law (Heaps' law).
         """
         known = sorted((int(size), count) for size, count in self.tokens.items())
         if not known:
@@ -68,10 +65,7 @@ class MeasuredHeader:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective of one backend on one message size, measured by `cpuft bench comm`.
-
-    Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md).
-    """
+    """One collective of one backend on one message size; bandwidths are those of nccl-tests (doc/PERFORMANCE.md)."""
 
     backend: str
     operation: str
@@ -103,10 +97,7 @@ class Measurement:
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Return the factor of nccl-tests from algorithm bandwidth to bus bandwidth, for n ranks.
-
-    2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast.
-    """
+    """Return the factor of nccl-tests from algorithm bandwidth to bus bandwidth."""
     shares = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
     return shares[operation] * (ranks - 1) / ranks if operation in shares else 1.0
 
@@ -172,16 +163,15 @@ class Header:
     exchanged nothing."""
     gradient_sizes: GradientSizes = field(default_factory=GradientSizes)
     examples: int = 0
-    """Examples of one epoch; 0 in a record of an older version."""
     cpu_quota: float = 0.0
     """Cores' worth of CPU time that a control group allows the head host; 0 for no limit."""
     gradients: str = ""
     """Compression level of the gradients if it was chosen by measuring; else empty, and the options tell."""
     kernels: str = ""
     """`compiled`: all ranks ran the C++ kernels. `absent`: at least one rank had none, and so no rank used them, unless
-    ranks trained independently. Empty if the fast path was off, and in a record of an older version."""
+    ranks trained independently. Empty if the fast path was off."""
     fast_path: str = ""
-    """How many layers the fast path has replaced, or why it replaced none; empty in a record of an older version."""
+    """How many layers the fast path has replaced, or why it replaced none."""
     simulated: bool = False
     """Whether the hosts are parts of one machine, so that they share its memory, its caches and perhaps its cores."""
     format: int = FORMAT
@@ -245,7 +235,6 @@ class InterruptedLine:
 
     step: int
     updates: int
-    """Updates of the whole run."""
     by: str
     """What stopped the run: the name of the signal, such as SIGTERM, or "the notice PLACE on HOST"."""
     leaving: tuple[int, ...] = ()
@@ -275,7 +264,6 @@ class BaselineLine:
     rows: int = 0
     """Training examples to which it was fitted; 0 for a method that learns nothing from them."""
     examples: int = 0
-    """Training examples that there are."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +287,8 @@ class GradientTime:
 class LayerTimesLine:
     """When the gradients of a step become ready, as scripts/record-layer-times has measured on one rank.
 
-    All times are medians over the measured updates. The seconds of phases are of this rank without waiting for others;
-    with --gradient-accumulation, they are sums over the passes of an update.
+    All times are medians over the measured updates, and sums over the passes of an update, of this rank without
+    waiting.
     """
 
     gradients: list[GradientTime]
@@ -334,9 +322,8 @@ class Footer:
     bytes_per_step: float = 0.0
     """Mean bytes that rank 0 gave to collectives in one update."""
     phases: list[dict[str, float]] = field(default_factory=list)
-    """For each rank the mean seconds of a steady step by the names in STEP_PHASES; empty in older records."""
+    """For each rank the mean seconds of a steady step by the names in STEP_PHASES."""
     evaluation_seconds: float = 0.0
-    """Seconds of all evaluations; 0 in a record of an older version."""
     saved_step: int = 0
     """Number of the update whose weights were saved, with --save-best; 0: those of the last update."""
 
@@ -354,7 +341,6 @@ class Record:
     layer_times: LayerTimesLine | None = None
     """None unless scripts/record-layer-times has measured them."""
     baseline: BaselineLine | None = None
-    """None in a record of an older version, and where it could not be computed."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -422,16 +408,11 @@ def format_line(line: Line) -> str:
 class Writer:
     """Writes a record line by line and flushes each line, so that a killed run leaves all of them.
 
-    The file is locked (flock) while the writer is open, if its file system has locks. Use the writer in a `with` block,
-    which closes the file; if the block raised an error, an error of closing does not replace it.
+    The file is locked (flock) while the writer is open, if its file system has locks. A `with` block closes the file.
     """
 
     def __init__(self, run_dir: str, begun: str | None = None) -> None:
-        """Create record.jsonl in `run_dir`, and the folder if necessary.
-
-        `begun` is None for a new run, where a record that is there already raises FileExistsError. For a resumed run
-        it is what the record begins with, complete lines, and it replaces the record that is there.
-        """
+        """Create record.jsonl, which must not be there, or replace it by the lines `begun` of a resumed run."""
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = str(path)
@@ -465,9 +446,7 @@ class Writer:
 
 
 def parse_lines(text: str, path: str) -> list[Line]:
-    """Return the lines of a record in their order.
-
-    A last line without a newline is left out if it cannot be parsed, because a killed process has not finished it.
+    """Return the lines of a record; a broken last line without a newline is left out, as a killed process leaves it.
 
     Raises CpuftError: another line is broken or of another version of the format; the message has its number.
     """
@@ -489,9 +468,8 @@ def parse_lines(text: str, path: str) -> list[Line]:
 
 
 def parse_record(text: str, path: str = "record") -> Record:
-    """Return the record of a run from its text; `path` is only stored in the result and named in messages.
-
-    Raises CpuftError: the first line is not the header of a run, or a line is broken; the last one may be unfinished.
+    """Return the record of a run from its text; `path` is only named. Raises CpuftError: it has no header, or is
+    broken.
     """
     parsed = parse_lines(text, path)
     if not parsed or not isinstance(parsed[0], Header):

@@ -52,9 +52,8 @@ class Plan:
     """Host -> what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
 
     def as_local(self, step: Step) -> Step:
-        """Return a step that runs on this machine and does the given step on its host.
-
-        Its command is the prefix of the host (`command_prefixes`) and one shell line, in which env sets the settings.
+        """Return a step that runs on this machine and does the given step on its host: `command_prefixes` and a shell
+        line.
         """
         prefix = self.command_prefixes.get(step.host, ())
         if not prefix:

@@ -51,9 +51,7 @@ class Tracker(abc.ABC):
     """
 
     package: ClassVar[str]
-    """Name of the Python package that this tracker needs."""
     extra: ClassVar[str]
-    """Extra of setup.cfg that installs it."""
 
     @abc.abstractmethod
     def __init__(self, run: TrackedRun) -> None:
@@ -139,7 +137,19 @@ class MLflow(Tracker):
             )
 
 
-class WeightsAndBiases(Tracker):
+class _QueueingTracker(Tracker):
+    """A tracker whose library has a run that queues values and sends them in the background."""
+
+    _run: Any
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()  # waits until everything is sent or, offline, written
+
+
+class WeightsAndBiases(_QueueingTracker):
     """A run in the project `cpuft`, or WANDB_PROJECT. With WANDB_MODE=offline its files stay in the run's folder."""
 
     package, extra = "wandb", "wandb"
@@ -157,16 +167,8 @@ class WeightsAndBiases(Tracker):
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the values; the library sends them in the background."""
-        self._run.log(dict(values), step=step)
 
-    def finish(self) -> None:
-        """Wait until everything is sent or, offline, written."""
-        self._run.finish()
-
-
-class Trackio(Tracker):
+class Trackio(_QueueingTracker):
     """A run in the project `cpuft` of Trackio's database on this host, or TRACKIO_PROJECT."""
 
     package, extra = "trackio", "trackio"
@@ -178,14 +180,6 @@ class Trackio(Tracker):
         self._run = trackio.init(
             project=project, name=f"{run.name}-{run.key}", config=dict(run.options), resume="allow"
         )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the values; the library writes them in the background."""
-        self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        """Wait until everything is written."""
-        self._run.finish()
 
 
 TRACKERS: dict[str, type[Tracker]] = {
@@ -216,9 +210,7 @@ def check_trackers(text: str, environ: Mapping[str, str]) -> None:
 
 
 def values_of(line: Line) -> dict[str, float]:
-    """Return what trackers get of a line of a record, by name: train/... of an update, eval/... of an evaluation,
-    run/... of the footer; empty for other lines.
-    """
+    """Return what trackers get of a line of a record, by name, such as train/loss; empty for lines without figures."""
     if isinstance(line, StepLine):
         rate = line.samples / line.step_seconds if line.step_seconds else 0.0
         return {"train/loss": line.loss, "train/learning_rate": line.learning_rate, "train/samples_per_second": rate}
@@ -276,9 +268,7 @@ def send_record(run: str, names: Sequence[str]) -> None:
 
 
 def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Line]:
-    """Yield the lines of a record as they are written, until its footer. Never ends without a footer. The file must
-    exist; raises CpuftError for a broken line.
-    """
+    """Yield the lines of a record as they are written, until its footer, for which it waits without a limit."""
     with path.open("rb") as file:
         rest = b""
         while True:

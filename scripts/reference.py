@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from cpuft.cli import cli
-from cpuft.cli.options import is_rare
 
 _HEAD = """# Reference
 
@@ -53,7 +52,7 @@ def format_command(path: str, command: click.Command) -> list[str]:
     options = [one for one in command.get_params(context) if isinstance(one, click.Option) and not one.hidden]
     shown = [one for one in options if "--help" not in one.opts]
     for title in ("option", "rare option"):
-        some = [one for one in shown if is_rare(one) == (title != "option")]
+        some = [one for one in shown if getattr(one, "is_rare", False) == (title != "option")]
         rows = [record for one in some if (record := one.get_help_record(context))]
         lines += [f"| {title} | meaning |", "| --- | --- |"] * bool(rows)
         lines += [

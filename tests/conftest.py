@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib.util
 import inspect
+import itertools
 import os
 import shlex
 import signal
@@ -210,6 +211,12 @@ def run_cpuft(
         env=os.environ | ASLEEP | dict(settings or {}),
         check=False,
     )
+
+
+def find_arguments(script: str, module: str) -> list[str]:
+    """The arguments with which a script of --dry-run starts a module."""
+    words = shlex.split(script.replace("\\\n", ""), comments=True)
+    return list(itertools.takewhile(lambda word: word.startswith("--"), words[words.index(module) + 1 :]))
 
 
 def run_shell(script: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -104,7 +104,7 @@ def test_a_wrong_option_is_one_clear_error(options: dict[str, Any], message: str
         (lambda: compare(np=(1, 1)), "--np 1,1: the number 1 is there twice"),
         (lambda: compare(min_np=2), "min_np is an option of cpuft.launch only: leave it out"),
         (lambda: Run(Path("none")), "there is no folder .*/none: give the folder of an earlier run"),
-        (lambda: Run(Path()).load_model(), "has no model: give a run that has ended"),
+        (lambda: Run(Path()).load_model(), "has no folder model"),
     ],
 )
 def test_a_wrong_call_is_one_clear_error(call: Any, message: str) -> None:

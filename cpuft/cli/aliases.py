@@ -36,36 +36,25 @@ def read_aliases() -> tuple[Alias, ...]:
     return tuple(Alias(ours.strip("-") and ours, *rest) for ours, *rest in parts)
 
 
-def _find_alias(name: str) -> Alias | None:
-    """Return the first line with this option of another tool; dashes and underscores are the same in names."""
-    return next((alias for alias in read_aliases() if _dashed(name) in map(_dashed, alias.names(*TOOLS))), None)
-
-
 def _dashed(name: str) -> str:
+    """Return an option in a form in which dashes and underscores are the same."""
     return name[:2] + name[2:].replace("_", "-")
 
 
 def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bool = False) -> str:
-    """Return what to write instead of the options of other tools: "write --np instead of --nproc_per_node".
+    """Return what to write instead of the options of other tools: "write --np instead of --nproc_per_node", or "".
 
-    It is empty if none of them applies.
-
-    Parameters
-    ----------
-    arguments: the command line up to `--`.
-    flags: the flags of the verb. An option of another tool is only answered if the verb has cpuft's option for it, or
-        if it is to be left out.
-    script: whether the verb runs scripts, whose own options stand after `--`. The arguments after the first one that
-        ends in .py then count as the script's.
+    `arguments` are those up to `--`, and `flags` those of the verb: an option of another tool is only answered if the
+    verb has cpuft's option for it, or if it is to be left out. If the verb runs scripts (`script`), the arguments after
+    the first one that ends in .py are the script's.
     """
-    place = next(
-        (number for number, text in enumerate(arguments) if script and text.endswith(".py") and text[0] != "-"),
-        len(arguments),
-    )
+    scripts = [number for number, text in enumerate(arguments) if text.endswith(".py") and text[0] != "-"]
+    place = scripts[0] if script and scripts else len(arguments)
     replaced: list[str] = []
     left_out: list[tuple[str, str]] = []
     for name in dict.fromkeys(text.partition("=")[0] for text in arguments[:place]):
-        alias = _find_alias(name) if name not in flags else None
+        known = (alias for alias in read_aliases() if _dashed(name) in map(_dashed, alias.names(*TOOLS)))
+        alias = next(known, None) if name not in flags else None
         if alias and alias.ours.partition(" ")[0] in {*flags, ""}:
             why = f" ({alias.why})" if alias.why else ""
             if alias.ours:

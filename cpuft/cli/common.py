@@ -36,6 +36,14 @@ def print_plans(plans: Sequence[RunPlan]) -> None:
     click.echo(format_plan(Plan(stages, plans[0].notes, command_prefixes), os.getcwd()), nl=False)
 
 
+def plan_module(why: str, module: str, arguments: Sequence[str]) -> Step:
+    """Return the step that runs a module of cpuft on this machine, as a single rank would run."""
+    from cpuft.argv import module_command
+    from cpuft.steps import Step
+
+    return Step(why, (*module_command(sys.executable, module), *arguments), compute_settings(os.environ))
+
+
 def run_or_print(step: Step, dry_run: bool) -> None:
     """Run a step on this machine and exit with its exit code, or print it as a bash script with `dry_run`."""
     from cpuft.execute import run_step

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import click
 
-from cpuft.cli.common import compute_settings, run_or_print
+from cpuft.cli.common import plan_module, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, Verbs, make_options, pick
-from cpuft.config.fields import format_arguments, option_names
+from cpuft.config.fields import format_arguments
 from cpuft.config.train import DATA_OPTIONS, TrainConfig
 from cpuft.errors import CpuftError
-
-_OTHERS = tuple(name for name in option_names(TrainConfig) if name not in DATA_OPTIONS)
 
 
 @click.group(cls=Verbs)
@@ -25,7 +21,7 @@ def data() -> None:
 @data.command(
     cls=Verb,
     params=[
-        *make_options(TrainConfig, *_OTHERS),
+        *make_options(TrainConfig, only=DATA_OPTIONS),
         click.Option(
             ["--baseline"],
             is_flag=True,
@@ -53,12 +49,9 @@ def show(dry_run: bool, as_json: bool, baseline: bool, static_model: str, **valu
     tokens that the tokenizer does not know. What cpuft launch would refuse or what harms a training is named at the
     end. With --baseline, it also tells what the metric would be without a training.
     """
-    from cpuft.argv import module_command
-    from cpuft.steps import Step
-
     if static_model and not baseline:
         raise CpuftError("--static-model adds static embeddings to the baseline: give --baseline as well")
     config = pick(TrainConfig, values)
     own = ("json" if as_json else "text", "baseline" if baseline else "", static_model)
-    command = (*module_command(sys.executable, "cpuft.train.data.show"), *own, *format_arguments(config))
-    run_or_print(Step(f"read the data of --task {config.task}", command, compute_settings(os.environ)), dry_run)
+    why = f"read the data of --task {config.task}"
+    run_or_print(plan_module(why, "cpuft.train.data.show", (*own, *format_arguments(config))), dry_run)

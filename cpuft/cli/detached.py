@@ -11,7 +11,6 @@ import click
 
 from cpuft.cli.common import say
 from cpuft.cli.options import FieldOption, complete_runs, given_options, make_options, pick
-from cpuft.config.fields import option_names
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
@@ -34,7 +33,7 @@ def place_options(default: str = _OF_RUN, **more: str) -> list[FieldOption]:
         "else your own ~/.ssh/config)",
         **more,
     }
-    return make_options(LaunchConfig, *({*option_names(LaunchConfig)} - {*_PLACE, *more}), texts=texts)
+    return make_options(LaunchConfig, only=(*_PLACE, *more), texts=texts)
 
 
 def run_argument() -> click.Argument:
@@ -80,7 +79,7 @@ def move(
     """Move a planned command to its head host, or print the plan of that; return the exit code.
 
     `values` are those of all options of the verb, `there` is what the command does on the head host, whose Python must
-    have `packages` besides cpuft. Raises CpuftError: the head host cannot run it, or it could not be started.
+    have `packages` besides cpuft. CpuftError: the head host cannot run it.
     """
     from cpuft.launch.detached import (
         Detached,

@@ -5,28 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, replace
+from typing import Any
 
 import click
 
-from cpuft.cli.options import Verb
+from cpuft.cli.options import Verb, make_options, pick
+from cpuft.config.launch import LaunchConfig
+
+_TEXTS = {
+    "hostfile": "Hostfile with the hosts to check (default: in a job its hosts, else this machine)",
+    "cluster": "Name of a cluster made by cpuft provision, to check its hosts",
+}
 
 
-@click.command(cls=Verb)
-@click.option(
-    "--hostfile",
-    default="",
-    metavar="FILE",
-    help="Hostfile with the hosts to check (default: in a job its hosts, else this machine)",
-)
-@click.option(
-    "--cluster", default="", metavar="NAME", help="Name of a cluster made by cpuft provision, to check its hosts"
-)
-@click.option(
-    "--ssh-config",
-    default="",
-    metavar="FILE",
-    help="Configuration file of the ssh client (default: that of --cluster, else your own ~/.ssh/config)",
-)
+@click.command(cls=Verb, params=make_options(LaunchConfig, only=(*_TEXTS, "ssh_config"), texts=_TEXTS))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object")
 @click.option(
     "--full",
@@ -37,22 +29,12 @@ from cpuft.cli.options import Verb
 @click.option("--bandwidth", is_flag=True, help="Also measure latency and bandwidth between all pairs of hosts")
 @click.option("--fix", is_flag=True, help="Run those fixes that are safe without a decision of yours, then check again")
 @click.option("--list", "list_checks", is_flag=True, help="Print the codes of all checks and what they look for")
-def doctor(
-    hostfile: str,
-    cluster: str,
-    ssh_config: str,
-    as_json: bool,
-    full: bool,
-    bandwidth: bool,
-    fix: bool,
-    list_checks: bool,
-) -> None:
+def doctor(as_json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool, **values: Any) -> None:
     """Check all hosts of a cluster for problems that would stop, hang or slow down a run.
 
     Without --fix, nothing is changed on the hosts. The exit code is 1 if a run would fail or hang, 2 if the hosts
     cannot be read from --hostfile or --cluster, and 0 otherwise, even if there are warnings.
     """
-    from cpuft.config.launch import LaunchConfig
     from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_kernel_builds
     from cpuft.doctor.examine import examine_hosts, run_fixes
     from cpuft.doctor.finding import format_findings, to_json
@@ -63,7 +45,7 @@ def doctor(
         for check in CHECKS:
             click.echo(f"{check.code}  {check.title}")
         return
-    config = LaunchConfig(hostfile=hostfile, cluster=cluster, ssh_config=ssh_config)
+    config = pick(LaunchConfig, values)
     hosts, access = read_hosts(config), find_access(config)
     state = examine_hosts(hosts, access, full=full, try_outside=True)
     # Hosts that do not answer have findings of their own; the links between the others can be measured.

@@ -7,74 +7,71 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cpuft.cli.options import Verb, complete_runs, make_options, pick, refuse_options
-from cpuft.config.fields import SECTIONS, option
+from cpuft.config.fields import hosts_option
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.files import read_given_text
 from cpuft.network import parse_bit_rate
 from cpuft.serialization import is_count
 
 if TYPE_CHECKING:
     from cpuft.record import Measurement, Record
-    from cpuft.report.estimate import InstanceType, Job, Network
+    from cpuft.report.estimate import InstanceType, Network
 
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
 PROBE_SECONDS = 60.0
 """Seconds that the ranks of the short training may take, with their start. Preparing the data comes before."""
-
-
 MOST_HOSTS = 1024
-_host_option = partial(option, section=SECTIONS[0])
 
 
 @dataclass(frozen=True)
 class EstimateConfig:
     """The hosts for which `cpuft estimate` estimates, and the network between them."""
 
-    hosts: str = _host_option("1,2,4,8,16,32,64", "Numbers of hosts to estimate, separated by commas", takes="N,N")
-    ppn: int = _host_option(
+    hosts: str = hosts_option("1,2,4,8,16,32,64", "Numbers of hosts to estimate, separated by commas", takes="N,N")
+    ppn: int = hosts_option(
         1,
         "Number of ranks on each host, which share its cores. Gradients in int8 or powersgd are averaged within each "
         "host, and only one of its ranks sends them to the other hosts",
         least=1,
         most=1024,
     )
-    bandwidth: str = _host_option(
+    bandwidth: str = hosts_option(
         "", "Bandwidth of the network between the hosts, such as 10gbit or 100mbit", takes="RATE"
     )
-    latency: float = _host_option(
+    latency: float = hosts_option(
         100.0,
         "One-way latency between hosts in microseconds; `cpuft doctor --bandwidth` measures it",
         least=0.0,
         most=1e7,
     )
-    link: str = _host_option(
+    link: str = hosts_option(
         "",
         "File with a measurement of the network, instead of --bandwidth and --latency: comm.jsonl of `cpuft bench "
         "comm`, or the output of `cpuft doctor --bandwidth --json`",
         takes="FILE",
     )
-    instance: str = _host_option(
+    instance: str = hosts_option(
         "", "Type of rented host, such as m7i.8xlarge, from which cores, bandwidth and price are known", takes="NAME"
     )
-    instances: str = _host_option(
+    instances: str = hosts_option(
         "", "CSV file with your own table of types for --instance (default: cpuft's own table)", takes="FILE"
     )
-    cores: float = _host_option(
+    cores: float = hosts_option(
         0.0, "Cores per host (default: those of --instance, else those of the recorded host)", least=0.0, most=1e6
     )
-    price: float = _host_option(
+    price: float = hosts_option(
         0.0, "Price of one host for one hour, in dollars (default: that of --instance)", least=0.0, most=1e6
     )
-    compression: str = _host_option(
+    compression: str = hosts_option(
         "auto",
         "Format in which gradients are sent; auto is that of RUN, and if RUN had auto or there is no RUN, what cpuft "
         "launch chooses, which may also be powersgd",
@@ -96,7 +93,7 @@ def parse_hosts(text: str) -> list[int]:
     cls=Verb,
     params=[
         *make_options(EstimateConfig),
-        *(one for one in make_options(TrainConfig) if one.name in _OF_PROBE),
+        *make_options(TrainConfig, only=_OF_PROBE),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the estimates as one JSON object"),
         click.Argument(["run"], required=False, shell_complete=complete_runs),
     ],
@@ -118,6 +115,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
         estimates_to_json,
         find_instance,
         find_least_rate,
+        find_network,
         format_estimates,
         read_job,
         scale_cores,
@@ -135,10 +133,13 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
             "10gbit; or --link with the file comm.jsonl that cpuft bench comm wrote; or --instance with a type of "
             "instance, for example --instance c7i.8xlarge"
         )
-    link = _read_link(config.link) if config.link else []  # before the short training, which would be for nothing
+    link = _read_link(config.link) if config.link else None  # before the short training, which would be for nothing
     record = read_record(run) if run else _probe(pick(TrainConfig, values))
     job = read_job(record, config.compression)
-    network = link if isinstance(link, Network) else _find_network(config, job, bits, rented, link)
+    network = find_network(link, job.levels[0]) if isinstance(link, list) else link
+    if network is None:
+        rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
+        network = Network(rate, config.latency / 1e6)
     cores = config.cores or (rented.cores if rented else job.cores)
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
     notes = describe_job(job, network, run or "a probe of this machine") + _describe_instance(record, rented)
@@ -169,28 +170,8 @@ def _read_link(path: str) -> Network | list[Measurement]:
     from cpuft.record import parse_measurements
     from cpuft.report.estimate import read_doctor_links
 
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CpuftError(
-            f"there is no file {path}, which --link names: give a comm.jsonl that cpuft bench comm wrote"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(
-            f"--link {path} cannot be read ({error}): give a comm.jsonl that cpuft bench comm wrote"
-        ) from None
+    text = read_given_text(path, "--link", "give a comm.jsonl that cpuft bench comm wrote")
     return read_doctor_links(text, path) or parse_measurements(text, path)
-
-
-def _find_network(
-    config: EstimateConfig, job: Job, bits: int, rented: InstanceType | None, measured: list[Measurement]
-) -> Network:
-    from cpuft.report.estimate import Network, find_network
-
-    if config.link:
-        return find_network(measured, job.levels[0])
-    rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
-    return Network(rate, config.latency / 1e6)
 
 
 def _describe_instance(record: Record, rented: InstanceType | None) -> list[str]:

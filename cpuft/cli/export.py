@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cpuft.cli.common import compute_settings, find_model_folder, run_or_print
+from cpuft.cli.common import find_model_folder, plan_module, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, complete_runs, make_options, pick
 from cpuft.config.export import ExportConfig
 from cpuft.config.fields import format_arguments
@@ -16,7 +14,6 @@ from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
     from cpuft.record import Header
-    from cpuft.steps import Setting, Step
 
 
 @click.command(
@@ -40,7 +37,8 @@ def export(dry_run: bool, **values: Any) -> None:
 
     asked = pick(ExportConfig, values)
     check_export(asked, read_record(asked.run).header)
-    run_or_print(plan_export(asked, compute_settings(os.environ)), dry_run)
+    step = plan_module(f"export the model of {asked.run}", "cpuft.train.export", format_arguments(asked))
+    run_or_print(step, dry_run)
 
 
 def check_export(asked: ExportConfig, header: Header) -> None:
@@ -56,12 +54,3 @@ def check_export(asked: ExportConfig, header: Header) -> None:
                 f"{flag} is for --validate, which reads the validation examples: add it, or leave {flag} out"
             )
     find_model_folder(asked.run)
-
-
-def plan_export(asked: ExportConfig, settings: tuple[Setting, ...]) -> Step:
-    """Return the step that exports, in a Python process of its own with these settings on this machine."""
-    from cpuft.argv import module_command
-    from cpuft.steps import Step
-
-    command = (*module_command(sys.executable, "cpuft.train.export"), *format_arguments(asked))
-    return Step(f"export the model of {asked.run}", command, settings)

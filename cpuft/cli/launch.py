@@ -61,17 +61,8 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, detach: bool, **
                 check_hosts(planned.cluster, planned.job.config)
             if detach:
                 there = describe_dry_run(planned).full_plan
-                sys.exit(
-                    move(
-                        "launch",
-                        values | {"np": planned.cluster.ranks},
-                        script,
-                        planned.cluster,
-                        planned.run_dir,
-                        there,
-                        dry_run,
-                    )
-                )
+                values["np"] = planned.cluster.ranks
+                sys.exit(move("launch", values, script, planned.cluster, planned.run_dir, there, dry_run))
         code, line = run_launch(request, planned, os.environ, say)
     click.echo(line, err=bool(code), nl=bool(line))
     sys.exit(code)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from cpuft.cli.common import compute_settings, run_or_print
+from cpuft.cli.common import plan_module, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, make_options, pick
 from cpuft.config.fields import format_arguments
 from cpuft.config.mine import MineConfig
 from cpuft.config.table_files import OUTPUT_ENDINGS
 from cpuft.errors import CpuftError
-
-if TYPE_CHECKING:
-    from cpuft.steps import Setting, Step
 
 
 @click.command(cls=Verb, params=[*make_options(MineConfig), DRY_RUN_HERE, CONFIG_FILE])
@@ -30,7 +25,8 @@ def mine(dry_run: bool, **values: Any) -> None:
     """
     asked = pick(MineConfig, values)
     check_mining(asked)
-    run_or_print(plan_mining(asked, compute_settings(os.environ)), dry_run)
+    step = plan_module(f"mine hard negatives for {asked.file}", "cpuft.train.write_negatives", format_arguments(asked))
+    run_or_print(step, dry_run)
 
 
 def check_mining(asked: MineConfig) -> None:
@@ -48,12 +44,3 @@ def check_mining(asked: MineConfig) -> None:
             f"--search-depth {asked.search_depth} leaves fewer than {asked.negatives} documents after --skip-top "
             f"{asked.skip_top}: raise --search-depth, or lower the others"
         )
-
-
-def plan_mining(asked: MineConfig, settings: tuple[Setting, ...]) -> Step:
-    """Return the step that mines, in a Python process of its own with these settings on this machine."""
-    from cpuft.argv import module_command
-    from cpuft.steps import Step
-
-    command = (*module_command(sys.executable, "cpuft.train.write_negatives"), *format_arguments(asked))
-    return Step(f"mine hard negatives for {asked.file}", command, settings)

@@ -25,9 +25,7 @@ C = TypeVar("C")
 _RUN_FILES = ("record.jsonl", "plan.sh")
 """The folder of a run holds at least one of these files."""
 _COLUMN = 24
-"""Width of the first column of the help, the same in all sections."""
 _RARE = "Rare options"
-"""Heading of the options that only --help-all shows."""
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 
 
@@ -62,9 +60,8 @@ class _FieldType(click.ParamType[Any]):
 
 
 class FieldOption(click.Option):
-    """An option made from a field of a configuration, whose heading in the help is `section`.
-
-    `takes` is the placeholder for the value in the help. Shells complete paths after FILE or FOLDER.
+    """An option made from a field of a configuration: `section` is its heading in the help, `takes` its placeholder
+    there.
     """
 
     def __init__(self, names: list[str], section: str, takes: str, is_rare: bool = False, **attributes: Any) -> None:
@@ -80,11 +77,6 @@ class FieldOption(click.Option):
         default = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
         is_described = not default or "(default" in text
         return f"{flag} {self.metavar}", text if is_described else f"{text} [{default}]"
-
-
-def is_rare(param: click.Parameter) -> bool:
-    """Return whether only --help-all shows a parameter."""
-    return isinstance(param, FieldOption) and param.is_rare
 
 
 def _complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -128,17 +120,21 @@ DRY_RUN_HERE = click.Option(
 
 
 def make_options(
-    config: type, *without: str, lists: Collection[str] = (), texts: Mapping[str, str] | None = None
+    config: type,
+    *without: str,
+    only: Collection[str] = (),
+    lists: Collection[str] = (),
+    texts: Mapping[str, str] | None = None,
 ) -> list[FieldOption]:
-    """Return a click option for each field of a configuration class but those in `without`; `lists` accept any text.
+    """Return a click option for each field of a class but those in `without`, or for the fields in `only` alone.
 
-    `texts` are help texts that replace those of the fields with these names.
+    `lists` accept any text. `texts` are help texts that replace those of the fields with these names.
     """
     types, own = get_type_hints(config), texts or {}
     return [
         _make_option(field, types[field.name], field.name in lists, own.get(field.name, field.metadata["help"]))
         for field in dataclasses.fields(config)
-        if field.name not in without
+        if field.name not in without and field.name in (only or types)
     ]
 
 
@@ -148,19 +144,12 @@ def _make_option(field: dataclasses.Field[Any], kind: type, is_list: bool, text:
     if takes == "TEXT":
         takes = "|".join(metadata["choices"]) or ("N" if kind in (int, float) else takes)
     names = [f"{flag}/{format_flag(field.name, False)}" if kind is bool else flag, field.name]
-    kind_of_value = bool if kind is bool else click.STRING if is_list else _FieldType(field, kind)
-    return FieldOption(
-        names,
-        metadata["section"],
-        takes,
-        metadata["rare"],
-        default=field.default,
-        type=kind_of_value,
-        help=text,
-    )
+    value = bool if kind is bool else click.STRING if is_list else _FieldType(field, kind)
+    more = {"default": field.default, "type": value, "help": text}
+    return FieldOption(names, metadata["section"], takes, metadata["rare"], **more)
 
 
-def pick(config: type[C], values: dict[str, Any]) -> C:
+def pick(config: type[C], values: Mapping[str, Any]) -> C:
     """Return the configuration with those of the values that are its fields, and defaults for all other fields."""
     return config(**{name: values[name] for name in option_names(config) if name in values})
 
@@ -215,7 +204,7 @@ class CheckedCommand(click.Command):
 
 
 class Verb(CheckedCommand):
-    """A verb whose options may also come from a YAML file (--config), with its help in sections.
+    """A verb with its help in sections, whose options may also come from a YAML file (--config).
 
     Options of other tools are answered with cpuft's own. Only one of each pair of `alternatives` may be given.
     """
@@ -223,13 +212,11 @@ class Verb(CheckedCommand):
     def __init__(self, *args: Any, alternatives: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._alternatives = (*ALTERNATIVES, *alternatives)
-        if any(map(is_rare, self.params)):
+        if any(getattr(param, "is_rare", False) for param in self.params):
             self.params.append(_HELP_ALL)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, with the values of --config's file for options that are not among them. Raises
-        click.UsageError: one is another tool's or wrong, or two exclude each other.
-        """
+        """Parse the arguments, with the values of --config's file for options that are not among them."""
         if ctx.resilient_parsing:  # A shell is completing the line: nothing is refused, and no file is read.
             return super().parse_args(ctx, args)
         own = args[: args.index("--")] if "--" in args else args
@@ -239,9 +226,8 @@ class Verb(CheckedCommand):
         for arg, following in zip(own, [*own[1:], ""]):
             path = following if arg == "--config" else arg.partition("=")[2] if arg.startswith("--config=") else ""
             if path:
-                ctx.default_map = read_config(
-                    path, [str(p.name) for p in self.params if p.expose_value and p.name != "config"]
-                )
+                known = [str(param.name) for param in self.params if param.expose_value and param.name != "config"]
+                ctx.default_map = read_config(path, known)
         try:
             rest = super().parse_args(ctx, args)
         except click.BadParameter as error:
@@ -263,8 +249,9 @@ class Verb(CheckedCommand):
         shows_rare = ctx.meta.get(_RARE, False)
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record and (shows_rare or not is_rare(param)):
-                section = _RARE if is_rare(param) else getattr(param, "section", "")
+            is_rare = getattr(param, "is_rare", False)
+            if record and (shows_rare or not is_rare):
+                section = _RARE if is_rare else getattr(param, "section", "")
                 records.setdefault(section, []).append((record[0].ljust(_COLUMN), record[1]))
         filled = {section: lines for section, lines in records.items() if lines}
         for section, lines in filled.items():
@@ -296,16 +283,14 @@ class Verbs(click.Group):
 
 
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
-    """Return the option values of a YAML file as click's default_map: texts by option name, not checked yet. Raises
-    CpuftError: the file cannot be read, or a key is unknown, there twice or without a value.
-    """
+    """Return the options in a YAML file as texts by name, not checked yet; CpuftError: it is not such a file."""
     values = _read_mapping(path)
     flags = {flag for name in known for flag in (f"--{name}", format_flag(name), format_flag(name, False))}
     if suggestion := suggest_options([f"--{key}" for key in values], flags):
         raise CpuftError(f"--config {path}: {suggestion.replace('--', '')}")
     options: dict[str, str] = {}
     for key, value in values.items():
-        name = _underscored(key)
+        name = key.replace("-", "_")
         if value is None:
             raise CpuftError(f"--config {path}: {name!r} has no value: give it one, or leave out the line")
         if name not in known:
@@ -328,10 +313,6 @@ def _read_mapping(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CpuftError(f"--config {path} is not a mapping: write lines of the form `option: value`")
     return values
-
-
-def _underscored(key: str) -> str:
-    return key.replace("-", "_")
 
 
 def _format_value(value: Any, where: str) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cpuft.cli.common import check_hosts, compute_settings, find_model_folder, print_plans, run_or_print, say
+from cpuft.cli.common import check_hosts, find_model_folder, plan_module, print_plans, run_or_print, say
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
-from cpuft.config.fields import format_arguments, format_flag, option_names
+from cpuft.config.fields import format_arguments, format_flag
 from cpuft.config.launch import PLACE_OPTIONS, LaunchConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.embedding_files import name_embeddings
@@ -21,11 +22,13 @@ from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, TASKS, find_
 
 if TYPE_CHECKING:
     from cpuft.record import Header
-    from cpuft.steps import Setting, Step
+    from cpuft.steps import Step
 
 _NOT_GLUE = ("demo", *FILE_TASKS)
 _SPLITS = ("validation", "test")
-_NOT_HERE = set(option_names(LaunchConfig)) - set(PLACE_OPTIONS)
+_OF_LABELS = ("label_column", "data_dir", "with_input", "threshold")
+_OF_EMBEDDINGS = ("normalize", "dimensions", "prompt")
+_OF_DECODERS = ("max_new_tokens", "temperature")
 _RUN_DIR = (
     "Folder of the run that computes embeddings on several hosts; it must not exist yet (default: a new folder in "
     "runs/)"
@@ -41,7 +44,7 @@ _STORE = (
     cls=Verb,
     params=[
         *make_options(PredictConfig, "run"),
-        *make_options(LaunchConfig, *_NOT_HERE, texts={"run_dir": _RUN_DIR}),
+        *make_options(LaunchConfig, only=PLACE_OPTIONS, texts={"run_dir": _RUN_DIR}),
         DRY_RUN,
         CONFIG_FILE,
         click.Argument(["run"], metavar="[RUN]", required=False, default="", shell_complete=complete_runs),
@@ -78,7 +81,7 @@ def predict(dry_run: bool, **values: Any) -> None:
     if (asked.model or is_embedding_task(task)) and needs_launch(config):
         embed_on_hosts(asked, config, dry_run)
     else:
-        run_or_print(plan_prediction(asked, compute_settings(os.environ), task), dry_run)
+        run_or_print(plan_prediction(asked, task), dry_run)
 
 
 def needs_launch(config: LaunchConfig) -> bool:
@@ -89,9 +92,7 @@ def needs_launch(config: LaunchConfig) -> bool:
 
 
 def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) -> None:
-    """Compute embeddings on the ranks of a launch, and move the file to its place, or print the plan of that. A failed
-    run exits with its code; NotStoredError: the file could not be fetched.
-    """
+    """Compute embeddings on the ranks of a launch, and move the file to its place, or print the plan of that."""
     from cpuft.execute import run_step
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.attempt import run_attempt
@@ -140,18 +141,12 @@ def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | N
         _check_generation_request(asked)
         find_model_folder(asked.run)
         return
-    _refuse_generation_options(asked, f"--task {header.task} trains no decoder")
-    for name in ("normalize", "dimensions", "prompt"):
-        if value := getattr(asked, name):
-            raise CpuftError(
-                f"{format_flag(name, value)} is for embeddings, and --task {header.task} trains no embedding model: "
-                f"leave it out, or give another RUN or --model"
-            )
-    for name in PLACE_OPTIONS:
-        if config and (value := getattr(config, name)) != getattr(LaunchConfig(), name):
-            raise CpuftError(
-                f"{format_flag(name, value)} is for embeddings; other predictions use this host only: leave it out"
-            )
+    task = f"--task {header.task}"
+    _refuse_given(asked, _OF_DECODERS, f"is for decoders, and {task} trains no decoder: leave it out")
+    none = f"is for embeddings, and {task} trains no embedding model: leave it out, or give another RUN or --model"
+    _refuse_given(asked, _OF_EMBEDDINGS, none)
+    here = "is for embeddings; other predictions use this host only: leave it out"
+    _refuse_given(config or LaunchConfig(), PLACE_OPTIONS, here)
     if asked.np > 1:
         raise CpuftError("--np is for embeddings; other predictions use all cores of this host anyway: leave it out")
     if bool(asked.file) == bool(asked.split):
@@ -175,30 +170,24 @@ def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | N
 
 
 def _check_embedding_request(asked: PredictConfig) -> None:
-    _refuse_generation_options(asked, "this model computes embeddings")
+    _refuse_given(asked, _OF_DECODERS, "is for decoders, and this model computes embeddings: leave it out")
     if asked.split or not asked.file:
         raise CpuftError("an embedding model needs --file, without --split: give a file of texts")
-    default = PredictConfig()
-    for name in ("label_column", "data_dir", "with_input", "threshold"):
-        if (value := getattr(asked, name)) != getattr(default, name):
-            flag = format_flag(name, value)
-            raise CpuftError(f"{flag} is for predictions, and this model computes embeddings: leave it out")
+    _refuse_given(asked, _OF_LABELS, "is for predictions, and this model computes embeddings: leave it out")
 
 
 def _check_generation_request(asked: PredictConfig) -> None:
     if asked.split or not asked.file:
         raise CpuftError("a decoder answers prompts, and needs --file, without --split: give a file of prompts")
-    default = PredictConfig()
-    for name in ("label_column", "data_dir", "with_input", "threshold", "normalize", "dimensions", "prompt", "np"):
-        if (value := getattr(asked, name)) != getattr(default, name):
-            raise CpuftError(f"{format_flag(name, value)} is not for decoders, which answer prompts: leave it out")
+    names = (*_OF_LABELS, *_OF_EMBEDDINGS, "np")
+    _refuse_given(asked, names, "is not for decoders, which answer prompts: leave it out")
 
 
-def _refuse_generation_options(asked: PredictConfig, reason: str) -> None:
-    default = PredictConfig()
-    for name in ("max_new_tokens", "temperature"):
-        if getattr(asked, name) != getattr(default, name):
-            raise CpuftError(f"{format_flag(name)} is for decoders, and {reason}: leave it out")
+def _refuse_given(config: PredictConfig | LaunchConfig, names: Sequence[str], reason: str) -> None:
+    default = type(config)()
+    for name in names:
+        if (value := getattr(config, name)) != getattr(default, name):
+            raise CpuftError(f"{format_flag(name, value)} {reason}")
 
 
 def _is_decoder_run(header: Header) -> bool:
@@ -210,13 +199,9 @@ def is_embedding_task(task: str) -> bool:
     return task in TASKS and TASKS[task].kind in EMBEDDING_KINDS
 
 
-def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...], task: str = "") -> Step:
+def plan_prediction(asked: PredictConfig, task: str) -> Step:
     """Return the step that predicts in a process of its own; `task` is chat for any decoder, empty without a run."""
-    from cpuft.argv import module_command
-    from cpuft.steps import Step
-
-    module = "cpuft.train.write_embeddings" if asked.model or is_embedding_task(task) else "cpuft.train.predict"
-    if task == "chat":
-        module = "cpuft.train.generate"
-    command = (*module_command(sys.executable, module), *format_arguments(asked))
-    return Step(f"predict with {asked.model or asked.run}", command, settings)
+    module = "predict" if task != "chat" else "generate"
+    module = "write_embeddings" if asked.model or is_embedding_task(task) else module
+    why = f"predict with {asked.model or asked.run}"
+    return plan_module(why, f"cpuft.train.{module}", format_arguments(asked))

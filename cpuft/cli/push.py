@@ -12,7 +12,7 @@ import click
 
 from cpuft.cli.common import find_model_folder, say
 from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs
-from cpuft.errors import CpuftError, counted, install_command
+from cpuft.errors import CpuftError, counted, requires
 from cpuft.model_files import NORMALIZE_FOLDER, POOLING_FOLDER, SENTENCE_TRANSFORMERS_FILES, TOKENIZER_FILES
 from cpuft.secret_variables import mask_secrets
 from cpuft.serialization import load, parse_json
@@ -42,9 +42,7 @@ class Upload:
 
     folder: Path
     files: tuple[str, ...]
-    """Paths in the folder of the files that are uploaded, in alphabetical order."""
     others: tuple[str, ...]
-    """Paths in the folder of everything else, which stays here."""
 
 
 @click.command(
@@ -84,16 +82,12 @@ def _list_upload(folder: Path) -> Upload:
     for path in sorted(folder.iterdir()):
         has_settings = path.name in (POOLING_FOLDER, NORMALIZE_FOLDER) and path.is_dir() and not path.is_symlink()
         paths += sorted(path.iterdir()) if has_settings else [path]
-    names = [str(path.relative_to(folder)) for path in paths]
-    files = tuple(name for name in names if _may_be_uploaded(folder, name))
+    regular = {str(path.relative_to(folder)): path.is_file() and not path.is_symlink() for path in paths}
+    names = list(regular)
+    files = tuple(name for name in names if regular[name] and any(fnmatchcase(name, one) for one in _FILES))
     if not any(name.endswith(".safetensors") for name in files):
         raise CpuftError(f"{folder} holds no weights (*.safetensors): give the folder of a finished run")
     return Upload(folder, files, tuple(name for name in names if name not in files))
-
-
-def _may_be_uploaded(folder: Path, name: str) -> bool:
-    is_known = any(fnmatchcase(name, pattern) for pattern in _FILES)
-    return is_known and (folder / name).is_file() and not (folder / name).is_symlink()
 
 
 def _check_base_model(folder: Path) -> None:
@@ -124,15 +118,11 @@ def _describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
 
 def _upload_files(upload: Upload, name: str, public: bool) -> str:
     """Make the repository if necessary, upload the files in one commit, and return the address of the model."""
-    try:
+    with requires("hub", "cpuft push needs huggingface_hub, which is not installed"):
         import huggingface_hub
         from huggingface_hub import constants
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
         from huggingface_hub.utils import get_session
-    except ImportError:
-        raise CpuftError(
-            f"cpuft push needs huggingface_hub, which is not installed: {install_command('hub')}"
-        ) from None
     if constants.HF_HUB_OFFLINE:
         raise CpuftError("HF_HUB_OFFLINE forbids asking the Hugging Face hub: unset it to upload the model")
     token = huggingface_hub.get_token()

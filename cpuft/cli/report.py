@@ -83,11 +83,11 @@ def report(
     If RUN is the folder of a sweep, its configurations are shown, sorted by the mean of their metric.
     """
     from cpuft.record import Record, read_record
+    from cpuft.report import tables
     from cpuft.report.comparison import compare, group_jobs
     from cpuft.report.judgement import format_judgement, judge_record, judgement_to_json
     from cpuft.report.page import find_runs, page_path, read_estimates, write_page
     from cpuft.report.quality import compare_pair
-    from cpuft.report.tables import format_markdown, format_quality, format_quality_markdown, format_text, to_json
     from cpuft.sweep.results import choose_metric, format_sweep, sweep_to_json, write_sweep_page
     from cpuft.sweep.study import FILE_NAME as SWEEP_FILE
     from cpuft.sweep.study import read_sweep
@@ -124,6 +124,7 @@ def report(
             click.echo(f"sent to {to}: {run}")
         return
     records, unfinished = [read_record(run) for run in found], list[Record]()
+    format_comparison = tables.format_markdown if markdown else tables.format_text
     if len(runs) == 1 and found != list(runs):
         finished = [record for record in records if record.footer and record.footer.samples]
         if unfinished := [record for record in records if record not in finished]:
@@ -131,8 +132,7 @@ def report(
             say(f"skipped, because these runs are not finished: {folders}")
         jobs = group_jobs(finished)
         if len(jobs) > 1 and not (html or as_json):
-            texts = [(format_markdown if markdown else format_text)(compare(job)) for job in jobs]
-            click.echo("\n".join(texts), nl=False)
+            click.echo("\n".join(format_comparison(compare(job)) for job in jobs), nl=False)
             return
         records = finished or records
     quality, judgement = None, None
@@ -153,12 +153,13 @@ def report(
         write_page(records, path, predictions, unfinished, judgement, quality, examples=not no_examples)
         click.echo(f"page: {path}")
     elif as_json:
-        told = to_json(comparison) if comparison else {}
+        told = tables.to_json(comparison) if comparison else {}
         told |= {"quality": quality.to_json()} if quality else {}
         told |= {"judgement": judgement_to_json(judgement)} if judgement else {}
         click.echo(json.dumps(told, indent=2))
     else:
-        texts = [(format_markdown if markdown else format_text)(comparison)] if comparison else []
-        texts += [(format_quality_markdown if markdown else format_quality)(quality)] if quality else []
+        format_quality = tables.format_quality_markdown if markdown else tables.format_quality
+        texts = [format_comparison(comparison)] if comparison else []
+        texts += [format_quality(quality)] if quality else []
         texts += [format_judgement(judgement)] if judgement else []
         click.echo("\n".join(texts), nl=False)

@@ -62,8 +62,7 @@ def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: s
 def _parse_launch(argv: tuple[str, ...], nodes: int, sees_files: bool) -> tuple[JobLaunch, str]:
     """Return (the launch, its task or "script") after its own parser has accepted it.
 
-    `nodes` is 0 for as many hosts as the ranks need. With `sees_files`, the job sees the files of this machine, so that
-    a run to resume can be looked up here.
+    `nodes` is 0 for as many hosts as the ranks need; with `sees_files`, the job sees the files of this machine.
     """
     if argv[:1] != ("launch",):
         raise CpuftError("no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc")
@@ -84,10 +83,7 @@ def _parse_launch(argv: tuple[str, ...], nodes: int, sees_files: bool) -> tuple[
 
 
 def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
-    """Return (recorded number of ranks of a run, number of ranks on the host that had most).
-
-    If the job does not see the files of this machine, the folder here may be that of another run, so nothing is read.
-    """
+    """Return (recorded number of ranks of a run, number of ranks on the host that had most)."""
     from cpuft.record import read_record
 
     if sees_files:

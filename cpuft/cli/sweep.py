@@ -181,10 +181,7 @@ def _list_training_options(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list_launch_options() -> list[str]:
-    """Return the options of the command line that every launch of the sweep gets, too.
-
-    Paths of files are absolute, because launches start where the sweep was started first, not where it is resumed.
-    """
+    """Return the options of the command line that every launch of the sweep gets, too, with absolute paths."""
     own = [name for name in option_names(LaunchConfig) if name != "run_dir"]
     context, given = click.get_current_context(), given_options()
     values = {name: context.params[name] for name in own if name in given}

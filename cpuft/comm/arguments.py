@@ -1,7 +1,6 @@
 """The collectives of a process group, and the checks of their arguments before a buffer is touched.
 
-A check raises RuntimeError, as torch's gloo does. It returns what all ranks of the group must call alike, for example
-"broadcast of 3 float32 from 0".
+A check raises RuntimeError, as torch's gloo does, or returns what all ranks of the group must call alike.
 """
 
 from __future__ import annotations
@@ -9,43 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch._C import _distributed_c10d as c10d
 
 from cpuft.comm.backends.base import GroupMembership
 
 Tensors = list[torch.Tensor]
 
-_REDUCTION_NAMES = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
-
 
 def reduction_name(operation: object) -> str:
-    """Return a torch ReduceOp's name: sum, avg, product, min, max, band, bor, bxor; NotImplementedError for others."""
-    for known, name in _REDUCTION_NAMES.items():
-        if operation == known:
+    """Return the name of a ReduceOp that not only NCCL has, in lower case; NotImplementedError for others."""
+    for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor"):
+        if operation == getattr(dist.ReduceOp, name.upper()):
             return name
     raise NotImplementedError(f"{operation} exists in NCCL only: scale the tensor and use ReduceOp.SUM")
 
@@ -67,15 +45,11 @@ def transpose(lists: Sequence[Tensors]) -> list[Tensors]:
     return [list(tensors) for tensors in zip(*lists, strict=True)]
 
 
-def _as_list(value: torch.Tensor | Tensors) -> Tensors:
-    return [value] if isinstance(value, torch.Tensor) else value
-
-
 def _accept_forms(method: Method, start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     """Let a method of a group accept every form of its arguments that torch's own groups accept.
 
-    `start` itself gets the group, as many arguments as `method` has, and an object of options. A caller may also pass
-    single tensors, names of arguments, and a ReduceOp, a root or a timeout instead of the object.
+    `start` gets the group, as many arguments as `method` has, and an object of options. A caller may also pass single
+    tensors, names of arguments, and a ReduceOp, a root or a timeout instead of the object.
     """
 
     def call(self: Any, *arguments: Any, **named: Any) -> dist.Work:
@@ -114,10 +88,6 @@ def _check_all_reduce(
     return f"{name} ({reduction}) of {_describe(tensors)}"
 
 
-def _check_coalesced(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
-    return _check_all_reduce(group, tensors, opts, coalesced=True)
-
-
 def _check_reduce(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
     _check_root("reduce", group, opts.rootRank)
     return _check_all_reduce(group, tensors, opts, "reduce") + f" to {opts.rootRank}"
@@ -130,17 +100,20 @@ def _check_broadcast(group: GroupMembership, tensors: Tensors, opts: Any) -> str
     return f"broadcast of {_describe(tensors)} from {opts.rootRank}"
 
 
+def _check_lists(name: str, group: GroupMembership, lists: list[Tensors], own: Tensors, side: str) -> None:
+    """Check lists with one tensor for each rank, of which this rank's has the shape of `own`; the others may differ."""
+    if not own or len(lists) != len(own):
+        _refuse(name, "requires input/output tensor lists to have the same length")
+    for at, (tensors, one) in enumerate(zip(lists, own, strict=True)):
+        _check_count(name, tensors, group.size, f"{side} tensor list at index {at}")
+        _check_tensors(name, [one, *tensors])
+        for rank, tensor in enumerate(tensors):
+            _check_like(name, tensor, one, rank, shape=rank == group.rank)
+
+
 def _check_all_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
-    """Check one output for each rank, of which this rank's has the shape of the input; the others may differ."""
-    if not inputs or len(outputs) != len(inputs):
-        _refuse("all_gather", "requires input/output tensor lists to have the same length")
-    for at, (targets, source) in enumerate(zip(outputs, inputs, strict=True)):
-        _check_count("all_gather", targets, group.size, f"output tensor list at index {at}")
-        _check_tensors("all_gather", [source, *targets])
-        _check_like("all_gather", targets[group.rank], source, group.rank)
-        for rank, target in enumerate(targets):
-            _check_like("all_gather", target, source, rank, shape=False)
-    return f"all_gather of {_describe([target for targets in outputs for target in targets])}"
+    _check_lists("all_gather", group, outputs, inputs, "output")
+    return f"all_gather of {_describe(flatten(outputs))}"
 
 
 def _check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
@@ -149,40 +122,25 @@ def _check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], 
     return _check_all_gather(group, transpose(outputs), inputs, opts)
 
 
-def _check_all_gather_single(
-    group: GroupMembership, output: torch.Tensor | Tensors, source: torch.Tensor | Tensors, opts: Any
-) -> str:
-    """Check that each output has the type of its input, and as many times its elements as there are ranks."""
-    outputs, inputs = _as_list(output), _as_list(source)
-    _check_parts("all_gather", group, outputs, inputs, "output tensor size", "input tensor size")
-    return f"all_gather of {_describe(inputs)}"
+def _check_gather_parts(group: GroupMembership, output: Any, source: Any, opts: Any) -> str:
+    _check_parts("all_gather", group, flatten(output), flatten(source), "output", "input")
+    return f"all_gather of {_describe(flatten(source))}"
 
 
 def _check_reduce_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> str:
-    """Check one input for each rank, of which this rank's has the shape of the output; the others may differ."""
     reduction = reduction_name(opts.reduceOp)
-    if not inputs or len(outputs) != len(inputs):
-        _refuse("reduce_scatter", "requires input/output tensor lists to have the same length")
-    for at, (pieces, output) in enumerate(zip(inputs, outputs, strict=True)):
-        _check_count("reduce_scatter", pieces, group.size, f"input tensor list at index {at}")
-        _check_tensors("reduce_scatter", [output, *pieces])
-        _check_like("reduce_scatter", output, pieces[group.rank], at)
-        for rank, piece in enumerate(pieces):
-            _check_like("reduce_scatter", piece, output, rank, shape=False)
+    _check_lists("reduce_scatter", group, inputs, outputs, "input")
+    for output in outputs:
         _check_reduction("reduce_scatter", output, reduction)
-    return f"reduce_scatter ({reduction}) of {_describe([piece for pieces in inputs for piece in pieces])}"
+    return f"reduce_scatter ({reduction}) of {_describe(flatten(inputs))}"
 
 
-def _check_reduce_scatter_single(
-    group: GroupMembership, output: torch.Tensor | Tensors, source: torch.Tensor | Tensors, opts: Any
-) -> str:
-    """Check that each input has the type of its output, and as many times its elements as there are ranks."""
-    outputs, inputs = _as_list(output), _as_list(source)
+def _check_scatter_parts(group: GroupMembership, output: Any, source: Any, opts: Any) -> str:
     reduction = reduction_name(opts.reduceOp)
-    _check_parts("reduce_scatter", group, inputs, outputs, "input tensor size", "output tensor size")
-    for tensor in outputs:
+    _check_parts("reduce_scatter", group, flatten(source), flatten(output), "input", "output")
+    for tensor in flatten(output):
         _check_reduction("reduce_scatter", tensor, reduction)
-    return f"reduce_scatter ({reduction}) of {_describe(inputs)}"
+    return f"reduce_scatter ({reduction}) of {_describe(flatten(source))}"
 
 
 def _check_all_to_all(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
@@ -229,10 +187,6 @@ def _check_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensor
     return _check_rooted("scatter", group, inputs, outputs, opts.rootRank, "input") + f" from {opts.rootRank}"
 
 
-def _check_barrier(group: GroupMembership, opts: Any) -> str:
-    return "barrier"
-
-
 def check_message(name: str, group: GroupMembership, tensors: Tensors, peer: int | None, tag: int) -> None:
     """Raise RuntimeError unless a send or receive has one CPU tensor, another rank (None: any), and a tag from 0 on."""
     _check_one(name, tensors)
@@ -252,7 +206,7 @@ def _check_rooted(name: str, group: GroupMembership, lists: list[Tensors], own: 
         _check_count(name, lists[0], group.size, f"{side} tensor list")
     elif lists:
         _refuse(name, f"requires empty {side} on non-root")
-    tensors = [tensor for one in lists for tensor in one]
+    tensors = flatten(lists)
     _check_tensors(name, [*own, *tensors])
     for rank, tensor in enumerate(tensors):
         _check_like(name, tensor, own[0], rank)
@@ -288,6 +242,7 @@ def _check_like(name: str, tensor: torch.Tensor, like: torch.Tensor, at: int, sh
 def _check_parts(
     name: str, group: GroupMembership, wholes: Tensors, parts: Tensors, whole_name: str, part_name: str
 ) -> None:
+    """Check that each whole has the type of its part, and as many times its elements as there are ranks."""
     if len(wholes) != len(parts):
         _refuse(name, "requires input/output tensor lists to have the same length")
     _check_tensors(name, [*wholes, *parts])
@@ -297,7 +252,7 @@ def _check_parts(
             _refuse(name, f"invalid tensor type at index {at}: Tensors are not equal in data type ({types})")
         if whole.numel() != group.size * part.numel():
             sizes = f"expected {group.size} * {part.numel()} elements, got {whole.numel()}"
-            rule = f"{whole_name} must be equal to world_size times {part_name}"
+            rule = f"{whole_name} tensor size must be equal to world_size times {part_name} tensor size"
             _refuse(name, f"invalid tensor size at index {at}: {rule} ({sizes})")
 
 
@@ -347,28 +302,29 @@ class Method:
     tensors: int = 2
     """Number of its arguments before the options; the first one receives the result."""
     lists: bool = True
-    """Whether the arguments are lists of tensors."""
     contribution: int = 1
     """Index of the argument that is this rank's contribution."""
 
 
 METHODS = {
-    "allreduce": Method("all_reduce", _check_all_reduce, AllreduceOptions, 1, contribution=0),
-    "allreduce_coalesced": Method("all_reduce", _check_coalesced, AllreduceCoalescedOptions, 1, contribution=0),
-    "broadcast": Method("broadcast", _check_broadcast, BroadcastOptions, 1, contribution=0),
-    "reduce": Method("reduce", _check_reduce, ReduceOptions, 1, contribution=0),
-    "allgather": Method("all_gather", _check_all_gather, AllgatherOptions),
-    "allgather_coalesced": Method("all_gather", _check_all_gather_coalesced, AllgatherOptions),
-    "all_gather_single": Method("all_gather", _check_all_gather_single, AllgatherOptions, lists=False),
-    "all_gather_single_coalesced": Method("all_gather", _check_all_gather_single, AllgatherOptions),
-    "reduce_scatter": Method("reduce_scatter", _check_reduce_scatter, ReduceScatterOptions),
-    "reduce_scatter_single": Method("reduce_scatter", _check_reduce_scatter_single, ReduceScatterOptions, lists=False),
-    "reduce_scatter_single_coalesced": Method("reduce_scatter", _check_reduce_scatter_single, ReduceScatterOptions),
-    "alltoall": Method("all_to_all", _check_all_to_all, AllToAllOptions),
-    "all_to_all_single": Method("all_to_all", _check_all_to_all_single, AllToAllOptions, 4, lists=False),
-    "gather": Method("gather", _check_gather, GatherOptions),
-    "scatter": Method("scatter", _check_scatter, ScatterOptions, contribution=0),
-    "barrier": Method("barrier", _check_barrier, BarrierOptions, 0),
+    "allreduce": Method("all_reduce", _check_all_reduce, c10d.AllreduceOptions, 1, contribution=0),
+    "allreduce_coalesced": Method(
+        "all_reduce", partial(_check_all_reduce, coalesced=True), c10d.AllreduceCoalescedOptions, 1, contribution=0
+    ),
+    "broadcast": Method("broadcast", _check_broadcast, c10d.BroadcastOptions, 1, contribution=0),
+    "reduce": Method("reduce", _check_reduce, c10d.ReduceOptions, 1, contribution=0),
+    "allgather": Method("all_gather", _check_all_gather, c10d.AllgatherOptions),
+    "allgather_coalesced": Method("all_gather", _check_all_gather_coalesced, c10d.AllgatherOptions),
+    "all_gather_single": Method("all_gather", _check_gather_parts, c10d.AllgatherOptions, lists=False),
+    "all_gather_single_coalesced": Method("all_gather", _check_gather_parts, c10d.AllgatherOptions),
+    "reduce_scatter": Method("reduce_scatter", _check_reduce_scatter, c10d.ReduceScatterOptions),
+    "reduce_scatter_single": Method("reduce_scatter", _check_scatter_parts, c10d.ReduceScatterOptions, lists=False),
+    "reduce_scatter_single_coalesced": Method("reduce_scatter", _check_scatter_parts, c10d.ReduceScatterOptions),
+    "alltoall": Method("all_to_all", _check_all_to_all, c10d.AllToAllOptions),
+    "all_to_all_single": Method("all_to_all", _check_all_to_all_single, c10d.AllToAllOptions, 4, lists=False),
+    "gather": Method("gather", _check_gather, c10d.GatherOptions),
+    "scatter": Method("scatter", _check_scatter, c10d.ScatterOptions, contribution=0),
+    "barrier": Method("barrier", lambda group, opts: "barrier", c10d.BarrierOptions, 0),
 }
 """The collectives by their names in torch 2.13."""
 _OLD_NAMES = {
@@ -378,14 +334,12 @@ _OLD_NAMES = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
     "alltoall_base": "all_to_all_single",
 }
-"""Names before torch 2.13."""
 
 
 def add_methods(group: type[dist.ProcessGroup], make: Callable[[str, str], Callable[..., dist.Work]]) -> None:
     """Give a class of groups all collectives that this torch knows, under its old and new names.
 
-    `make` returns a method of the class from the collective's name in this torch and its key in METHODS. The method
-    gets the arguments without defaults, and the options last.
+    `make` returns a method of the class from the collective's name in this torch and its key in METHODS.
     """
     for name, key in ({key: key for key in METHODS} | _OLD_NAMES).items():
         if hasattr(dist.ProcessGroup, name):

@@ -52,9 +52,8 @@ class Choice:
 def choose_backend(timings: Timings, nbytes: int) -> Choice:
     """Return the backend with the lowest cost: median seconds * (1 + median CPU share). A tie is for PREFERENCE.
 
-    When the network is the limit, all backends take equally long. A backend that spins meanwhile slows the backward
-    pass that runs beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126 ms of computing, and gloo's
-    200 ms cost 84 ms. `nbytes` is the size of the measured message. Raises CpuftError if nothing was measured.
+    A backend that spins slows the backward pass beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126
+    ms of computing, and gloo's 200 ms cost 84 ms. Raises CpuftError if nothing was measured.
     """
     if not timings:
         error = CpuftError("no backend could be measured: run `cpuft doctor`, or give a backend with --backend gloo")
@@ -83,17 +82,15 @@ def read_choice(folder: Path, key: str) -> Choice | None:
 
 def write_choice(folder: Path, key: str, choice: Choice) -> None:
     """Write a choice to `folder/backend-KEY.json`, atomically, and make the folder. OSError: it cannot be written."""
-    text = json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n"
-    write_text(folder / f"backend-{key}.json", text)
+    write_text(folder / f"backend-{key}.json", json.dumps(vars(choice)) + "\n")
 
 
 def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str = "float32") -> Choice:
     """Return the backend that `--backend auto` means on these hosts, the same on all ranks.
 
-    The choice for these hosts, this number of ranks, these versions of the libraries and this type comes from rank 0's
-    cache, or is measured within some seconds and written there. `dtype` is the type in which gradients are sent: not
-    every library sums 16-bit floats quickly. All ranks must call this together, before they make the default process
-    group, and the process must end with `exit_process`. Raises CpuftError if no backend could be measured.
+    It comes from rank 0's cache, or is measured within some seconds. `dtype` is the type in which gradients are sent:
+    not every library sums 16-bit floats quickly. All ranks must call this together, before they make the default
+    process group, and the process must end with `exit_process`. Raises CpuftError if no backend could be measured.
     """
     store = PrefixStore("automatic", store)
     store.set(f"host/{rank}", socket.gethostname())
@@ -113,12 +110,10 @@ def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str =
 
 
 def _read_versions() -> dict[str, str]:
-    found = {}
+    found = dict.fromkeys(_PACKAGES, "")
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
     return found
 
 
@@ -127,9 +122,8 @@ def measure_backends(
 ) -> Choice:
     """Measure all-reduces of one message over each backend in turn, and return the choice, the same on all ranks.
 
-    A backend that is missing on any rank is left out, with a line on rank 0's standard error. All ranks must call this
-    together, before they make the default process group, and once for each size and type. It leaves no process group,
-    and the process must end with `cpuft.comm.exit_process`. Raises CpuftError if no backend could be measured.
+    All ranks must call this together, before they make the default process group, and once for each size and type. The
+    process must end with `exit_process`. Raises CpuftError if no backend could be measured.
     """
     if size == 1:
         return Choice("gloo", "a single rank does not communicate")
@@ -150,9 +144,8 @@ def measure_turns(
 ) -> Iterator[Measurement]:
     """Measure each turn of a plan, and yield one measurement per turn, the same on all ranks.
 
-    A backend that cannot be used on any one of the ranks is left out: rank 0 prints why on standard error. All ranks
-    must iterate to the end together, without a default process group before; then none is left. `choices` has, by type
-    and bytes, what the backend `auto` stands for; its results name the backend, for example, `auto:mpi`.
+    A backend that cannot be used on one of the ranks is left out: rank 0 prints why. All ranks must iterate to the end
+    together, without a default process group. `choices` has what `auto` stands for; its results name both: `auto:mpi`.
     """
     current, is_usable = "", False
     for number, (backend, operation, dtype, nbytes) in enumerate(plan):
@@ -203,10 +196,9 @@ def _destroy_group() -> None:
 def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, repeat: int) -> Measurement:
     """Measure "all_reduce", "all_gather", "reduce_scatter" or "broadcast" on all ranks, which get the same result.
 
-    For each repetition, the result holds the seconds of the slowest rank, and the CPU share (0 to 1 of the cores that
-    it may use) of the busiest rank. `backend` is only the name in the result; `dtype` is a name in torch, as "float32".
-    `nbytes`, of the whole message of all ranks, is rounded down to equal parts of the ranks, but not in the result.
-    `repeat` is cut, but not below 5, if the repetitions would take more than three seconds.
+    For each repetition, it holds the seconds of the slowest rank, and the CPU share (0 to 1 of the cores that it may
+    use) of the busiest rank. `backend` is only the name in the result; `nbytes` are those of the whole message of all
+    ranks.
     """
     call = _make_operation(operation, getattr(torch, dtype), nbytes)
     call()

@@ -40,7 +40,6 @@ def format_table(measurements: Sequence[Measurement]) -> str:
     """Return the measurements as a table, with one row for all rounds of a backend, operation, type and size.
 
     Bandwidths are those of nccl-tests; the last column is gloo's median divided by this backend's, empty without gloo.
-    A row needs two repetitions (StatisticsError before Python 3.13).
     """
     measured = merge_rounds(measurements)
     gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in measured if row.backend == "gloo"}

@@ -43,7 +43,6 @@ _HELLO_BYTES = 256
 _START_SECONDS = 30.0
 _LINE_BYTES = 1 << 17
 _MAX_REPORTS = 5
-"""Refused connections that are reported on standard error."""
 _JOIN_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
 _FOREIGN_SECONDS = 10.0
@@ -80,7 +79,6 @@ class Hub:
         self._unverified: list[asyncio.Task[str]] = []
         self._refused = 0
         self.is_full = threading.Event()
-        """Set when all ranks are connected."""
         started = threading.Event()
         run = self._run(listener, started)
         threading.Thread(target=asyncio.run, args=(run,), name="cpuft-comm-hub", daemon=True).start()
@@ -175,11 +173,10 @@ def make_proof(key: bytes, *fields: bytes) -> bytes:
 
 
 class LivenessConnection:
-    """A rank's connection to the hub. Making one blocks until the hub has accepted this rank.
+    """A rank's connection to the hub. Making one blocks until the hub has accepted this rank, mostly for 60 s.
 
-    The store holds the hub's address, for which ranks wait up to 60 s; `is_first` is true on the one rank that opens
-    the hub. `on_message` is called on a thread with what ranks send, with {"gone": rank} when a rank's connection is
-    closed, and with {"hub": "gone"} at the end, when the hub is lost or this connection is closed.
+    `is_first` is true on the one rank that opens the hub. `on_message` is called on a thread with what ranks send, with
+    {"gone": rank} when a rank's connection is closed, and with {"hub": "gone"} at the end.
 
     Raises StartupDisturbedError if the hub does not accept this rank in time, or the store's entry is not this run's
     own; RuntimeError if there is no entry in time; OSError if the first rank cannot listen on its own address.
@@ -206,11 +203,7 @@ class LivenessConnection:
             self._hub.is_full.wait(_JOIN_SECONDS)
 
     def send(self, message: Message) -> None:
-        """Send a message to all ranks, including this one. Does nothing if the hub is lost.
-
-        The hub drops the connection of a rank whose message has more than 128 KiB as JSON, as if the rank had ended. A
-        rank that reads nothing misses messages.
-        """
+        """Send a message, at most 128 KiB as JSON, to all ranks, also to this one. Does nothing if the hub is lost."""
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 

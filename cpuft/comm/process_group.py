@@ -9,21 +9,20 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from cpuft.comm import arguments, collectives
-from cpuft.comm.arguments import METHODS, Method, add_methods, count_bytes, flatten, reduction_name, transpose
+from cpuft.comm.arguments import METHODS, Tensors, add_methods, check_message, count_bytes, flatten
 from cpuft.comm.backends.base import Backend, GroupMembership
+from cpuft.comm.collectives import BODIES, check_ranks_agree, contiguous_in_place, to_contiguous
 from cpuft.comm.watched_group import WatchedGroup
 
-Tensors = list[torch.Tensor]
-Body = Callable[..., None]
-"""Runs a collective: gets the backend, the membership and the method's arguments, and blocks until it is done."""
+T = TypeVar("T")
 _CLOSE_SECONDS = 1.0
 _COLLECTIVES = "collectives"
 
@@ -39,6 +38,19 @@ class ProgressThread:
     def put(self, task: Callable[[], None]) -> None:
         """Run the task after those put before; it must handle its errors, because an exception ends the thread."""
         self._queue.put(task)
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Run a task that may raise, and return a future of its result or exception."""
+        future = Future[T]()
+
+        def run() -> None:
+            try:
+                future.set_result(task())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.put(run)
+        return future
 
     def close(self, seconds: float) -> None:
         """End the thread after the tasks put so far, and wait at most this many seconds for its end."""
@@ -81,67 +93,50 @@ class QueuedWork(dist.Work):
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
-        self._error: BaseException | None = None
-        self._source = -1
-        self._done = threading.Event()
+        self._source: Future[int] = Future()
         self._lock = threading.Lock()
-        self._trigger: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
     def complete(self, source: int = -1) -> None:
         """Mark the operation as successful; `source` is the rank of the group that sent the data, -1 if none did."""
-        self._source = source
-        self._finish()
+        self._source.set_result(source)
 
     def fail(self, error: BaseException) -> None:
         """Mark the operation as failed: wait() and the future raise `error`."""
-        self._error = error
-        self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            self._done.set()
-            trigger = self._trigger
-        if trigger is not None:
-            _run_callbacks(lambda: trigger.set_result(None))
-
-    def _unwrap(self, _: torch.futures.Future[Any]) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._result
+        self._source.set_exception(error)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the output tensors, the same one in each call; its value() raises an operation's error."""
         with self._lock:
             if self._future is None:
-                self._trigger = torch.futures.Future()
-                self._future = self._trigger.then(self._unwrap)
-                if self._done.is_set():
-                    self._trigger.set_result(None)
+                trigger: torch.futures.Future[Any] = torch.futures.Future()
+                self._future = trigger.then(lambda _: self.result())
+                if self._source.done():
+                    trigger.set_result(None)
+                else:
+                    self._source.add_done_callback(lambda _: _run_callbacks(lambda: trigger.set_result(None)))
             return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is done; raises its error. `timeout` is ignored, because the watchdog has one."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+        self._source.result()
         return True
 
     def synchronize(self) -> None:
-        """Block until the operation is done, and raise its error."""
+        """Do what `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
         """Return whether the operation has succeeded or failed."""
-        return self._done.is_set()
+        return self._source.done()
 
     def is_success(self) -> bool:
         """Return whether the operation has succeeded; False while it is not done."""
-        return self._done.is_set() and self._error is None
+        return self._source.done() and not self._source.exception()
 
     def exception(self) -> BaseException | None:
         """Return the operation's error; None if it has succeeded or is not done."""
-        return self._error
+        return self._source.exception() if self._source.done() else None
 
     def result(self) -> Any:
         """Wait for the operation; return its output tensors in the form in which they were passed. Raises its error."""
@@ -150,38 +145,31 @@ class QueuedWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank of the group that sent the data; -1 for collectives, and while the operation is not done."""
-        return self._source
+        return self._source.result() if self.is_success() else -1
 
     _source_rank = source_rank
 
 
-class CoalescedWork(dist.Work):
-    """The Work of several operations that were launched together."""
+class _CoalescedWork(dist.Work):
+    """The Work of several operations that were launched together; its future has one flat list of all outputs."""
 
     def __init__(self, works: Sequence[QueuedWork]) -> None:
         super().__init__()
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all are done, return True; raises the error of the first in launch order that failed, without
-        waiting for those after it. `timeout` is ignored.
-        """
         return all(work.wait() for work in self._works)
 
     def synchronize(self) -> None:
-        """Block until all operations are done; raises the error of the first in launch order that failed."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all operations have succeeded or failed."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether all operations have succeeded; False while one is not done."""
         return all(work.is_success() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of one flat list of all output tensors. Its value() raises an operation's error."""
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(lambda done: [tensor for one in done.value() for tensor in flatten(one.value())])
 
@@ -197,19 +185,15 @@ def _begin_span(name: str, tensors: Tensors) -> Callable[[], object]:
 
 
 class CollectiveGroup(WatchedGroup):
-    """The process group of the backends ccl and mpi.
+    """The process group of the backends ccl and mpi, with torch's methods; `connect` makes the backend.
 
-    Operations return at once a QueuedWork, whose wait() blocks until this rank's part is done, and raises the backend's
-    error, mostly a RuntimeError. Until then the tensors must not be changed. If the timeout passes or a rank is lost,
-    the watchdog ends the process. Arguments may have all forms that torch's groups accept, and tensors any layout;
-    those that are not contiguous are copied. A reduceOp that only NCCL has (PREMUL_SUM) raises NotImplementedError.
-
-    Wrong arguments raise RuntimeError at once. Calls that do not fit those of the other ranks raise it on all ranks,
-    from wait(), before a tensor is read or written, unless `compares_calls` is false.
+    Operations return at once a QueuedWork, whose wait() raises the backend's error, mostly a RuntimeError. Until then
+    the tensors must not be changed. Those that are not contiguous are copied. Wrong arguments raise RuntimeError at
+    once, and a reduceOp that only NCCL has (PREMUL_SUM) NotImplementedError. Calls that do not fit those of the other
+    ranks raise RuntimeError on all ranks, from wait(), before a tensor is read or written.
 
     Collectives run in order on one thread. Sends and receives have a thread for each peer, direction and tag, because a
-    blocking send may wait for a receive that the peer posts later. The collectives (`allreduce`, `broadcast` and so on)
-    have torch's signatures and are added at the end of this module. `connect` makes the backend.
+    blocking send may wait for a receive that the peer posts later.
     """
 
     def __init__(
@@ -271,9 +255,9 @@ class CollectiveGroup(WatchedGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> CoalescedWork:
+    def _end_coalescing(self, device: torch.device) -> _CoalescedWork:
         works, self._coalesced = self._coalesced or [], None
-        return CoalescedWork(works)
+        return _CoalescedWork(works)
 
     def _launch(
         self,
@@ -311,12 +295,13 @@ class CollectiveGroup(WatchedGroup):
             self._coalesced.append(work)
         return work
 
-    def _launch_collective(self, method: Method, body: Body, given: tuple[Any, ...]) -> QueuedWork:
+    def _launch_collective(self, key: str, given: tuple[Any, ...]) -> QueuedWork:
         """Queue a collective; an error of its check is raised, and also told to the ranks that wait for this one."""
+        method = METHODS[key]
 
         def agree(call: str) -> None:
             if self.compares_calls:
-                collectives.check_ranks_agree(self._backend, self._membership.ranks, call)
+                check_ranks_agree(self._backend, self._membership.ranks, call)
 
         try:
             call = method.check(self._membership, *given)
@@ -327,17 +312,17 @@ class CollectiveGroup(WatchedGroup):
 
         def checked_body() -> None:
             agree(call)
-            body(self._backend, self._membership, *given)
+            BODIES[key](self._backend, self._membership, *given)
 
         payload, result = (given[method.contribution], given[0]) if method.tensors else ([], [torch.zeros(1)])
         return self._launch(method.operation, flatten(payload), result, checked_body)
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
         """Start to send the list's one tensor; the Work may end before `peer` has it. RuntimeError: wrong arguments."""
-        arguments.check_message("send", self._membership, tensors, peer, tag)
+        check_message("send", self._membership, tensors, peer, tag)
 
         def body() -> int:
-            dense = collectives.to_contiguous(tensors[0])
+            dense = to_contiguous(tensors[0])
             self._backend.send(dense.data_ptr(), dense.nbytes, peer, tag)
             return self._membership.rank
 
@@ -351,121 +336,24 @@ class CollectiveGroup(WatchedGroup):
         return self._launch("recv", tensors, tensors, body, *place)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
-        """Start to receive from the rank that sends first, the Work's `source_rank()`; ccl cannot, so wait() raises
+        """Start to receive from the rank that sends first, the Work's `source_rank()`; with ccl, wait() raises
         CpuftError.
         """
         body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
         return self._launch("recvAnySource", tensors, tensors, body, channel, self._membership.ranks)
 
     def _make_receiver(self, tensors: Tensors, peer: int | None, tag: int) -> Callable[[], int]:
-        arguments.check_message("recv", self._membership, tensors, peer, tag)
+        check_message("recv", self._membership, tensors, peer, tag)
 
         def body() -> int:
-            with collectives.contiguous_in_place(tensors[0]) as dense:
+            with contiguous_in_place(tensors[0]) as dense:
                 return self._backend.recv(dense.data_ptr(), dense.nbytes, peer, tag)
 
         return body
 
 
-def _all_reduce(backend: Backend, group: GroupMembership, tensors: Tensors, opts: Any) -> None:
-    for tensor in tensors:
-        if tensor.is_sparse:
-            collectives.all_reduce_sparse(backend, group.rank, group.size, tensor)
-            continue
-        with collectives.contiguous_in_place(tensor) as dense:
-            collectives.all_reduce(backend, group.size, dense, reduction_name(opts.reduceOp))
-
-
-def _reduce(backend: Backend, group: GroupMembership, tensors: Tensors, opts: Any) -> None:
-    """Reduce on all ranks, which costs as much as an all-reduce; only the tensor of the root changes."""
-    whole = collectives.to_contiguous(tensors[0]).clone()
-    collectives.all_reduce(backend, group.size, whole, reduction_name(opts.reduceOp))
-    if group.rank == opts.rootRank:
-        tensors[0].copy_(whole)
-
-
-def _broadcast(backend: Backend, group: GroupMembership, tensors: Tensors, opts: Any) -> None:
-    with collectives.contiguous_in_place(tensors[0]) as dense:
-        collectives.broadcast(backend, dense, opts.rootRank)
-
-
-def _all_gather(backend: Backend, group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> None:
-    for targets, source in zip(outputs, inputs, strict=True):
-        collectives.all_gather(backend, group.rank, source, targets)
-
-
-def _all_gather_coalesced(
-    backend: Backend, group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any
-) -> None:
-    _all_gather(backend, group, transpose(outputs), inputs, opts)
-
-
-def _all_gather_single(backend: Backend, group: GroupMembership, outputs: Any, inputs: Any, opts: Any) -> None:
-    for output, source in zip(flatten(outputs), flatten(inputs), strict=True):
-        collectives.all_gather_single(backend, source, output)
-
-
-def _reduce_scatter(
-    backend: Backend, group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any
-) -> None:
-    for output, pieces in zip(outputs, inputs, strict=True):
-        collectives.reduce_scatter(backend, group.rank, pieces, output, reduction_name(opts.reduceOp))
-
-
-def _reduce_scatter_single(backend: Backend, group: GroupMembership, outputs: Any, inputs: Any, opts: Any) -> None:
-    for output, source in zip(flatten(outputs), flatten(inputs), strict=True):
-        whole = collectives.to_contiguous(source)
-        with collectives.contiguous_in_place(output) as dense:
-            collectives.reduce_scatter_single(backend, group.rank, whole, dense, reduction_name(opts.reduceOp))
-
-
-def _all_to_all(backend: Backend, group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
-    collectives.all_to_all(backend, inputs, outputs)
-
-
-def _all_to_all_single(backend: Backend, group: GroupMembership, output: Any, source: Any, *rest: Any) -> None:
-    output_sizes, source_sizes, _ = rest
-    collectives.all_to_all_single(backend, source, output, (source_sizes, output_sizes), group.size)
-
-
-def _gather(backend: Backend, group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> None:
-    empty = inputs[0].new_empty(0)
-    sources = [inputs[0] if rank == opts.rootRank else empty for rank in range(group.size)]
-    collectives.all_to_all(backend, sources, flatten(outputs) or [empty] * group.size, is_known=True)
-
-
-def _scatter(backend: Backend, group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> None:
-    empty = outputs[0].new_empty(0)
-    targets = [outputs[0] if rank == opts.rootRank else empty for rank in range(group.size)]
-    collectives.all_to_all(backend, flatten(inputs) or [empty] * group.size, targets, is_known=True)
-
-
-def _barrier(backend: Backend, group: GroupMembership, opts: Any) -> None:
-    collectives.all_reduce(backend, group.size, torch.zeros(1, dtype=torch.int32), "sum")
-
-
-_BODIES: dict[str, Body] = {
-    "allreduce": _all_reduce,
-    "allreduce_coalesced": _all_reduce,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "allgather": _all_gather,
-    "allgather_coalesced": _all_gather_coalesced,
-    "all_gather_single": _all_gather_single,
-    "all_gather_single_coalesced": _all_gather_single,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "reduce_scatter_single_coalesced": _reduce_scatter_single,
-    "alltoall": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "barrier": _barrier,
-}
-
-
 def _make_method(name: str, key: str) -> Callable[..., dist.Work]:
-    return lambda self, *given: self._launch_collective(METHODS[key], _BODIES[key], given)
+    return lambda self, *given: self._launch_collective(key, given)
 
 
 add_methods(CollectiveGroup, _make_method)

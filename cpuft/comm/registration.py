@@ -76,27 +76,17 @@ def register_backends() -> None:
     for entry in BACKENDS.values():
         creator = functools.partial(_make_group, entry)
         dist.Backend.register_backend(entry.torch_name, creator, extended_api=True, devices=["cpu"])
-    _redirect_torch()
+    _redirect_timeouts(importlib.import_module("torch.distributed.distributed_c10d"))
+    if not dist.is_mpi_available():
+        _redirect_mpi(dist.Backend.__new__)
 
 
 def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
     is_world = not options.global_ranks_in_group
-    membership = GroupMembership(
-        label="the world" if is_world else f"group {options.group_id}",
-        rank=options.group_rank,
-        ranks=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
-        is_world=is_world,
-    )
-    return entry.make_group(
-        membership, options.store, choose_seconds(TIMEOUT_VARIABLE, options.timeout.total_seconds())
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def _redirect_torch() -> None:
-    _redirect_timeouts(importlib.import_module("torch.distributed.distributed_c10d"))
-    if not dist.is_mpi_available():
-        _redirect_mpi(dist.Backend.__new__)
+    label = "the world" if is_world else f"group {options.group_id}"
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    timeout = choose_seconds(TIMEOUT_VARIABLE, options.timeout.total_seconds())
+    return entry.make_group(GroupMembership(label, options.group_rank, ranks, is_world), options.store, timeout)
 
 
 def _redirect_mpi(original: Callable[..., str]) -> None:
@@ -140,15 +130,13 @@ def start(
 ) -> None:
     """Make torch's default process group with a backend of cpuft. Blocks until all ranks have called this.
 
-    A watchdog then enforces the timeout: if an operation takes longer, or one of its ranks ends, the process writes a
-    line that names the missing ranks and exits with code 75. `timeout_seconds` is torch's 30 minutes if it is None or
-    0; CPUFT_COMM_TIMEOUT takes precedence. Without `store`, `rank` and `world_size`, environment variables tell them.
-    `compares_calls`: the ranks compare their calls before each collective of ccl and mpi, which takes a short message.
+    A watchdog then enforces the timeout, by default torch's 30 minutes; CPUFT_COMM_TIMEOUT takes precedence. Without
+    `store`, `rank` and `world_size`, environment variables tell them. With `compares_calls`, the ranks compare their
+    calls before each collective of ccl and mpi, which takes a short message.
 
-    Raises CpuftError if there is no such backend, a library that it needs is missing, CPUFT_COMM_TIMEOUT is wrong, MPI
-    has fewer ranks than the group, or this rank cannot join rank 0 within 60 s; OSError if rank 0 cannot listen on its
-    own address; ValueError if there is a default process group already, or no environment variables; RuntimeError if a
-    library fails, or ranks do not come.
+    Raises CpuftError if there is no such backend, a library is missing or fails to start, or this rank cannot join rank
+    0 within 60 s; OSError if rank 0 cannot listen on its own address; ValueError if there is a default process group
+    already, or no environment variables; RuntimeError if a library fails, or ranks do not come.
     """
     if backend not in BACKENDS:
         raise CpuftError(f"there is no backend {backend}: {suggest_names(backend, BACKENDS)}")
@@ -163,9 +151,8 @@ def start(
 def exit_process(code: int) -> NoReturn:
     """End the process with an exit code, after Python's exit handlers but without those of C.
 
-    It also removes the shared memory that libfabric leaves of this process, and flushes Python's and C's streams. A
-    process that has used both oneCCL and Intel MPI must end like this: both use libfabric, whose shm provider (that of
-    impi-rt 2021.18) otherwise frees its endpoints twice at exit and aborts, whatever the exit code should be.
+    A process that has used both oneCCL and Intel MPI must end like this: both use libfabric, whose shm provider (that
+    of impi-rt 2021.18) otherwise frees its endpoints twice at exit and aborts, whatever the exit code should be.
     """
     atexit._run_exitfuncs()
     remove_shared_memory(os.getpid())

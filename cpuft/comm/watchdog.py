@@ -67,7 +67,6 @@ class Operation:
     nbytes: int
     """Bytes that this rank contributes or receives."""
     ranks: tuple[int, ...]
-    """World ranks of all ranks that take part."""
     timeout: float
     started: float
     """time.monotonic() when this rank began to wait."""
@@ -93,7 +92,6 @@ class OperationRegister:
     """
 
     pending: dict[int, Operation] = field(default_factory=dict)
-    """Operations that have begun and not ended, by their `id()`."""
     progress: dict[str, tuple[int, str]] = field(default_factory=dict)
     recent: deque[tuple[str, int, str, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
     """Channel, sequence number, name and bytes of the operations that this rank has begun last."""
@@ -133,15 +131,10 @@ class OperationRegister:
             if was_pending and self.ended is not None:
                 self.ended.append((operation, time.monotonic()))
 
-    def copy_recent(self) -> list[tuple[str, int, str, int]]:
-        """Return `recent` as a list."""
+    def copy_progress(self) -> dict[str, Any]:
+        """Return copies of `progress` and `recent` by these names, for JSON."""
         with self._lock:
-            return list(self.recent)
-
-    def copy_progress(self) -> dict[str, tuple[int, str]]:
-        """Return a copy of `progress`."""
-        with self._lock:
-            return dict(self.progress)
+            return {"progress": dict(self.progress), "recent": list(self.recent)}
 
     def list_pending(self) -> list[Operation]:
         """Return the pending operations in the order in which they began."""
@@ -162,7 +155,7 @@ class OperationRegister:
             | {"ranks": one.ranks}
             for one in self.list_pending()
         ]
-        return {"pending": pending, "progress": self.copy_progress(), "names": sorted(self.names)}
+        return {"pending": pending, "progress": self.copy_progress()["progress"], "names": sorted(self.names)}
 
     def forget_group(self, label: str) -> None:
         """Forget the channels of a closed group, so that a later group of the same name counts from 1."""
@@ -192,8 +185,7 @@ def find_missing_ranks(
     """Return the ranks that keep an operation from ending, by world rank, each with its state; {} if all have arrived.
 
     If ranks are lost, only they are returned, and otherwise only those that are furthest behind, because others wait
-    for them. `answers` is the progress of all ranks that have answered. If it lacks this rank itself, and it is not
-    rank 0, only rank 0 is returned: rank 0 relays all answers.
+    for them. `answers` is the progress of all ranks that have answered.
     """
     if rank and rank not in answers:  # rank 0 relays all messages: not even this rank's own answer came back
         return {0: _ENDED if 0 in gone else _SILENT}
@@ -211,19 +203,19 @@ def find_missing_ranks(
 
 
 def describe_failure(
-    operation: Operation, rank: int, missing: Mapping[int, str], now: float, calls: Mapping[int, Call] | None = None
+    operation: Operation, rank: int, missing: Mapping[int, str], now: float, calls: Mapping[int, Call]
 ) -> str:
     """Return the line that explains why this rank ends; `calls` has only ranks that have arrived."""
     waited = now - operation.started
     names = ", ".join(f"rank {other} ({state})" for other, state in sorted(missing.items()))
     arrived = f"did not arrive: {names}" if missing else "all ranks arrived, so the network or a library hangs"
     remedy = "look at the log of that rank" if missing else "check the interface and the network between the hosts"
-    different = set((calls or {}).values()) if not missing else set()
+    different = set() if missing else {*calls.values()}
     if len({name for name, _ in different}) > 1:
-        arrived = f"all ranks arrived, but with different operations: {_describe_calls(calls or {})}"
+        arrived = f"all ranks arrived, but with different operations: {_describe_calls(calls)}"
         remedy = "let all ranks call the same operations in the same order"
     elif len(different) > 1 and operation.name in _EQUAL_SIZES:
-        arrived = f"all ranks arrived, but with different sizes: {_describe_calls(calls or {})}"
+        arrived = f"all ranks arrived, but with different sizes: {_describe_calls(calls)}"
         remedy = "pass tensors of the same shape and type on all ranks"
     return (
         f"cpuft comm: rank {rank}: {operation.name} #{operation.sequence} of {operation.channel} "
@@ -249,9 +241,8 @@ class CollectiveWatchdog:
     """A thread that ends the process when an operation is overdue, after it has asked all ranks for their progress.
 
     Before that, it writes two lines to standard error, which name the missing ranks for the user and for the launcher,
-    and it tells the other ranks, which end as well. If no rank has ended and the launcher supervises this process, it
-    first waits for the stack dumps of all ranks. It ends the process with os._exit, because destroying a pending oneCCL
-    event blocks, and so does finalizing MPI when a rank is gone. The exit code 75 lets `cpuft launch` resume the run.
+    and it tells the other ranks, which end as well. It ends the process with os._exit, because destroying a pending
+    oneCCL event blocks, and so does finalizing MPI when a rank is gone.
     """
 
     def __init__(self, register: OperationRegister) -> None:
@@ -268,8 +259,7 @@ class CollectiveWatchdog:
     def start(self, store: Store, rank: int, ranks: tuple[int, ...], is_first: bool) -> None:
         """Connect `ranks`, if there are several, and start the thread; the one with `is_first` runs the liveness hub.
 
-        This waits up to 60 s for the first rank's address, and the first rank also waits up to 60 s for all others; if
-        some do not come, it goes on without an error. The errors are those of `LivenessConnection`.
+        The errors are those of `LivenessConnection`. The first rank waits for all others, but at most 60 s.
         """
         self._rank = rank
         if len(ranks) > 1:
@@ -303,31 +293,29 @@ class CollectiveWatchdog:
 
     def _give_up(self, operation: Operation) -> None:
         with self._ending:
-            self._request_progress(operation)
-            missing = self._find_missing(operation)
-            text = describe_failure(operation, self._rank, missing, time.monotonic(), self._find_calls(operation))
+            text, missing = self._explain(operation)
             if self._connection:
                 why = f"{operation.name} #{operation.sequence}"
                 self._connection.send({"end": self._rank, "why": why, "missed": sorted(missing)})
             _write_and_exit(text, missing, not self._gone)
 
-    def _find_missing(self, operation: Operation) -> dict[int, str]:
-        """Return the ranks that keep the operation from ending, apart from those that have given up and ended since."""
+    def _explain(self, operation: Operation, silent: Collection[int] = ()) -> tuple[str, dict[int, str]]:
+        """Ask all ranks but the `silent` ones, and return why this rank ends, and the ranks that are missing."""
+        self._request_progress(operation, silent)
         recent = time.monotonic() - 2 * _ANSWER_SECONDS
         answers = {rank: progress for rank, (when, progress) in self._answers.items() if when >= recent}
         missing = find_missing_ranks(operation, self._rank, answers, self._gone)
-        return {rank: state for rank, state in missing.items() if rank not in self._gave_up} or missing
-
-    def _find_calls(self, operation: Operation) -> dict[int, Call]:
-        place = (operation.channel, operation.sequence)
-        return {
+        # Ranks that have given up may have ended since.
+        missing = {rank: state for rank, state in missing.items() if rank not in self._gave_up} or missing
+        calls = {
             rank: (name, nbytes)
             for rank in operation.ranks
-            for *where, name, nbytes in self._recent.get(rank, ())
-            if tuple(where) == place
+            for channel, sequence, name, nbytes in self._recent.get(rank, ())
+            if (channel, sequence) == (operation.channel, operation.sequence)
         }
+        return describe_failure(operation, self._rank, missing, time.monotonic(), calls), missing
 
-    def _request_progress(self, operation: Operation, silent: Collection[int] = ()) -> None:
+    def _request_progress(self, operation: Operation, silent: Collection[int]) -> None:
         """Ask all ranks how far they are, and wait up to 2 s for those of the operation that are not `silent`."""
         asked = time.monotonic()
         if self._connection:
@@ -346,8 +334,7 @@ class CollectiveWatchdog:
         if "gone" in message:
             self._gone[int(message["gone"])] = time.monotonic()
         elif "ask" in message and self._connection:
-            answer = {"progress": self._register.copy_progress(), "recent": self._register.copy_recent()}
-            self._connection.send({"answer": self._rank, **answer})
+            self._connection.send({"answer": self._rank, **self._register.copy_progress()})
         elif "answer" in message:
             progress = {channel: (int(seq), str(name)) for channel, (seq, name) in message["progress"].items()}
             self._answers[int(message["answer"])] = (time.monotonic(), progress)
@@ -365,9 +352,7 @@ class CollectiveWatchdog:
         pending = min(self._register.list_pending(), key=lambda operation: operation.started, default=None)
         if pending:
             # The other rank may have asked for another operation, and then not waited for the ranks of this one.
-            self._request_progress(pending, silent=[*message["missed"], *self._gave_up])
-            missing = self._find_missing(pending)
-            text = describe_failure(pending, self._rank, missing, time.monotonic(), self._find_calls(pending))
+            text, missing = self._explain(pending, silent=[*message["missed"], *self._gave_up])
             _write_and_exit(text, missing, not self._gone)
         reason = f"rank {message['end']} gave up {message['why']}"
         text = f"cpuft comm: rank {self._rank}: ended because {reason}, which this rank had not joined."
@@ -399,10 +384,9 @@ _lock = threading.Lock()
 
 
 def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> CollectiveWatchdog:
-    """Return the watchdog of this process, which all of its process groups share.
+    """Return the watchdog of this process; the first call starts it, together with the other `ranks`.
 
-    The first call starts it and connects `ranks`, which must all call this together; the one with `group_rank` 0 runs
-    the liveness hub. Later calls only return it. The errors are those of `LivenessConnection`.
+    The rank with `group_rank` 0 runs the liveness hub. The errors are those of `LivenessConnection`.
     """
     global _watchdog
     with _lock:

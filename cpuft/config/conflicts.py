@@ -7,7 +7,7 @@ from cpuft.config.fields import format_flag
 from cpuft.config.train import DEFAULT_LORA_RANK, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.serialization import is_count
-from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, TASKS, find_task
+from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, find_task
 
 _LAYERS = "it trains with its own layers"
 _WEIGHTS = "it keeps the fp32 weights to itself"
@@ -42,20 +42,17 @@ def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool)
         )
 
 
-EMBEDDING_OPTIONS = {
-    "pooling": EMBEDDING_KINDS,
-    "query_prompt": ("pairs",),
-    "document_prompt": ("pairs",),
-    "temperature": ("pairs",),
-    "symmetric_loss": ("pairs",),
-    "gather_negatives": EMBEDDING_KINDS,
-    "similarity_loss": ("similarity",),
-    "matryoshka": EMBEDDING_KINDS,
-    "micro_batch": EMBEDDING_KINDS,
-    "hard_negatives": ("pairs", "relevance"),
-    "mining_model": ("pairs", "relevance"),
+_EMBEDDINGS, _WITH_NEGATIVES = ("pairs", "scored-pairs"), ("pairs", "rerank")
+_TASKS = {
+    "causal": ("text",),
+    **dict.fromkeys(("chat_template", "pack"), ("chat",)),
+    **dict.fromkeys(("label_type", "slice_by"), ("files",)),
+    **dict.fromkeys(("pooling", "gather_negatives", "matryoshka", "micro_batch"), _EMBEDDINGS),
+    **dict.fromkeys(("query_prompt", "document_prompt", "temperature", "symmetric_loss"), ("pairs",)),
+    "similarity_loss": ("scored-pairs",),
+    **dict.fromkeys(("hard_negatives", "mining_model"), _WITH_NEGATIVES),
 }
-"""Options of embedding models and rerankers, and the kinds of tasks that have each."""
+"""Options that only some tasks have, and these tasks."""
 
 
 def refuse_conflicts(config: TrainConfig) -> None:
@@ -69,27 +66,16 @@ def refuse_conflicts(config: TrainConfig) -> None:
         # Under torch 2.3, DistributedDataParallel waited for process groups written in Python with the GIL held. Others
         # were not tried since cpuft does without it.
         raise CpuftError("--engine ort trains only in fp32 and over gloo: add --precision fp32 --backend gloo")
-    if config.causal and config.task != "text":
-        raise CpuftError(f"--causal is for --task text only, and this is --task {config.task}: leave it out")
-    for name in ("chat_template", "pack"):
-        if getattr(config, name) and kind != "chat":
-            raise CpuftError(f"{format_flag(name)} is for --task chat only: leave it out")
+    for name, tasks in _TASKS.items():
+        if config.task not in tasks and _is_used(config, name, default):
+            flag, only = format_flag(name, getattr(config, name)), " and ".join(tasks)
+            raise CpuftError(f"{flag} is for --task {only} only, and this is --task {config.task}: leave it out")
     if kind in DECODER_KINDS:
         _refuse_decoder_conflicts(config, default)
     if config.engine == "ort" and config.task == "text":
         raise CpuftError(
             "--engine ort cannot train --task text, because it masks the same positions in every batch: leave out one "
             "of them"
-        )
-    if config.label_type != "auto" and config.task != "files":
-        raise CpuftError(
-            f"--label-type {config.label_type} is only for --task files, and the type of the labels of --task "
-            f"{config.task} is known: leave out --label-type"
-        )
-    if config.slice_by and config.task != "files":
-        raise CpuftError(
-            f"--slice-by names a column of the files of --task files, and this is --task {config.task}: leave out "
-            f"--slice-by {config.slice_by}"
         )
     if config.precision == "int8":
         for name in ("engine", "fast_path", "compile", "lora_rank"):
@@ -129,11 +115,6 @@ def refuse_conflicts(config: TrainConfig) -> None:
         )
     if config.lr_schedule == "constant" and (config.warmup_ratio or config.warmup_steps):
         raise CpuftError("--lr-schedule constant has no warm-up: write constant-with-warmup")
-    for name, kinds in EMBEDDING_OPTIONS.items():
-        if kind not in kinds and getattr(config, name) != getattr(default, name):
-            flag = format_flag(name, getattr(config, name))
-            tasks = " and ".join(task.name for task in TASKS.values() if task.kind in kinds)
-            raise CpuftError(f"{flag} is for --task {tasks} only: leave it out")
     if config.mining_model and not config.hard_negatives:
         raise CpuftError(
             f"--mining-model {config.mining_model} changes nothing by itself: add --hard-negatives 5, or leave it out"
@@ -163,13 +144,9 @@ def refuse_unused_data_options(train: TrainConfig) -> None:
     task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
     for name in (*own, *(text if train.task != "text" else ())):
         if getattr(train, name) != getattr(default, name):
-            corpus = "--task text for plain texts without labels"
-            fits = (
-                corpus
-                if name in text
-                else f"--task files for texts with labels, --task pairs for texts that belong together, or {corpus}"
-            )
-            raise CpuftError(f"--{name.replace('_', '-')} has no effect with {task}: give {fits}")
+            others = "--task files for texts with labels, --task pairs for texts that belong together, or "
+            fits = f"{'' if name in text else others}--task text for plain texts without labels"
+            raise CpuftError(f"{format_flag(name)} has no effect with {task}: give {fits}")
     if train.data_dir and train.task in ("demo", *FILE_TASKS):
         raise CpuftError(
             f"--data-dir has no effect with {task}: the option names a folder with the data of a GLUE task, so name "
@@ -187,14 +164,12 @@ def _refuse_decoder_conflicts(config: TrainConfig, default: TrainConfig) -> None
     reasons = {
         "engine": "decoders are trained with --engine torch only",
         "compile": "decoders are not tested with it",
-        "mlm_probability": "no token is masked",
-        "whole_word_mask": "no token is masked",
+        **dict.fromkeys(("mlm_probability", "whole_word_mask"), "no token is masked"),
     }
     for name, reason in reasons.items():
-        if getattr(config, name) != getattr(default, name):
-            raise CpuftError(
-                f"{task} excludes {format_flag(name, getattr(config, name))}, because {reason}: leave it out"
-            )
+        if _is_used(config, name, default):
+            flag = format_flag(name, getattr(config, name))
+            raise CpuftError(f"{task} excludes {flag}, because {reason}: leave it out")
     if config.precision == "int8":
         raise CpuftError(f"{task} excludes --precision int8, which is for encoders: leave it out")
     if config.from_config and not config.tokenizer:

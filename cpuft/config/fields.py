@@ -47,11 +47,10 @@ def option(
         default as "(default: ...)" if that is not the value `default`.
     section: the heading in the help, one of SECTIONS, or empty for the last one.
     choices: the only texts that are accepted; empty for any text.
-    least, most: None for no limit. A `least` of -1 stands for a default that depends on other options: messages call 0
-        the smallest number.
+    least: a `least` of -1 stands for a default that depends on other options: messages call 0 the smallest number.
     takes: placeholder for the value in the help; shells complete FILE and FOLDER. TEXT stands for the choices, if there
         are any, and for N if the value is a number.
-    rare: whether few runs need the option: only --help-all shows it.
+    rare: whether only --help-all shows the option.
     """
     metadata = {"help": help, "section": section, "choices": choices, "least": least, "most": most}
     metadata |= {"takes": takes, "rare": rare}
@@ -88,7 +87,7 @@ def split_arguments(config: type, arguments: Sequence[str]) -> tuple[list[str], 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
     """Return the configuration of such arguments. Raises CpuftError: an option is unknown, or its value is wrong."""
-    fields = _fields(config)
+    fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
     for argument in rest:
         flag, equals, text = argument.partition("=")
@@ -100,10 +99,6 @@ def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
             raise CpuftError(f"{flag} has no value: write {flag}=VALUE")
         texts[name] = value
     return config(**{name: parse_value(fields[name], types[name], text) for name, text in texts.items()})
-
-
-def _fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
-    return {field.name: field for field in dataclasses.fields(config)}
 
 
 def parse_value(field: dataclasses.Field[Any], kind: type, text: str) -> Any:

@@ -8,7 +8,6 @@ from cpuft.config.fields import evaluation_option, hosts_option, output_option, 
 
 SWEEP_SEARCHES = ("grid", "random", "tpe")
 SWEEP_PRUNERS = ("auto", "median", "none")
-DIRECTIONS = ("auto", "maximize", "minimize")
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,9 @@ class SweepConfig:
         "", "Metric that is compared (default: the first one that the task reports)", takes="NAME"
     )
     direction: str = evaluation_option(
-        "auto", "Whether a larger or a smaller metric is better; auto knows it for cpuft's metrics", choices=DIRECTIONS
+        "auto",
+        "Whether a larger or a smaller metric is better; auto knows it for cpuft's metrics",
+        choices=("auto", "maximize", "minimize"),
     )
     stop_after_failures: int = output_option(
         0, "Number of failed runs after which the sweep ends; 0 continues with the other runs, however many", least=0

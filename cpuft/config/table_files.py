@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
-from cpuft.config.fields import option
+from cpuft.config.fields import data_option
 
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
 """The values of --delimiter, apart from auto, and the characters that they stand for."""
@@ -13,28 +14,29 @@ OUTPUT_ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
 """Endings of the names of tables that are written, which tell their formats."""
 
 
-def delimiter_option(section: str = "") -> Any:
-    """Return the field of --delimiter."""
-    text = "Character between the columns of CSV and TSV files; auto is found in the header line of each file"
-    return option("auto", text, section=section, rare=True, choices=("auto", *DELIMITERS))
-
-
-def quoting_option(section: str = "") -> Any:
-    """Return the field of --quoting."""
-    text = (
-        "Whether quotation marks surround cells of CSV and TSV files (csv), or are a part of the texts, as in GLUE's "
-        "files (none); auto is none if a file can only be read so, and refuses a file that is in doubt"
-    )
-    return option("auto", text, section=section, rare=True, choices=QUOTINGS)
-
-
-def encoding_option(section: str = "") -> Any:
-    """Return the field of --encoding."""
-    text = (
-        "Encoding of files of texts, such as windows-1252 or shift_jis; auto is UTF-8, and UTF-16 for a file that "
-        "begins with its byte order mark"
-    )
-    return option("auto", text, section=section, rare=True, takes="NAME")
+delimiter_option = partial(
+    data_option,
+    "auto",
+    "Character between the columns of CSV and TSV files; auto is found in the header line of each file",
+    rare=True,
+    choices=("auto", *DELIMITERS),
+)
+quoting_option = partial(
+    data_option,
+    "auto",
+    "Whether quotation marks surround cells of CSV and TSV files (csv), or are a part of the texts, as in GLUE's "
+    "files (none); auto is none if a file can only be read so, and refuses a file that is in doubt",
+    rare=True,
+    choices=QUOTINGS,
+)
+encoding_option = partial(
+    data_option,
+    "auto",
+    "Encoding of files of texts, such as windows-1252 or shift_jis; auto is UTF-8, and UTF-16 for a file that begins "
+    "with its byte order mark",
+    rare=True,
+    takes="NAME",
+)
 
 
 class TableOptions(Protocol):

@@ -23,15 +23,10 @@ from cpuft.tasks import DECODER_KINDS, LABEL_KINDS, TASKS, find_task
 POOLINGS = ("mean", "cls", "lasttoken")
 """How the hidden states of a text's tokens become one vector: their mean, the first one, or the last one."""
 DEFAULT_MODEL = "minilm"
-BASE_PRECISIONS = ("auto", "fp32", "bf16", "int8")
-PADDINGS = ("dynamic", "max_length")
-LABEL_TYPES = ("auto", "class", "number", "multi")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex", "deepspeed", "ort")
 LR_SCHEDULES = ("linear", "cosine", "constant", "constant-with-warmup", "inverse-sqrt")
 """The values of --lr-schedule, which transformers writes with underscores."""
-SYNC_SCHEDULES = ("constant", "quadratic")
-SHARDS = ("none", "optimizer")
 
 LARGE_DECODER = 200_000_000
 """Number of parameters above which decoders are trained with LoRA, unless --lora-rank says otherwise."""
@@ -121,7 +116,7 @@ class TrainConfig:
         "Type of the labels of --task files: class (one class per example), number (regression) or multi (several "
         "classes per example). auto decides by the values: numbers are regression if at least one has a fraction, "
         "such as 3.5, several labels are multi, and all others are classes; tags of words need no type",
-        choices=LABEL_TYPES,
+        choices=("auto", "class", "number", "multi"),
         rare=True,
     )
     skip_unlabelled: bool = data_option(
@@ -129,9 +124,9 @@ class TrainConfig:
         "With --task files, scored-pairs and rerank, leave out rows without a label (empty, nan, None or NA), and "
         "say how many they are, instead of refusing them",
     )
-    delimiter: str = delimiter_option(SECTIONS[1])
-    quoting: str = quoting_option(SECTIONS[1])
-    encoding: str = encoding_option(SECTIONS[1])
+    delimiter: str = delimiter_option()
+    quoting: str = quoting_option()
+    encoding: str = encoding_option()
     max_length: int = data_option(
         128,
         "Maximum number of tokens per example: longer examples are truncated, conversations after the last answer "
@@ -347,14 +342,14 @@ class TrainConfig:
         "channel (embedding and head in bf16). To save memory, the ranks of a host share one copy, and each matrix "
         "product converts its weights before it uses them. auto: each rank has its own copy, layers in the format of "
         "--precision, the embedding in fp32",
-        choices=BASE_PRECISIONS,
+        choices=("auto", "fp32", "bf16", "int8"),
         rare=True,
     )
     padding: str = speed_option(
         "dynamic",
         "dynamic: examples of similar length are in one batch, which is padded to its longest example. max_length: "
         "examples are in random order, and all are padded to --max-length",
-        choices=PADDINGS,
+        choices=("dynamic", "max_length"),
         rare=True,
     )
     engine: str = speed_option(
@@ -404,7 +399,7 @@ class TrainConfig:
         "With --sync-every N above 1: constant averages after every N updates; quadratic after N updates while the "
         "learning rate is highest and in the warm-up, and later less often, after N * (highest rate / rate)^2 updates "
         "(the method QSR). All ranks are averaged at the end",
-        choices=SYNC_SCHEDULES,
+        choices=("constant", "quadratic"),
         rare=True,
     )
     outer_momentum: float = communication_option(
@@ -420,7 +415,7 @@ class TrainConfig:
         "none",
         "optimizer: each rank keeps only its share of the optimizer state (ZeRO stage 1), which saves memory and gives "
         "the same losses",
-        choices=SHARDS,
+        choices=("none", "optimizer"),
     )
     comm_timeout: float = communication_option(
         300.0, "Seconds that a collective may take before the run ends with an error", least=1.0, rare=True
@@ -526,35 +521,9 @@ CHANGEABLE_ON_RESUME = (
 ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
 """Pairs of options of which only one may be given."""
 
-DATA_OPTIONS = (
-    "task",
-    "model",
-    "from_config",
-    "tokenizer",
-    "vocab_size",
-    "data_dir",
-    "train_file",
-    "validation_file",
-    "text_columns",
-    "label_column",
-    "label_type",
-    "skip_unlabelled",
-    "delimiter",
-    "quoting",
-    "encoding",
-    "max_length",
-    "validation_split",
-    "causal",
-    "chat_template",
-    "pack",
-    "pooling",
-    "query_prompt",
-    "document_prompt",
-    "hard_negatives",
-    "mining_model",
-    "max_train_samples",
-    "seed",
-)
+_MASKING_OPTIONS = ("mlm_probability", "whole_word_mask")
+_OF_DATA = [one.name for one in dataclasses.fields(TrainConfig) if one.metadata["section"] == SECTIONS[1]]
+DATA_OPTIONS = (*(name for name in _OF_DATA if name not in _MASKING_OPTIONS), "max_train_samples", "seed")
 """The options of a training that decide on its data, which `cpuft data show` has."""
 
 

@@ -1,6 +1,4 @@
-"""What could be had in a second instead of a trained model: counts of words and characters with a linear model, BM25,
-and simpler guesses, by scikit-learn. Imports no torch.
-"""
+"""What could be had in a second instead of a trained model, by scikit-learn: counts, BM25, guesses. No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.record import BaselineLine
 from cpuft.tasks import EMBEDDING_KINDS, LABEL_KINDS
 
-Baseline = BaselineLine
 Texts = Sequence[tuple[str, ...]]
 """One or two texts for each example; for the kind tags, its words."""
 Predict = Callable[[Texts], Any]
@@ -25,7 +21,6 @@ Encode = Callable[[list[str]], Any]
 """Returns a matrix with the features of each text, perhaps a sparse one, fp32, shape (texts, features)."""
 
 KINDS = (*LABEL_KINDS, *EMBEDDING_KINDS, "relevance")
-"""Kinds of tasks that have a baseline."""
 MOST_CLASSES = 100
 """Largest number of classes for which a linear model is fitted: each class takes as much time."""
 LONGEST_TEXT = 10_000
@@ -67,9 +62,7 @@ def fit(kind: str, texts: Texts, labels: Sequence[Any], classes: int) -> Predict
 
 
 def _fit_counts(texts: Texts) -> tuple[Encode, list[Any]]:
-    """Return a function that makes TF-IDF vectors of length 1, of words, pairs of words and groups of characters; and
-    what `encode_columns` returns with it for these texts.
-    """
+    """Return a function that makes TF-IDF vectors of words, pairs and groups of characters, and these of the texts."""
     from scipy.sparse import vstack
     from sklearn.feature_extraction.text import CountVectorizer, HashingVectorizer, TfidfTransformer
 
@@ -96,10 +89,9 @@ def encode_columns(encode: Encode, texts: Texts) -> list[Any]:
 
 
 def fit_linear_model(encode: Encode, columns: list[Any], labels: Sequence[Any], classes: int) -> Predict:
-    """Fit logistic regression to encoded columns; with several classes, one for each of them against the others.
+    """Fit logistic regression to encoded columns; `classes` is 0, or their number if each label is a tuple of classes.
 
-    `classes` is 0 if each label is a class number, and the number of classes if it is a tuple of class numbers. Of two
-    texts, the features are the products and the absolute differences of those of both, and their cosine.
+    Of two texts, the features are the products and the absolute differences of those of both, and their cosine.
     """
     from sklearn.dummy import DummyClassifier
     from sklearn.linear_model import LogisticRegression
@@ -171,9 +163,7 @@ class Bm25:
         return _multiply_rows(self._counter.transform(queries), self._weights[documents])
 
     def rank(self, queries: Sequence[str], count: int) -> NDArray[np.int64]:
-        """Return the numbers of the best documents of each query, best first, of equal ones the smaller number first;
-        shape (queries, count), or (queries, documents) if there are fewer documents.
-        """
+        """Return the numbers of the best documents of each query, best first, of equal ones the smaller first."""
         asked, documents = self._counter.transform(queries), self._weights.T.tocsc()
         count, size = min(count, documents.shape[1]), max(1, _SCORES_AT_ONCE // documents.shape[1])
         best = np.empty((len(queries), count), np.int64)

@@ -25,9 +25,8 @@ _Groups = dict[tuple[str, ...], dict[Hashable, int]]
 def find_contradictions(predictions: RunPredictions, wrong: Sequence[int]) -> list[tuple[int, int, float]]:
     """Return pairs of rows whose texts are similar and whose labels differ, and how similar they are, equal ones first.
 
-    `wrong` has the wrongly predicted rows, the worst one first. Near-identical texts are searched for these only. A
-    model predicts the same for both texts of a pair, and is wrong about one of them, or it has learned what tells them
-    apart. The similarity is the cosine of the n-grams of characters, weighted by TF-IDF; of two texts, the lower one.
+    Near-identical texts are searched for the rows of `wrong` only, the worst one first. The similarity is the cosine of
+    the n-grams of characters, weighted by TF-IDF; of two texts, the lower one.
     """
     kind, table = predictions.about.kind, predictions.table
     if kind not in ("class", "labels", "tags") or "text" not in table.column_names:

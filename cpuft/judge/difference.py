@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cpuft.errors import CpuftError, counted, install_command
-from cpuft.judge.predictions import FILE_NAME, RunPredictions
+from cpuft.errors import CpuftError, counted, requires
+from cpuft.judge.predictions import FILE_NAME, QUERY_KINDS, RunPredictions
 
 if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
     from cpuft.judge.resampling import Difference
 
 _LEAST_P = 0.001
-"""Smallest p-value that is written as a number."""
-_QUERY_KINDS = ("pairs", "relevance")
 _SAME = ("split", "row", "query", "label")
 """Columns that must be equal in both files, where they have them."""
 
@@ -23,7 +21,6 @@ class Differences:
     """The differences of all metrics that two runs have reported, at least one."""
 
     kind: str
-    """What is predicted: `Task.kind`."""
     found: tuple[Difference, ...]
 
     @property
@@ -33,20 +30,18 @@ class Differences:
 
     def count(self, number: int) -> str:
         """Return a number of rows as words, such as "408 rows"; of queries where one is scored as a whole."""
-        if self.kind in _QUERY_KINDS:
+        if self.kind in QUERY_KINDS:
             return "1 query" if number == 1 else f"{number} queries"
         return counted(number, "row")
 
 
 def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
     """Compare the metrics of two runs row by row. Raises CpuftError: their rows are not the same, or are damaged."""
-    try:
+    with requires("train", "predictions are compared with NumPy and SciPy"):
         import numpy as np
 
         from cpuft.judge.resampling import compare
         from cpuft.judge.weighted_metrics import observe, select_split
-    except ImportError:
-        raise CpuftError(f"predictions are compared with NumPy and SciPy: {install_command('train')}") from None
     _refuse_others(a, b)
     try:
         a, b = _sort_rows(a), _sort_rows(b)
@@ -137,6 +132,6 @@ def describe_better(differences: Differences) -> str:
     if one.better is None:
         return ""
     rows, (of_a, of_b) = differences.count(one.rows), one.better
-    if differences.kind in _QUERY_KINDS:
+    if differences.kind in QUERY_KINDS:
         return f"of {rows}, A is better for {of_a}, and B for {of_b}, by {one.metric}"
     return f"of {rows}, only A is right in {of_a}, and only B in {of_b}"

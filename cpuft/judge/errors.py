@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.errors import CpuftError, counted, escape_controls, install_command
+from cpuft.errors import CpuftError, counted, escape_controls, requires
 from cpuft.judge.contradictions import MOST_CHARACTERS, find_contradictions
-from cpuft.judge.predictions import FILE_NAME, RunPredictions
-from cpuft.judge.ranking import LEAST_RELEVANT, measure_queries
+from cpuft.judge.metrics import LEAST_RELEVANT, measure_rankings
+from cpuft.judge.predictions import FILE_NAME, QUERY_KINDS, RunPredictions
 from cpuft.judge.wrong_labels import name_opposites, rank_labels
 from cpuft.terminal import WIDTH
 
@@ -23,9 +23,9 @@ _COLUMNS = {
     "relevance": ("query", "label", "prediction"),
 }
 """The columns that a kind needs beside split and row; other kinds need label and prediction."""
-_QUERY_KINDS, _NUMBER_KINDS = ("pairs", "relevance"), ("score", "similarity")
-_LINES = 3
-"""Most lines of a text on a terminal."""
+_NUMBER_KINDS = ("score", "similarity")
+_FORM: Any = {"initial_indent": "    ", "subsequent_indent": "    ", "placeholder": " ..."}
+"""The form of a text on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Example:
     figure: float
     """What `Errors.figure` names; for a label that is probably wrong, the probability of this label."""
     is_suspect: bool
-    """Whether the label is probably wrong."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ class Errors:
 
     run: str
     kind: str
-    """What is predicted: `Task.kind`."""
     rows: int
     """Number of validation rows, or for pairs and relevance of queries."""
     figure: str
@@ -75,7 +73,6 @@ class Errors:
     contradictions: tuple[Contradiction, ...]
     suspected: int
     suspects: tuple[Example, ...]
-    """Rows whose labels are probably wrong."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +91,9 @@ def list_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
     needed = ("split", "row", *_COLUMNS.get(kind, ("label", "prediction")))
     if missing := next((name for name in needed if name not in columns), ""):
         raise CpuftError(f"{run}/{FILE_NAME} has no column {missing}: fetch or train the run again")
-    try:
+    with requires("train", "errors are found with scikit-learn"):
         rating, ranking = _rate(predictions), rank_labels(predictions)
         contradictions = find_contradictions(predictions, rating.wrong)
-    except ImportError:
-        raise CpuftError(f"errors are found with scikit-learn: {install_command('train')}") from None
     suspects = ranking.order[: ranking.count].tolist() if ranking else []
     is_suspect = frozenset(suspects).__contains__
 
@@ -124,7 +119,7 @@ def list_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
 
 def _rate(predictions: RunPredictions) -> _Rating:
     kind, table = predictions.about.kind, predictions.table
-    if kind in _QUERY_KINDS:
+    if kind in QUERY_KINDS:
         return _rate_queries(predictions)
     if kind == "class":
         is_wrong = predictions.column("label") != predictions.column("prediction")
@@ -176,7 +171,7 @@ def _rate_queries(predictions: RunPredictions) -> _Rating:
         best = best[np.flatnonzero(np.diff(queries[best], prepend=-1))]
         figures = np.ones(len(queries))
         relevant = predictions.column("label") >= LEAST_RELEVANT
-        figures[best] = measure_queries(metrics[0], scores, relevant, queries)
+        figures[best] = measure_rankings(metrics[0], scores, relevant, queries)
     else:
         figures = predictions.column(metrics[0]).astype(np.float64)
     order = np.argsort(figures, kind="stable")
@@ -189,7 +184,7 @@ def _make_example(predictions: RunPredictions, row: int, figure: float, shown: s
     label, prediction = cells.get("label", ""), cells.get("prediction", "")
     if kind == "tags":
         texts, label, prediction = _mark_words(texts, label, prediction), "", ""
-    elif kind in _QUERY_KINDS:
+    elif kind in QUERY_KINDS:
         label, prediction = "", ""
     number = cells["query"] if kind == "relevance" else cells["row"]
     return Example(
@@ -216,7 +211,7 @@ def _format(value: Any) -> str:
 def summarize(errors: Errors) -> str:
     """Return a sentence that says how many errors of each sort a run has."""
     count = counted(errors.rows, "validation row")
-    if errors.kind in _QUERY_KINDS:
+    if errors.kind in QUERY_KINDS:
         return f"{errors.figure} is below 1 for {errors.wrong} of {errors.rows} queries."
     if errors.kind in _NUMBER_KINDS:
         return f"{count}. Rows are counted from 0."
@@ -255,7 +250,7 @@ def _describe(example: Example) -> str:
 
 
 def _describe_worst(errors: Errors, example: Example) -> str:
-    if errors.kind in _QUERY_KINDS:
+    if errors.kind in QUERY_KINDS:
         return f"query {example.row}: {errors.figure} {example.figure:.4f}"
     if errors.kind == "tags":
         return f"{_describe(example)}: {errors.figure} {example.figure:.0f}"
@@ -273,12 +268,6 @@ def format_errors(errors: Errors) -> str:
     for heading, examples in sections:
         lines += ["", heading]
         for description, texts in examples:
-            lines += ["", description, *(line for text in texts for line in _wrap(text))]
+            lines += ["", description]
+            lines += [line for text in texts for line in textwrap.wrap(text, WIDTH, max_lines=3, **_FORM)]
     return "\n".join(map(escape_controls, lines)) + "\n"
-
-
-def _wrap(text: str) -> list[str]:
-    """Return the beginning of a text as indented lines; its spaces and ends of lines become single spaces."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent="    ", subsequent_indent="    ", max_lines=_LINES, placeholder=" ..."
-    )

@@ -1,237 +1,154 @@
-"""Where a model is right and where it fails: metrics with intervals, of each class, by length and by a column."""
+"""Metrics as scikit-learn, SciPy, seqeval and sentence-transformers define them. Imports no torch.
+
+Those of sentence-transformers are summed in the order of its evaluators, so that no digit differs.
+"""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.judge.predictions import RunPredictions
-from cpuft.judge.resampling import Estimate, estimate
-from cpuft.judge.weighted_metrics import Indices, Observations, observe, select_split
-
-MOST_CLASSES = 20
-"""Largest number of classes whose confusion matrix is whole, and whose F1 have intervals."""
-_MOST_CONFUSIONS = 20
-_MOST_SLICES = 20
-_BINS = 15
+RERANKING_METRICS = ("ndcg", "mrr", "map")
+"""Metrics of rerankers, without @K."""
+LEAST_RELEVANT = 0.5
+"""Score from which on the metrics of rerankers count a document as relevant."""
+Rank = Callable[[NDArray[np.int64], int], NDArray[np.int64]]
+"""(numbers of queries, K) -> numbers of the K best documents of each query, or of all if they are fewer, best first;
+shape (queries, documents)."""
 
 
-@dataclass(frozen=True)
-class ClassScore:
-    """How well a model predicts one class, type of entity or tag; NaN where nothing was divided by nothing."""
+def compute_label_metrics(
+    names: tuple[str, ...], predictions: NDArray[Any], labels: NDArray[np.float32]
+) -> dict[str, float]:
+    """Return metrics by name, from 0 to 1 (correlations from -1); KeyError for an unknown name.
 
-    name: str
-    rows: int
-    """Number of validation rows (entities, words) that have it."""
-    predicted: int
-    """Number of them that are predicted to have it."""
-    precision: float
-    recall: float
-    f1: Estimate
-    """It has an interval with at most `MOST_CLASSES` classes."""
-    mistaken_for: str = ""
-    """The wrong class that is predicted most often for it; empty if there is none."""
-    mistaken: int = 0
-    """Number of its rows for which `mistaken_for` is predicted."""
-
-
-@dataclass(frozen=True)
-class Confusion:
-    """How many rows with a label have a prediction."""
-
-    label: str
-    prediction: str
-    rows: int
-
-
-@dataclass(frozen=True)
-class Bin:
-    """The rows whose predictions have about the same probability."""
-
-    confidence: float
-    """Mean probability of their predictions."""
-    accuracy: float
-    rows: int
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Whether the probabilities of predictions tell how often they are right."""
-
-    error: float
-    """Expected calibration error: mean difference between confidence and accuracy of 15 bins of equal width (Guo and
-    others 2017, arXiv:1706.04599)."""
-    confidence: float
-    accuracy: float
-    bins: list[Bin]
-
-
-@dataclass(frozen=True)
-class Part:
-    """The metrics of a part of the validation rows."""
-
-    name: str
-    rows: int
-    metrics: dict[str, Estimate]
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What the predictions for the first validation split say about a model."""
-
-    kind: str
-    unit: str
-    """What is counted for each class, in the plural: rows, entities or words; queries where there are no classes."""
-    rows: int
-    """Number of rows; of queries if the kind has queries."""
-    metrics: dict[str, Estimate]
-    """The task's metrics with the values of the record, then others."""
-    classes: list[ClassScore]
-    """The classes that validation rows or predictions have, in their order; empty for kinds without classes."""
-    confusions: list[Confusion]
-    """All with at most `MOST_CLASSES` classes, otherwise the most frequent wrong ones; the most frequent first."""
-    calibration: Calibration | None
-    lengths: list[Part]
-    """Quarters of the rows by their number of tokens."""
-    ranges: list[Part]
-    """Quarters of the rows by their score."""
-    slices: list[Part]
-    """The most frequent values of the column `slice_by`, the most frequent first."""
-    slice_by: str
-    values: int
-    """Number of different values in that column."""
-
-
-def judge(predictions: RunPredictions) -> Judgement:
-    """Return the metrics, intervals, classes, calibration and parts of the first validation split.
-
-    Values equal those of scikit-learn, seqeval and sentence-transformers. Intervals come from drawing rows (queries)
-    with replacement, the same ones in each call; those of shares of rows are Wilson's. Nothing grows with the square of
-    the number of classes.
+    Predictions and labels are class numbers or scores, shape (examples,), or 0 and 1, shape (examples, classes). The
+    correlation with a constant is 0, as scikit-learn defines it for Matthews'; an F1 without any positive is 0, too.
     """
-    about = predictions.about
-    predictions = select_split(predictions, predictions.column("split")[0])
-    observations = observe([predictions])
-    classes, is_query = observations.classes, observations.unit == "queries"
-    numbers = range(len(classes) if len(classes) <= MOST_CLASSES else 0)
-    estimates = estimate(observations, (*observations.names, *numbers), np.arange(observations.count))
-    metrics = {
-        name: replace(estimates.get(name, Estimate(value)), value=value) for name, value in about.metrics.items()
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+    constant = bool(np.ptp(predictions) == 0 or np.ptp(labels) == 0)
+
+    def correlate(function: Any) -> float:
+        return 0.0 if constant else float(function(predictions, labels).statistic)
+
+    def f1(average: str) -> Any:
+        return f1_score(labels, predictions, average=average, zero_division=0.0)
+
+    compute: dict[str, Callable[[], Any]] = {
+        "accuracy": lambda: accuracy_score(labels, predictions),
+        "f1": lambda: f1("binary"),
+        "f1_micro": lambda: f1("micro"),
+        "f1_macro": lambda: f1("macro"),
+        "matthews_correlation": lambda: matthews_corrcoef(labels, predictions),
+        "pearson": lambda: correlate(pearsonr),
+        "spearman": lambda: correlate(spearmanr),
     }
-    confusions = _count_confusions(predictions) if classes and about.kind != "labels" else Counter()
-    values, slices = _group_by_value(predictions, observations.first_rows)
-    return Judgement(
-        about.kind,
-        observations.unit,
-        observations.count,
-        metrics | {name: estimates[name] for name in observations.names if name not in metrics},
-        _score_classes(observations, [estimates[number] for number in numbers], confusions),
-        _choose_confusions(confusions),
-        _calibrate(predictions) if about.kind == "class" else None,
-        _judge_parts(observations, [] if is_query else _group_by_quarter(predictions.column("tokens"))),
-        _judge_parts(observations, _group_by_quarter(predictions.column("label")) if about.kind == "score" else []),
-        _judge_parts(observations, slices),
-        about.slice_by,
-        values,
-    )
+    return {name: float(compute[name]()) for name in names}
 
 
-def _count_confusions(predictions: RunPredictions) -> Counter[tuple[str, str]]:
-    """Count pairs of label and prediction: of rows, or of words, where B- and the like are left out."""
-    labels, found = predictions.column("label"), predictions.column("prediction")
-    if predictions.about.kind == "class":
-        return Counter(zip(labels, found))
-    starts = "f1" in predictions.about.metrics
-    pairs = (pair for row in zip(labels, found) for pair in zip(*row))
-    return Counter((_drop_start(a), _drop_start(b)) if starts else (a, b) for a, b in pairs)
+def compute_tag_metrics(
+    names: tuple[str, ...], predicted: Sequence[list[str]], tags: Sequence[list[str]]
+) -> dict[str, float]:
+    """Return metrics of the tags of each example's words by name, from 0 to 1; KeyError for an unknown name.
+
+    As in conlleval, f1, precision and recall are those of whole entities, 0 if there are none; accuracy is that of
+    words.
+    """
+    from seqeval import metrics
+
+    compute: dict[str, Callable[[], Any]] = {
+        "f1": lambda: metrics.f1_score(tags, predicted, zero_division=0),
+        "precision": lambda: metrics.precision_score(tags, predicted, zero_division=0),
+        "recall": lambda: metrics.recall_score(tags, predicted, zero_division=0),
+        "accuracy": lambda: metrics.accuracy_score(tags, predicted),
+    }
+    return {name: float(compute[name]()) for name in names}
 
 
-def _drop_start(tag: str) -> str:
-    return tag.partition("-")[2] or tag
+def measure_rankings(
+    name: str, scores: NDArray[np.float32], relevant: NDArray[np.bool_], queries: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return ndcg@K, mrr@K or map of each query, by ascending number, from 0 to 1; ValueError for other names.
+
+    The arrays have the score, relevance and query number of each example, shape (examples,). The values equal those of
+    sentence-transformers' CrossEncoderRerankingEvaluator. A query without relevant documents counts as 0, and one whose
+    only document is relevant as 1.
+    """
+    # Relevant documents are first, as the evaluator lists them: of equal scores, it ranks the last one first.
+    order = np.lexsort((~relevant, queries))
+    starts = np.flatnonzero(np.diff(queries[order])) + 1
+    return np.asarray([_measure_ranking(name, relevant[group], scores[group]) for group in np.split(order, starts)])
 
 
-def _score_classes(
-    observations: Observations, f1: Sequence[Estimate], confusions: Counter[tuple[str, str]]
-) -> list[ClassScore]:
-    """Return the scores of the classes that a label or a prediction has; `f1` has the intervals, if there are any."""
-    if not observations.classes:
-        return []
-    both, predicted, label = np.asarray(observations.terms.sum(0)).ravel()[:-2].reshape(3, -1).tolist()
-    mistaken = dict[str, tuple[str, int]]()
-    for (name, prediction), rows in confusions.most_common():
-        if name != prediction:
-            mistaken.setdefault(name, (prediction, rows))
-    return [
-        ClassScore(
-            name,
-            int(label[place]),
-            int(predicted[place]),
-            both[place] / predicted[place] if predicted[place] else math.nan,
-            both[place] / label[place] if label[place] else math.nan,
-            f1[place] if f1 else Estimate(2 * both[place] / (label[place] + predicted[place])),
-            *mistaken.get(name, ()),
-        )
-        for place, name in enumerate(observations.classes)
-        if label[place] + predicted[place]
-    ]
+def _measure_ranking(name: str, relevant: NDArray[np.bool_], scores: NDArray[np.float32]) -> float:
+    from sklearn.metrics import average_precision_score, ndcg_score
+
+    metric, _, depth = name.partition("@")
+    if metric not in RERANKING_METRICS:
+        raise ValueError(f"{name} is no metric of rerankers")
+    if not relevant.any():
+        return 0.0
+    if metric == "map":
+        return float(average_precision_score(relevant, scores))
+    if metric == "ndcg":
+        return float(ndcg_score([relevant], [scores], k=int(depth))) if len(scores) > 1 else 1.0
+    ranking = np.argsort(scores)[::-1][: int(depth)]
+    return next((1 / rank for rank, place in enumerate(ranking, start=1) if relevant[place]), 0.0)
 
 
-def _choose_confusions(confusions: Counter[tuple[str, str]]) -> list[Confusion]:
-    ordered = [Confusion(*names, rows) for names, rows in confusions.most_common()]
-    if len({name for names in confusions for name in names}) <= MOST_CLASSES:
-        return ordered
-    return [one for one in ordered if one.label != one.prediction][:_MOST_CONFUSIONS]
+def measure_searches(
+    names: Sequence[str], relevant: NDArray[np.int32], documents: int, rank: Rank
+) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
+    """Return the numbers of the queries that have relevant documents, and each metric of each of them, (queries,).
+
+    Metrics are accuracy@K, precision@K, recall@K, mrr@K, ndcg@K and map@K, equal to those of sentence-transformers'
+    InformationRetrievalEvaluator. `relevant` has query number, document number and relevance of each judgement,
+    (judgements, 3); how relevant a document is has no effect. Raises ValueError: no query has a relevant document, or a
+    metric is unknown.
+    """
+    depths = [(metric, int(depth)) for metric, _, depth in (name.partition("@") for name in names)]
+    pairs = np.unique(relevant[relevant[:, 2] > 0, :2].astype(np.int64), axis=0)
+    asked, counts = np.unique(pairs[:, 0], return_counts=True)
+    if not len(asked):
+        raise ValueError("no query has a relevant document")
+    best = rank(asked, max((depth for _, depth in depths), default=1))
+    hits = np.isin(asked[:, None] * documents + best, pairs[:, 0] * documents + pairs[:, 1])
+    return asked, {name: _measure_search(metric, depth, hits, counts) for name, (metric, depth) in zip(names, depths)}
 
 
-def _calibrate(predictions: RunPredictions) -> Calibration | None:
-    """Compare the probabilities of predictions with how often they are right; rows without a number are left out."""
-    confidence = predictions.column("confidence").astype(np.float64)
-    right = predictions.column("label") == predictions.column("prediction")
-    known = np.isfinite(confidence)
-    confidence, right = confidence[known], right[known]
-    if not len(confidence):
-        return None
-    numbers = np.searchsorted(np.linspace(0, 1, _BINS + 1)[1:-1], confidence)
-    rows, sums, rights = (np.bincount(numbers, weights, _BINS) for weights in (None, confidence, right))
-    bins = [Bin(s / n, r / n, int(n)) for n, s, r in zip(rows.tolist(), sums.tolist(), rights.tolist()) if n]
-    error = float(np.abs(sums - rights).sum() / len(confidence))
-    return Calibration(error, float(confidence.mean()), float(right.mean()), bins)
+def average_searches(values: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
+    """Return the mean of each metric over the queries."""
+    return {
+        # The evaluator adds reciprocal ranks one after another.
+        name: float(np.cumsum(found)[-1]) / len(found) if name.startswith("mrr@") else float(np.mean(found))
+        for name, found in values.items()
+    }
 
 
-# Parts of the rows.
+def _measure_search(metric: str, depth: int, hits: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return a metric of each query.
 
-Groups = list[tuple[str, Indices]]
-"""Names of parts, and the numbers of their units."""
-
-
-def _judge_parts(observations: Observations, groups: Groups) -> list[Part]:
-    """Return the two most telling metrics of each part; one part alone says nothing."""
-    names = observations.names[:2]
-    found = [(name, rows, estimate(observations, names, rows)) for name, rows in groups if len(groups) > 1]
-    return [Part(name, len(rows), {name: metrics[name] for name in names}) for name, rows, metrics in found]
-
-
-def _group_by_quarter(values: NDArray[Any]) -> Groups:
-    """Divide rows into up to four groups of about the same size, by ascending values; equal values stay together."""
-    if not np.isfinite(values).all():
-        return []
-    numbers = np.searchsorted(np.unique(np.quantile(values, (0.25, 0.5, 0.75))), values)
-    groups = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
-    return [(f"{values[one].min():.4g} to {values[one].max():.4g}", one) for one in groups]
-
-
-def _group_by_value(predictions: RunPredictions, first_rows: Indices | None) -> tuple[int, Groups]:
-    """Return the number of different values of `slice`, and the rows (queries) with each of the most frequent ones."""
-    if "slice" not in predictions.table.column_names:
-        return 0, []
-    values = predictions.column("slice")
-    values = values if first_rows is None else values[first_rows]
-    known, numbers, counts = np.unique(values, return_inverse=True, return_counts=True)
-    most = np.argsort(-counts, kind="stable")[:_MOST_SLICES]
-    return len(known), [(str(known[number]), np.flatnonzero(numbers == number)) for number in most]
+    `hits` tells whether each of the best documents is relevant, best first, (queries, documents); `counts` is the
+    number of relevant documents of each query.
+    """
+    hits = hits[:, :depth]
+    shown = hits.shape[1]
+    discounts = np.asarray([1 / np.log2(rank + 1) for rank in range(1, depth + 1)])
+    ideal = np.cumsum(discounts)[np.minimum(counts, depth) - 1]
+    precisions = np.cumsum(hits, axis=1) / np.arange(1, shown + 1)
+    compute: dict[str, Callable[[], Any]] = {
+        "accuracy": lambda: hits.any(1),
+        "precision": lambda: hits.sum(1) / depth,
+        "recall": lambda: hits.sum(1) / counts,
+        "mrr": lambda: np.where(hits.any(1), 1.0 / (hits.argmax(1) + 1), 0.0),
+        "ndcg": lambda: np.cumsum(hits * discounts[:shown], axis=1)[:, -1] / ideal,
+        "map": lambda: np.cumsum(hits * precisions, axis=1)[:, -1] / np.minimum(counts, depth),
+    }
+    if metric not in compute:
+        raise ValueError(f"{metric} is no metric of retrieval")
+    return np.asarray(compute[metric](), np.float64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, requires
 from cpuft.files import write_atomically
 from cpuft.serialization import load, parse_json
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 FILE_NAME = "predictions.parquet"
 MOST_PROBABILITIES = 100
 """Largest number of classes for which the probability of every class is kept."""
+QUERY_KINDS = ("pairs", "relevance")
+"""Kinds whose metrics are means over queries."""
 _KEY = b"cpuft"
-"""Of the metadata of the file."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,6 @@ class About:
     """What the rows of a file of predictions are."""
 
     kind: str
-    """What is predicted: `Task.kind`."""
     classes: tuple[str, ...]
     """Names of the classes in the order of their numbers; empty for the kinds without."""
     metrics: dict[str, float]
@@ -115,10 +115,8 @@ def read_predictions(run: str) -> RunPredictions:
             f"{run} has no {FILE_NAME}: give the folder of a finished run with labels, scores or queries, which was "
             f"trained with this version of cpuft"
         )
-    try:
+    with requires("train", f"{FILE_NAME} is read with PyArrow"):
         from pyarrow import parquet
-    except ImportError:
-        raise CpuftError(f"{FILE_NAME} is read with PyArrow: {install_command('train')}") from None
     try:
         table = parquet.read_table(path)
         about = load(About, parse_json((table.schema.metadata or {})[_KEY].decode()), str(path))

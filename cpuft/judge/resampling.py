@@ -22,11 +22,9 @@ _MOST_NUMBERS = 2**18
 """Largest number of entries of the arrays of a block of samples: 2 MB each."""
 _ROUNDING = 1e-12
 
-Weights = Numbers | Indices
-
 
 @dataclass(frozen=True)
-class Estimate:
+class MetricEstimate:
     """A metric with its 95 % interval; NaN where one is undefined."""
 
     value: float
@@ -83,8 +81,9 @@ def _draw_weights(counts: Indices, sizes: Iterator[int]) -> Iterator[Numbers]:
             yield random.multinomial(total, counts / total, size).astype(np.float64)
 
 
-def _list_blocks(cells: int, columns: int, samples: tuple[int, int, int]) -> Iterator[int]:
+def _list_blocks(terms: Any, samples: tuple[int, int, int]) -> Iterator[int]:
     """Yield how many samples are made at once, so that memory does not grow with observations or classes."""
+    cells, columns = terms.shape
     least, most, numbers = samples
     left, size = min(most, max(least, numbers // cells)), max(1, _MOST_NUMBERS // max(cells, columns))
     while left > 0:
@@ -100,16 +99,14 @@ def _is_share(values: Numbers) -> bool:
     return bool(np.isin(values, (0, 1)).all())
 
 
-def estimate(observations: Observations, names: Sequence[Name], rows: Indices) -> dict[Name, Estimate]:
-    """Return metrics of some of the observations of a run, with percentile intervals of a bootstrap; of shares of the
-    observations, such as accuracy, with Wilson's.
-    """
+def estimate_metrics(observations: Observations, names: Sequence[Name], rows: Indices) -> dict[Name, MetricEstimate]:
+    """Return metrics of some observations with intervals: of shares Wilson's, else percentiles of a bootstrap."""
     first, counts = _merge_alike(observations, rows)
     terms = observations.terms[first]
     values = observations.measure(names, terms, counts[None].astype(np.float64))
-    blocks = _list_blocks(len(first), terms.shape[1], _ESTIMATE_SAMPLES)
+    blocks = _list_blocks(terms, _ESTIMATE_SAMPLES)
     samples = _join_samples([observations.measure(names, terms, drawn) for drawn in _draw_weights(counts, blocks)])
-    found = dict[Name, Estimate]()
+    found = dict[Name, MetricEstimate]()
     for name, (value,) in values.items():
         low, high = np.quantile(samples[name], (_LEVEL / 2, 1 - _LEVEL / 2))
         if name in observations.means and _is_share(observations.means[str(name)]):
@@ -117,17 +114,16 @@ def estimate(observations: Observations, names: Sequence[Name], rows: Indices) -
             low, high = interval.low, interval.high
         elif low == high:  # samples that are all alike, as those of a model without errors, say nothing of other rows
             low = high = math.nan
-        found[name] = Estimate(float(value), float(low), float(high))
+        found[name] = MetricEstimate(float(value), float(low), float(high))
     return found
 
 
 def compare(observations: Observations, names: Sequence[str]) -> list[Difference]:
     """Return the differences between two models, each with a 95 % interval and a p-value; always the same ones.
 
-    A share of the observations, such as accuracy, has McNemar's exact test and the interval of Agresti and Min (2005),
-    which holds also where nearly all are right. Other metrics have a permutation test, which swaps the two predictions
-    of random observations, and a bootstrap over observations. So that test and interval never contradict each other,
-    the interval is widened to hold 0 where the test finds no difference.
+    A share of the observations, such as accuracy, has McNemar's exact test and the interval of Agresti and Min (2005).
+    Other metrics have a permutation test, which swaps the two predictions of random observations, and a bootstrap. The
+    interval is widened to hold 0 where the test finds no difference, so that both never contradict each other.
     """
     first, counts = _merge_alike(observations, np.arange(observations.count))
     both = np.concatenate([first, observations.count + first])
@@ -135,27 +131,21 @@ def compare(observations: Observations, names: Sequence[str]) -> list[Difference
     terms_a, terms_b = terms[: len(first)], terms[len(first) :]
     differs = np.flatnonzero(np.asarray(abs(terms_a - terms_b).sum(1)))
 
-    def measure(a: tuple[Any, Weights], b: tuple[Any, Weights]) -> list[dict[Name, Numbers]]:
-        return [observations.measure(names, terms, weights.astype(np.float64)) for terms, weights in (a, b)]
+    def measure(terms: Any, weights: Numbers | Indices) -> dict[Name, Numbers]:
+        return observations.measure(names, terms, weights.astype(np.float64))
 
-    def subtract(a: tuple[Any, Weights], b: tuple[Any, Weights]) -> dict[Name, Numbers]:
-        of_a, of_b = measure(a, b)
+    def subtract(of_a: dict[Name, Numbers], of_b: dict[Name, Numbers]) -> dict[Name, Numbers]:
         return {name: of_b[name] - of_a[name] for name in names}
 
     shares = {name for name, values in observations.means.items() if _is_share(values)}
     drawn, swapped = dict[Name, Numbers](), dict[Name, Numbers]()
     if not shares.issuperset(names):
-        shape = (len(both), terms.shape[1], _DIFFERENCE_SAMPLES)
-        draws = _draw_weights(counts, _list_blocks(*shape))
-        drawn = _join_samples([subtract((terms_a, weights), (terms_b, weights)) for weights in draws])
-        swaps = _draw_swaps(counts, differs, _list_blocks(*shape))
-        swapped = _join_samples(
-            [
-                subtract((terms, np.hstack([counts - moved, moved])), (terms, np.hstack([moved, counts - moved])))
-                for moved in swaps
-            ]
-        )
-    of_a, of_b = measure((terms_a, counts[None]), (terms_b, counts[None]))
+        draws = _draw_weights(counts, _list_blocks(terms, _DIFFERENCE_SAMPLES))
+        drawn = _join_samples([subtract(measure(terms_a, weights), measure(terms_b, weights)) for weights in draws])
+        swaps = _draw_swaps(counts, differs, _list_blocks(terms, _DIFFERENCE_SAMPLES))
+        pairs = ((np.hstack([counts - moved, moved]), np.hstack([moved, counts - moved])) for moved in swaps)
+        swapped = _join_samples([subtract(measure(terms, kept), measure(terms, moved)) for kept, moved in pairs])
+    of_a, of_b = measure(terms_a, counts[None]), measure(terms_b, counts[None])
     found = []
     for name in names:
         a, b = float(of_a[name][0]), float(of_b[name][0])
@@ -195,7 +185,6 @@ def _draw_swaps(counts: Indices, differs: Indices, sizes: Iterator[int]) -> Iter
 
 
 _Tested = tuple[tuple[float, float] | None, float, float]
-"""Interval, p-value and smallest difference."""
 
 
 def _test_share(only_a: int, only_b: int, rows: int) -> _Tested:

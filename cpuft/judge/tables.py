@@ -11,11 +11,10 @@ from cpuft.errors import escape_controls
 from cpuft.terminal import align
 
 if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
-    from cpuft.judge.metrics import ClassScore, Judgement, Part
-    from cpuft.judge.resampling import Estimate
+    from cpuft.judge.judgement import ClassScore, Judgement, Part
+    from cpuft.judge.resampling import MetricEstimate
 
 _MOST_LINES = 6
-"""Largest number of classes at the end of a run."""
 _LONGEST_NAME = 24
 _NAMES = {
     "f1": "F1",
@@ -32,7 +31,6 @@ class JudgementTable:
 
     heading: str
     text: str
-    """What the table shows, in a sentence or two."""
     columns: list[str]
     rows: list[list[str]]
     shades: list[list[float]] | None = None
@@ -40,9 +38,7 @@ class JudgementTable:
 
 
 def describe_judgement(judgement: Judgement, is_run: bool = True) -> list[str]:
-    """Return the few lines that tell at the end of a run how sure its metrics are, and where the model fails; without
-    `is_run`, of rows that are not those of a run's validation.
-    """
+    """Return a few lines: how sure the metrics of a run's validation rows (`is_run`), or of other rows, are."""
     lines = _describe_metrics(judgement, "validation " * is_run)
     classes = judgement.classes
     worst = sorted(classes, key=_count_missed, reverse=True)
@@ -50,7 +46,8 @@ def describe_judgement(judgement: Judgement, is_run: bool = True) -> list[str]:
         missed = [one for one in worst if one.mistaken]
         lines += ["; ".join(map(_describe_mistake, missed))] if missed else []
     elif len(classes) > 1 and any(one.rows != one.predicted or _count_missed(one) for one in classes):
-        lines += align_texts([_class_columns(judgement), *(_list_cells(judgement, one) for one in worst[:_MOST_LINES])])
+        rows = [_list_cells(judgement, one) for one in worst[:_MOST_LINES]]
+        lines += align_texts([[*rows[0]], *([*cells.values()] for cells in rows)])
         if more := len(classes) - _MOST_LINES:
             lines += [f"and {more} more{', which cpuft report shows' * is_run}"] if more > 0 else []
         if worst[0].mistaken and judgement.kind == "class":
@@ -70,8 +67,7 @@ def _describe_metrics(judgement: Judgement, of: str) -> list[str]:
         and name not in ("f1_weighted", "mean_error")
         and not (several and name in ("precision", "recall"))
     ]
-    unit = "queries" if judgement.unit == "queries" else "rows"
-    return [f"95 % intervals with {judgement.rows:,} {of}{unit}: {', '.join(parts[:3])}"] if parts else []
+    return [f"95 % intervals with {judgement.rows:,} {of}{judgement.of_rows}: {', '.join(parts[:3])}"] if parts else []
 
 
 def _count_missed(one: ClassScore) -> int:
@@ -107,7 +103,7 @@ def _format(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "-"
 
 
-def _format_interval(one: Estimate) -> str:
+def _format_interval(one: MetricEstimate) -> str:
     return f"{one.low:.3f} to {one.high:.3f}" if math.isfinite(one.low) else "-"
 
 
@@ -117,21 +113,16 @@ def align_texts(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in align([[*row[:-1], f"{row[-1]:<{width}}"] for row in rows])]
 
 
-def _class_columns(judgement: Judgement) -> list[str]:
-    what = {"entities": "entity"}.get(judgement.unit, "tag" if judgement.unit == "words" else "class")
-    last = [] if judgement.kind == "labels" else ["most often mistaken for"]
-    return [what, judgement.unit, "predicted", "precision", "recall", "F1", *last]
-
-
-def _list_cells(judgement: Judgement, one: ClassScore) -> list[str]:
-    mistaken = f"{_shorten(one.mistaken_for)} ({one.mistaken:,})" if one.mistaken else "-"
-    return [
-        _shorten(one.name),
-        f"{one.rows:,}",
-        f"{one.predicted:,}",
-        *map(_format, (one.precision, one.recall, one.f1.value)),
-        *([] if judgement.kind == "labels" else [mistaken]),
-    ]
+def _list_cells(judgement: Judgement, one: ClassScore, has_interval: bool = False) -> dict[str, str]:
+    what = {"entities": "entity", "words": "tag"}.get(judgement.unit, "class")
+    cells = {what: _shorten(one.name), judgement.unit: f"{one.rows:,}", "predicted": f"{one.predicted:,}"}
+    cells |= {"precision": _format(one.precision), "recall": _format(one.recall), "F1": _format(one.f1.value)}
+    if has_interval:
+        cells["95 % interval of F1"] = _format_interval(one.f1)
+    if judgement.kind != "labels":
+        mistaken = f"{_shorten(one.mistaken_for)} ({one.mistaken:,})" if one.mistaken else "-"
+        cells["most often mistaken for"] = mistaken
+    return cells
 
 
 def list_tables(judgement: Judgement, most: int = 50) -> list[JudgementTable]:
@@ -159,15 +150,14 @@ def list_tables(judgement: Judgement, most: int = 50) -> list[JudgementTable]:
         (f"By {_shorten(judgement.slice_by)}", _shorten(judgement.slice_by), judgement.slices, values),
     ):
         if parts:
-            tables.append(JudgementTable(heading, text, *_list_parts(what, parts, judgement.unit)))
+            tables.append(JudgementTable(heading, text, *_list_parts(what, parts, judgement.of_rows)))
     return tables
 
 
 def _tabulate_metrics(judgement: Judgement) -> JudgementTable:
-    unit = "queries" if judgement.unit == "queries" else "rows"
     text = (
-        f"Another sample of {judgement.rows:,} such {unit} would mostly give metrics in these intervals. They say "
-        f"nothing about another seed."
+        f"Another sample of {judgement.rows:,} such {judgement.of_rows} would mostly give metrics in these intervals. "
+        "They say nothing about another seed."
     )
     rows = [[name_metric(name), _format(one.value), _format_interval(one)] for name, one in judgement.metrics.items()]
     return JudgementTable("How sure the metrics are", text, ["metric", "value", "95 % interval"], rows)
@@ -182,11 +172,9 @@ def _tabulate_classes(judgement: Judgement, most: int) -> JudgementTable:
     if len(classes) > most:
         text += f" These are the {most} of {len(classes):,} classes with the most mistakes."
         classes = sorted(classes, key=_count_missed, reverse=True)[:most]
-    columns, rows = _class_columns(judgement), [_list_cells(judgement, one) for one in classes]
-    if any(math.isfinite(one.f1.low) for one in classes):
-        columns = [*columns[:6], "95 % interval of F1", *columns[6:]]
-        rows = [[*row[:6], _format_interval(one.f1), *row[6:]] for row, one in zip(rows, classes)]
-    return JudgementTable("Each class", text, columns, rows)
+    has_interval = any(math.isfinite(one.f1.low) for one in classes)
+    rows = [_list_cells(judgement, one, has_interval) for one in classes]
+    return JudgementTable("Each class", text, [*rows[0]], [[*cells.values()] for cells in rows])
 
 
 def _tabulate_confusions(judgement: Judgement) -> JudgementTable:
@@ -209,12 +197,11 @@ def _tabulate_confusions(judgement: Judgement) -> JudgementTable:
     )
 
 
-def _list_parts(what: str, parts: Sequence[Part], unit: str) -> tuple[list[str], list[list[str]]]:
-    columns = [what, "queries" if unit == "queries" else "rows"]
-    for name in parts[0].metrics:
-        columns += [name_metric(name), "95 % interval"]
-    rows = []
-    for part in parts:
-        cells = [text for one in part.metrics.values() for text in (_format(one.value), _format_interval(one))]
-        rows.append([_shorten(part.name), f"{part.rows:,}", *cells])
-    return columns, rows
+def _list_parts(what: str, parts: Sequence[Part], of_rows: str) -> tuple[list[str], list[list[str]]]:
+    columns = [text for name in parts[0].metrics for text in (name_metric(name), "95 % interval")]
+    cells = (
+        [text for one in part.metrics.values() for text in (_format(one.value), _format_interval(one))]
+        for part in parts
+    )
+    rows = [[_shorten(part.name), f"{part.rows:,}", *own] for part, own in zip(parts, cells)]
+    return [what, of_rows, *columns], rows

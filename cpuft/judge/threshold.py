@@ -21,11 +21,8 @@ class Threshold:
 
     value: float
     f1: float
-    """f1_micro with this threshold."""
     usual_f1: float
-    """f1_micro with the threshold 0.5."""
     examples: int
-    """Number of validation examples."""
 
 
 def find_threshold(run: str) -> Threshold:
@@ -68,7 +65,5 @@ def choose_threshold(truth: NDArray[Any], probabilities: NDArray[Any]) -> Thresh
 def _shorten(low: float, high: float) -> float:
     """Return the number nearest to the middle with the fewest decimal places that is above `low` and below `high`."""
     middle = (low + high) / 2
-    for places in range(1, 9):
-        if low < round(middle, places) < high:
-            return round(middle, places)
-    return middle
+    rounded = (round(middle, places) for places in range(1, 9))
+    return next((value for value in rounded if low < value < high), middle)

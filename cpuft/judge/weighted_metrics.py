@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.stats import rankdata
 
+from cpuft.judge.metrics import LEAST_RELEVANT, RERANKING_METRICS, measure_rankings
 from cpuft.judge.predictions import RunPredictions
-from cpuft.judge.ranking import LEAST_RELEVANT, METRICS, measure_queries
 
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -35,7 +35,6 @@ class Observations:
     count: int
     """Number of observations of a run."""
     names: tuple[str, ...]
-    """Names of the metrics, the most telling ones first."""
     terms: Any
     """What each observation adds to the metrics: an array or a sparse matrix, (observations, columns)."""
     measure: Callable[[Sequence[Name], Any, Numbers], dict[Name, Numbers]]
@@ -80,14 +79,7 @@ def _observe_classes(runs: Runs) -> Observations:
     is_right, rows = label == predicted, np.arange(len(label))
     terms = _count([(rows[is_right], label[is_right]), (rows, predicted), (rows, label)], len(known), is_right)
     positive = int(np.searchsorted(known, 1)) if len(about.classes) == 2 else None
-    more = tuple(
-        name
-        for name, has in (
-            ("f1", positive is not None),
-            ("matthews_correlation", "matthews_correlation" in about.metrics),
-        )
-        if has
-    )
+    more = ["f1"] * (positive is not None) + ["matthews_correlation"] * ("matthews_correlation" in about.metrics)
     return Observations(
         len(label) // len(runs),
         ("accuracy", "f1_macro", "f1_weighted", *more),
@@ -111,8 +103,7 @@ def _observe_labels(runs: Runs) -> Observations:
         partial(_measure_counts, len(classes), None, True),
         {"accuracy": is_right.astype(np.float64)},
         is_right,
-        None,
-        classes,
+        classes=classes,
     )
 
 
@@ -140,15 +131,11 @@ def _observe_tags(runs: Runs) -> Observations:
 
 
 def _list_entries(
-    classes: Sequence[str],
-    label: Iterable[set[Any]],
-    predicted: Iterable[set[Any]],
-    class_of: Callable[[Any], str] = str,
+    classes: Sequence[str], label: list[set[Any]], predicted: list[set[Any]], class_of: Callable[[Any], str] = str
 ) -> list[Entries]:
     """Return the entries of what both have, of the predictions and of the labels."""
     numbers = {name: number for number, name in enumerate(classes)}
-    rows = list(zip(label, predicted))
-    sides = ([a & b for a, b in rows], [b for _, b in rows], [a for a, _ in rows])
+    sides = (list(map(set.intersection, label, predicted)), predicted, label)
     entries = ([(row, numbers[class_of(one)]) for row, found in enumerate(side) for one in found] for side in sides)
     arrays = (np.asarray(one, np.int64).reshape(-1, 2) for one in entries)
     return [(one[:, 0], one[:, 1]) for one in arrays]
@@ -277,9 +264,9 @@ _ROUNDING = 1e-12
 def _observe_relevance(runs: Runs) -> Observations:
     def measure(run: RunPredictions, name: str) -> Numbers:
         scores, relevant = run.column("prediction").astype(np.float32), run.column("label") >= LEAST_RELEVANT
-        return measure_queries(name, scores, relevant, run.column("query"))
+        return measure_rankings(name, scores, relevant, run.column("query"))
 
-    names = [name for name in runs[0].about.metrics if name.partition("@")[0] in METRICS]
+    names = [name for name in runs[0].about.metrics if name.partition("@")[0] in RERANKING_METRICS]
     values = {name: np.concatenate([measure(run, name) for run in runs]) for name in names}
     first_rows = np.unique(runs[0].column("query"), return_index=True)[1]
     return _observe_means(values, len(first_rows), first_rows)

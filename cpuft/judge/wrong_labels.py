@@ -34,10 +34,9 @@ def rank_labels(predictions: RunPredictions) -> LabelRanking | None:
 
     This is confident learning (Northcutt et al. 2021, https://doi.org/10.1613/jair.1.12125) as cleanlab has it: the
     label of a wrongly predicted row is probably wrong if another class is at least as likely as that class is in the
-    mean over the rows with that label. Such rows come first, and all are sorted by the probability of the label minus
-    that of the likeliest other class. With several labels, each class is a question of its own, with the answers yes
-    and no. If the table has only the probabilities of label and prediction, only these two are compared, and several
-    labels cannot be ranked.
+    mean over the rows with that label. All are sorted by the probability of the label minus that of the likeliest other
+    class. With several labels, each class is a question of its own. Without the probabilities of all classes, only
+    those of label and prediction are compared, and several labels cannot be ranked.
     """
     kind, columns = predictions.about.kind, predictions.table.column_names
     if kind == "class":

@@ -37,25 +37,15 @@ class IdealComparison:
     efficiency: float
     """Speed of the run divided by that of the ideal: ideal_seconds / step_seconds."""
     step_seconds: float
-    """Mean seconds of a step of the run."""
     ideal_seconds: float
     """Seconds that the ideal needs for as many examples as one step of the run has."""
     parts: dict[str, float]
     """Seconds of a step that the ideal does not need, by the keys of `MISSING_TIME`; empty if the record does not tell
-    the times of all ranks.
-
-    They add up to step_seconds - ideal_seconds, and a part may be negative. `waiting`: the slowest rank waits for
-    gradients. `slowed`: the ranks compute longer than in the ideal, on average. `uneven`: the slowest rank computes
-    longer than the average. `rest`: what is left."""
-
-
-def _find_ideals(group: Sequence[Record], ideals: Sequence[Record]) -> list[Record]:
-    """Return those ideals that belong to a group of repeats, in the order of their start."""
-    wanted = _place(group[0])
-    return sorted((one for one in ideals if _place(one) == wanted), key=lambda one: one.header.started)
+    the times of all ranks. They add up to step_seconds - ideal_seconds, and a part may be negative."""
 
 
 def _place(record: Record) -> tuple[int, int, list[str]]:
+    """Return what a run and its ideal have in common."""
     return record.header.world_size, record.header.global_batch, record.header.hosts
 
 
@@ -109,17 +99,11 @@ def _divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every:
 
 def _average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
     """Return the mean of repeated comparisons, field by field; without parts if one of them has none."""
-    return IdealComparison(
-        statistics.fmean(one.samples_per_second for one in found),
-        statistics.fmean(one.efficiency for one in found),
-        statistics.fmean(one.step_seconds for one in found),
-        statistics.fmean(one.ideal_seconds for one in found),
-        {
-            name: statistics.fmean(one.parts[name] for one in found)
-            for name in MISSING_TIME
-            if all(o.parts for o in found)
-        },
-    )
+    names = MISSING_TIME if all(one.parts for one in found) else ()
+    numbers = ((one.samples_per_second, one.efficiency, one.step_seconds, one.ideal_seconds) for one in found)
+    parts = {name: statistics.fmean(one.parts[name] for one in found) for name in names}
+    rate, efficiency, step, ideal = map(statistics.fmean, zip(*numbers))
+    return IdealComparison(rate, efficiency, step, ideal, parts)
 
 
 def _describe_ideal(label: str, against: IdealComparison) -> str:
@@ -157,11 +141,9 @@ _EQUAL_OPTIONS = (
 )
 
 MOST_EFFICIENCY = 1.1
-_MOST_SAMPLES = 1e12
 """A larger efficiency gets a note. A little over 1 is normal, because smaller shares fit the caches better."""
-
-MOST_SECONDS = 1e9
-"""A longer time in a record is impossible; `compare` refuses the record."""
+_MOST_SAMPLES, _MOST_SECONDS = 1e12, 1e9
+"""A larger rate or time in a record is impossible; `compare` refuses the record."""
 
 
 class OtherJobError(CpuftError):
@@ -207,7 +189,6 @@ class Row:
     metrics: dict[str, float]
     """Metrics of the last evaluation; empty if there was none."""
     path: str
-    """Path of the record of the first repeat."""
     repeats: int
     ideal: IdealComparison | None
     """The mean of the repeats; None if no ideal was measured."""
@@ -217,7 +198,6 @@ class Row:
     seeds: dict[str, SeedComparison] = field(default_factory=dict)
     """Metrics over seeds by name; empty if all repeats have the same seed."""
     simulated: bool = False
-    """Whether the hosts are parts of one machine."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +224,8 @@ def compare(records: list[Record]) -> Comparison:
     """Compare complete runs of the same job with the one with the fewest ranks, and with their ideals.
 
     Records of independent ranks (`Header.independent`) are the ideals. Runs that differ only in their seed and in when
-    they ran are repeats, and share a row with their mean. Raises CpuftError: there is no run, a record cannot be used,
-    or the records are not of the same job; the message names what differs.
+    they ran are repeats, and share a row with their mean. Raises CpuftError: a record cannot be used, or the jobs
+    differ.
     """
     if all(record.header.independent for record in records):
         raise CpuftError(
@@ -254,18 +234,19 @@ def compare(records: list[Record]) -> Comparison:
     for record in records:
         if record.footer is None:
             raise CpuftError(
-                f"{record.path} is not complete ({counted(len(record.steps), 'step')} recorded): resume the run, "
-                "or leave it "
-                f"out of the report"
+                f"{record.path} is not complete ({counted(len(record.steps), 'step')} recorded): resume the run, or "
+                "leave it out of the report"
             )
         if not (0 < record.footer.steady_samples_per_second < _MOST_SAMPLES and record.header.world_size > 0):
             raise CpuftError(f"{record.path} trained on no examples: leave it out of the report")
         _refuse_impossible(record)
-    records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
+    records = order_runs(records)
     _refuse_differences(records)
     runs, ideals = ([one for one in records if one.header.independent == independent] for independent in (False, True))
     groups = group_repeats(runs)
-    rows = tuple(_make_row(group, groups[0], _find_ideals(group, ideals)) for group in groups)
+    rows = tuple(
+        _make_row(group, groups[0], [one for one in ideals if _place(one) == _place(group[0])]) for group in groups
+    )
     baseline = runs[0]
     header = baseline.header
     scaling = _find_scaling(runs)
@@ -295,15 +276,16 @@ def compare(records: list[Record]) -> Comparison:
     )
 
 
+def order_runs(records: Sequence[Record]) -> list[Record]:
+    """Return the records by number of ranks, and those with as many by their start."""
+    return sorted(records, key=lambda record: (record.header.world_size, record.header.started))
+
+
 def _refuse_impossible(record: Record) -> None:
     """Raise CpuftError if a time in the record is impossible, because somebody has edited the record."""
     for line in record.steps:
-        seconds = (
-            line.step_seconds,
-            *(getattr(line, f"{name}_seconds") for name in STEP_PHASES),
-            *line.compute_seconds,
-        )
-        if not all(abs(value) < MOST_SECONDS for value in seconds):
+        phases = (getattr(line, f"{name}_seconds") for name in STEP_PHASES)
+        if not all(abs(seconds) < _MOST_SECONDS for seconds in (line.step_seconds, *phases, *line.compute_seconds)):
             raise CpuftError(
                 f"{record.path}, step {line.step}: the time of this step is impossible: leave the run out of the report"
             )
@@ -323,7 +305,6 @@ def _refuse_differences(records: list[Record]) -> None:
         # The examples of the task demo depend on the seed.
         if first.header.task == record.header.task == "demo" and _seed_of(first) != _seed_of(record):
             pairs = [pair for pair in pairs if pair[0] != "data"]
-        # Records of older versions have fewer options; the missing ones were off.
         pairs += [(n, first.header.options.get(n) or 0, record.header.options.get(n) or 0) for n in _EQUAL_OPTIONS]
         if not seeds[first.header.world_size] & seeds[record.header.world_size]:
             pairs.append(("seed", _seed_of(first), _seed_of(record)))
@@ -381,9 +362,7 @@ def has_equal_cores(row: Row, base: Row) -> bool:
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
-    """Return groups of runs that differ only in their seed, in what is kept of their evaluation, and in when they ran,
-    in the order of the runs.
-    """
+    """Return groups of runs that differ only in seed, start, and what is kept of their evaluation, in their order."""
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header
@@ -566,13 +545,8 @@ def describe_seeds(row: Row, base: Row) -> str:
     return "; ".join(clauses)
 
 
-NOT_DISTINGUISHABLE, SAME, UNKNOWN, LARGER, SMALLER = (
-    "not distinguishable",
-    "the same",
-    "not known",
-    "larger",
-    "smaller",
-)
+NOT_DISTINGUISHABLE, SAME, UNKNOWN = "not distinguishable", "the same", "not known"
+LARGER, SMALLER = "larger", "smaller"
 """What can be said about a metric over several seeds in comparison with the baseline's."""
 
 
@@ -606,9 +580,8 @@ def _note_restarts(records: Sequence[Record]) -> list[str]:
             on = " and ".join(str(line.world_size) for line in again)
             why = "; ".join(line.restart_reason for line in again)
             notes.append(
-                f"np {record.header.world_size} was restarted {counted(len(again), 'time')}, on {on} ranks, "
-                "which took "
-                f"{lost} and repeated {made} ({why}): its times are not those of an undisturbed run."
+                f"np {ranks} was restarted {counted(len(again), 'time')}, on {on} ranks, which took {lost} and "
+                f"repeated {made} ({why}): its times are not those of an undisturbed run."
             )
     return notes
 
@@ -673,8 +646,7 @@ def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> l
         listed = ", ".join(map(str, same_cores))
         notes.append(
             f"np {listed} did not run on more cores than np {base.np} ({counted(base.cores, 'core')}): the speedup "
-            "shows "
-            f"what splitting the work gains or costs, not what more hosts gain."
+            "shows what splitting the work gains or costs, not what more hosts gain."
         )
     if len({(record.header.cpu_model, tuple(record.header.cpu_flags)) for record in records}) > 1:
         notes.append("the head hosts of the runs have different CPUs.")

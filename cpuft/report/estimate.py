@@ -23,6 +23,7 @@ from cpuft.compressions import (
     count_ring_passes,
 )
 from cpuft.errors import CpuftError, counted, suggest_names
+from cpuft.files import read_given_text
 from cpuft.network import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Link, Measurement, Record
 from cpuft.serialization import load, parse_json
@@ -36,7 +37,6 @@ class InstanceType:
     """One kind of rented host."""
 
     name: str
-    """The seller's name of the type, such as m7i.8xlarge."""
     cores: int
     """Number of physical cores."""
     amx: bool
@@ -45,7 +45,6 @@ class InstanceType:
     dollars_per_hour: float
     """Approximate list price per hour on demand, in US dollars."""
     dated: str
-    """Date of the price."""
 
 
 INSTANCE_COLUMNS = tuple(InstanceType.__dataclass_fields__)
@@ -55,16 +54,12 @@ INSTANCE_COLUMNS = tuple(InstanceType.__dataclass_fields__)
 def parse_instance_types(text: str, path: str) -> dict[str, InstanceType]:
     """Return a CSV table's types by name, the last of equal names. Raises CpuftError: a line has another form."""
     lines = csv.reader(io.StringIO(text, newline=""))
-    found: dict[str, InstanceType] = {}
     try:
         if tuple(next(lines, ())) != INSTANCE_COLUMNS:
             raise ValueError(f"its head is not {','.join(INSTANCE_COLUMNS)}")
-        for words in lines:
-            if words:
-                found[words[0]] = _parse_words(words)
+        return {words[0]: _parse_words(words) for words in lines if words}
     except (ValueError, csv.Error) as error:
         raise CpuftError(f"{path}, line {lines.line_num}: {error}: make it like {TABLE}") from None
-    return found
 
 
 def _parse_words(words: list[str]) -> InstanceType:
@@ -78,17 +73,9 @@ def _parse_words(words: list[str]) -> InstanceType:
 
 
 def find_instance(name: str, path: str = "") -> InstanceType:
-    """Return the type of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty.
-
-    Raises CpuftError: the table cannot be read, or does not have this type.
-    """
-    table = Path(path) if path else TABLE
-    try:
-        found = parse_instance_types(table.read_text(encoding="utf-8"), str(table))
-    except FileNotFoundError:
-        raise CpuftError(f"there is no file {path}, which --instances names: give a CSV file like {TABLE}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"--instances {path} cannot be read ({error}): give a CSV file like {TABLE}") from None
+    """Return the type of this name from the CSV table at `path`, or from cpuft's own; CpuftError: it is not there."""
+    table = path or str(TABLE)
+    found = parse_instance_types(read_given_text(table, "--instances", f"give a CSV file like {TABLE}"), table)
     if name not in found:
         raise CpuftError(f"--instance {name:.60} is not a known type of instance: {suggest_names(name, tuple(found))}")
     return found[name]
@@ -158,7 +145,6 @@ class Job:
     error_seconds: float
     """Standard error of the sum of the seconds above."""
     samples: float
-    """Examples of one update."""
     rows: int
     """Examples of the whole training, all epochs together."""
     cores: float
@@ -230,13 +216,10 @@ class Estimate:
     samples_per_second: float
     """Samples per second of all hosts together."""
     least: float
-    """Lower end of the interval of samples per second."""
     most: float
-    """Upper end of the interval of samples per second."""
     efficiency: float
     """Samples per second divided by those of as many independent hosts."""
     train_seconds: float
-    """Seconds of the whole training, all epochs together."""
     price: float
     """Price of the whole training, in the currency of the price of a host; 0 if that is unknown."""
     waited_seconds: float
@@ -252,9 +235,8 @@ def read_job(record: Record, compression: str = "auto") -> Job:
 
     The times are means of the steps without the first tenth, or the medians that scripts/record-layer-times measured.
     `compression` is the only compression level that the job may use; `auto` stands for the level of the recorded run,
-    or if that had `auto`, too, for all levels that a launch may choose. Raises CpuftError: the run had several ranks,
-    --sync-every or too few steps, the record holds no gradient sizes, or the bytes that `compression` sends are not
-    known before a run.
+    or if that had `auto`, too, for all levels that a launch may choose. Raises CpuftError: the run cannot be used for
+    that.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
@@ -265,7 +247,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
                 f"{record.path} was resumed on {line.world_size} ranks after update {line.step}: an estimate needs a "
                 "run on one rank"
             )
-    every = header.options.get("sync_every", 1)
+    epochs, every = header.options.get("epochs"), header.options.get("sync_every", 1)
     if type(every) is int and every > 1:
         raise CpuftError(
             f"{record.path} ran with --sync-every {every}, and an estimate is for ranks that exchange gradients in "
@@ -286,7 +268,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         statistics.mean(line.update_seconds for line in of_steps),
         statistics.stdev(seconds) / math.sqrt(len(seconds)),
         statistics.mean(line.samples for line in steady),
-        _count_examples(record),
+        round(header.examples * epochs) if isinstance(epochs, (int, float)) else header.examples,
         find_cores(record),
         _find_levels(record, compression),
         header.gradient_sizes.parameters,
@@ -319,12 +301,6 @@ def _count_gathered_bytes(record: Record) -> float:
     words = header.parameters - header.gradient_sizes.parameters if header.gradient_sizes.embedding_row else 0
     # Embeddings have 4 bytes per weight in any case.
     return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.gradient_sizes.parameters + 4.0 * words
-
-
-def _count_examples(record: Record) -> int:
-    """Return the examples of all epochs, even if the run was limited to fewer updates."""
-    epochs = record.header.options.get("epochs")  # records of older versions may lack it
-    return round(record.header.examples * epochs) if isinstance(epochs, (int, float)) else record.header.examples
 
 
 def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
@@ -366,8 +342,7 @@ def scale_cores(job: Job, cores: float, ranks_per_host: int = 1) -> Job:
 def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
     """Return the network that fits measured all-reduces best, by least squares of relative errors.
 
-    Of several backends, the one with the highest rate counts. The CPU cost per byte is that of the largest message.
-    Raises CpuftError: `measured` has no all-reduces of the type `sent_as` in two sizes.
+    Of several backends, the one with the highest rate counts. CpuftError: the type `sent_as` is not there in two sizes.
     """
     dtype = "float32" if sent_as == "none" else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
@@ -424,19 +399,9 @@ def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -
     samples = hosts * job.ranks_per_host * job.samples
     rate = samples / step
     seconds = job.rows / rate
-    return Estimate(
-        hosts,
-        step,
-        rate,
-        samples / slow,
-        samples / fast,
-        job.step_seconds / step,
-        seconds,
-        seconds / 3600 * hosts * price,
-        waited,
-        taken,
-        sent_as,
-    )
+    whole = (seconds, seconds / 3600 * hosts * price)
+    rates = (rate, samples / slow, samples / fast, job.step_seconds / step)
+    return Estimate(hosts, step, *rates, *whole, waited, taken, sent_as)
 
 
 def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, float, float]:
@@ -469,25 +434,18 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     messages = 2 * (members - 1) * (exchanges + bool(words) + bool(job.gathered)) + hosts * job.ranks_per_host - 1
     sent = count_ring_passes(members) * (share * whole + words + job.gathered / 2)
     if members < hosts * job.ranks_per_host:
-        sent += _count_bytes_on_host(job, hosts)
-    cpu = sent * network.cpu_seconds_per_byte
-    cpu += messages * network.cpu_seconds_per_message
+        # The sending rank receives its host's sum of all gradients in fp32, and sends the other ranks the mean.
+        sent += 2 * 4 * sum(job.sent_numbers(hosts, "none"))
+    cpu = sent * network.cpu_seconds_per_byte + messages * network.cpu_seconds_per_message
     numbers, row_numbers = job.sent_numbers(hosts, sent_as)
     coding = job.coding_share * count_coding_seconds(sent_as, numbers, job.factors, row_numbers)
     taken = (max(0.0, hidden) * cpu + coding) / job.cores
     return job.step_seconds + taken + waited, waited, taken
 
 
-def _count_bytes_on_host(job: Job, hosts: int) -> float:
-    """Return the bytes that the sending rank of a host exchanges with the host's other ranks in an update."""
-    # It receives their sum of all gradients in fp32, and sends them the mean.
-    return 2 * 4 * sum(job.sent_numbers(hosts, "none"))
-
-
 def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
-    """Return the largest number of hosts that is worth it: the last ones do at least half of what they would do alone.
-
-    `estimates` have ascending numbers of hosts; the search ends before the first one that is not worth it.
+    """Return the largest number of hosts, of ascending ones, whose last hosts do at least half of what they would do
+    alone.
     """
     best = estimates[0]
     alone = best.samples_per_second / best.hosts
@@ -535,28 +493,12 @@ def _format_rate(bits_per_second: float) -> str:
     return f"{rounded / 1e9:g} Gbit/s" if rounded >= 1e9 else f"{rounded / 1e6:g} Mbit/s"
 
 
-COLUMNS = (
-    "hosts",
-    "step ms",
-    "samples/s",
-    "at least",
-    "at most",
-    "efficiency",
-    "waiting",
-    "CPU for network",
-    "gradients as",
-    "hours",
-    "price",
-)
-
-
 def describe_job(job: Job, network: Network, source: str) -> list[str]:
     """Return three notes that say what an estimate is made from: the recorded step, the network, and the scaling."""
     whole, words = job.sent_numbers(2, "none")
     return [
-        f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; an "
-        "update of two "
-        f"hosts sends {whole / 1e6:.1f} million gradients and {words / 1e6:.1f} million numbers of embedding rows.",
+        f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; an update of "
+        f"two hosts sends {whole / 1e6:.1f} million gradients and {words / 1e6:.1f} million numbers of embedding rows.",
         f"network: {network.bits_per_second / 1e9:.3g} Gbit/s, {network.latency_seconds * 1e6:.0f} us one way; sending "
         f"takes {network.cpu_seconds_per_byte * 1e9:.2g} ns of a core per byte"
         f"{', as measured' if network.measured else ''}; the interval reaches from none of that cost to twice as much.",
@@ -572,23 +514,24 @@ def format_estimates(estimates: Sequence[Estimate], notes: Sequence[str], title:
         f"worth it: up to {counted(worth, 'host')}; the hosts that were added last do at least half of what they would "
         "do alone."
     )
-    return format_table(COLUMNS, [_format_row(one) for one in estimates], title, [verdict, *notes])
+    rows = [_make_cells(one) for one in estimates]
+    return format_table([*rows[0]], [[*cells.values()] for cells in rows], title, [verdict, *notes])
 
 
-def _format_row(one: Estimate) -> list[str]:
-    return [
-        str(one.hosts),
-        f"{one.step_seconds * 1e3:.0f}",
-        f"{one.samples_per_second:.1f}",
-        f"{one.least:.1f}",
-        f"{one.most:.1f}",
-        f"{one.efficiency:.0%}",
-        f"{one.waited_seconds / one.step_seconds:.0%}",
-        f"{one.taken_seconds / one.step_seconds:.0%}",
-        one.sent_as if one.hosts > 1 else "-",
-        f"{one.train_seconds / 3600:.3g}",
-        f"{one.price:.3g}" if one.price else "-",
-    ]
+def _make_cells(one: Estimate) -> dict[str, str]:
+    return {
+        "hosts": str(one.hosts),
+        "step ms": f"{one.step_seconds * 1e3:.0f}",
+        "samples/s": f"{one.samples_per_second:.1f}",
+        "at least": f"{one.least:.1f}",
+        "at most": f"{one.most:.1f}",
+        "efficiency": f"{one.efficiency:.0%}",
+        "waiting": f"{one.waited_seconds / one.step_seconds:.0%}",
+        "CPU for network": f"{one.taken_seconds / one.step_seconds:.0%}",
+        "gradients as": one.sent_as if one.hosts > 1 else "-",
+        "hours": f"{one.train_seconds / 3600:.3g}",
+        "price": f"{one.price:.3g}" if one.price else "-",
+    }
 
 
 def estimates_to_json(
@@ -596,8 +539,7 @@ def estimates_to_json(
 ) -> dict[str, Any]:
     """Return the estimates as a JSON object: a list `predictions`, `worth`, `least_bits_per_second` and `notes`.
 
-    `worth` is the largest number of hosts that is worth it, `least_bits_per_second` the least rate at which the most
-    hosts are; that is None if it is infinite or not known.
+    `least_bits_per_second` is None if it is infinite or not known.
     """
     return {
         "predictions": [asdict(one) for one in estimates],

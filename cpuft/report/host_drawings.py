@@ -11,7 +11,6 @@ from cpuft.record import Record, RecordedRank
 from cpuft.report.plots import COLOURS
 
 MOST_HOSTS = 8
-"""Most hosts of a run that are drawn."""
 _COLUMNS = 16
 _CELL, _GAP = 18, 3
 

@@ -12,11 +12,11 @@ from cpuft.errors import CpuftError, describe_error, install_command
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, read_predictions
 from cpuft.judge.tables import list_tables
 from cpuft.record import Record
-from cpuft.report.plots import Line, draw_lines
+from cpuft.report.plots import Line, Panel, draw
 from cpuft.terminal import WIDTH, format_table
 
 if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
-    from cpuft.judge.metrics import Judgement
+    from cpuft.judge.judgement import Judgement
 
 
 def has_predictions(record: Record) -> bool:
@@ -25,9 +25,7 @@ def has_predictions(record: Record) -> bool:
 
 
 def read_run_predictions(record: Record) -> RunPredictions:
-    """Read the predictions of a run. Raises CpuftError: there are none, they are damaged, or they are not those whose
-    metrics the record has.
-    """
+    """Read the predictions of a run; CpuftError: there are none, or not those whose metrics the record has."""
     predictions = read_predictions(str(Path(record.path).parent))
     if str(predictions.about.metrics) != str(record.metrics):
         raise CpuftError(
@@ -38,14 +36,12 @@ def read_run_predictions(record: Record) -> RunPredictions:
 
 
 def judge_record(record: Record) -> Judgement | None:
-    """Return what the predictions of a run say about its model; None if the run has none. Raises CpuftError: they
-    cannot be read or judged.
-    """
+    """Return what a run's predictions say about its model, None without any; CpuftError: they cannot be judged."""
     if not has_predictions(record):
         return None
     predictions = read_run_predictions(record)
     try:
-        from cpuft.judge.metrics import judge
+        from cpuft.judge.judgement import judge
 
         return judge(predictions)
     except ImportError:
@@ -89,4 +85,4 @@ def draw_calibration(judgement: Judgement) -> list[tuple[str, str]]:
     axes = ("probability of the prediction", "share that is right")
     name = "How often predictions of each probability are right"
     caption = f"{name}. On the dashed line, the model is as sure as it should be; below it, it is too sure."
-    return [(caption, draw_lines(name, axes, [measured, ideal], marker="o"))]
+    return [draw(Panel(caption, name, axes, [measured, ideal], "o"))]

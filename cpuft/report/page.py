@@ -8,39 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuft.errors import CpuftError, counted, install_command
+from cpuft.errors import CpuftError, counted, requires
 from cpuft.files import write_text
 from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
-from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings
+from cpuft.report import plots, tables
+from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings, order_runs
 from cpuft.report.estimate import Estimate
 from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
 from cpuft.report.judgement import draw_calibration, has_predictions, read_run_predictions
-from cpuft.report.plots import (
-    COLOURS,
-    draw_learning_curves,
-    draw_missing_time,
-    draw_phases,
-    draw_speedup,
-    folder_of,
-    label_runs,
-)
 from cpuft.report.quality import Quality
-from cpuft.report.tables import (
-    format_markdown,
-    format_text,
-    format_title,
-    format_verdict,
-    seed_columns,
-    seed_rows,
-    table_columns,
-    table_rows,
-    to_json,
-)
 from cpuft.serialization import load, parse_json
 
 if TYPE_CHECKING:  # imports NumPy, without which most reports are made
-    from cpuft.judge.metrics import Judgement
+    from cpuft.judge.judgement import Judgement
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _OURS = b'<meta name="generator" content="cpuft">'
@@ -66,12 +47,12 @@ def write_page(
     notes, runs, comparison = list[str](), list(records), None
     try:
         comparison = compare(runs)
-        runs = [group[0] for group in group_repeats([one for one in _in_order(runs) if not one.header.independent])]
+        runs = [group[0] for group in group_repeats(order_runs([one for one in runs if not one.header.independent]))]
     except CpuftError:
         if not quality:
             raise
     if unfinished:
-        named = ", ".join(f"{folder_of(one)} ({counted(len(one.steps), 'step')} recorded)" for one in unfinished)
+        named = ", ".join(f"{plots.folder_of(one)} ({counted(len(one.steps), 'step')} recorded)" for one in unfinished)
         notes.append(f"left out, because these runs are not finished: {named}.")
     for run in runs:
         if not run.steps:
@@ -95,10 +76,8 @@ def write_page(
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
     """Write a page of what `make_parts` returns; return `path`. Raises CpuftError: a file that is no page is there."""
-    try:
+    with requires("plot", "a page needs matplotlib and Jinja2"):
         from jinja2 import Environment, StrictUndefined
-    except ImportError:
-        raise CpuftError(f"a page needs matplotlib and Jinja2: {install_command('plot')}") from None
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     if path.exists() and _OURS not in path.read_bytes():
@@ -118,33 +97,24 @@ def read_estimates(path: str) -> list[Estimate]:
         ) from None
 
 
-def _in_order(records: Sequence[Record]) -> list[Record]:
-    return sorted(records, key=lambda record: (record.header.world_size, record.header.started))
-
-
 def describe(
-    runs: Sequence[Record],
-    predictions: Sequence[Estimate],
-    comparison: Comparison | None,
-    quality: Quality | None,
+    runs: Sequence[Record], predictions: Sequence[Estimate], comparison: Comparison | None, quality: Quality | None
 ) -> dict[str, Any]:
-    """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison. Without
-    a comparison, the page has the parts of `quality` in its place.
+    """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
 
     A row of `legend` is (label, number of the colour, whether the line is dashed). `figures` has lists of (caption,
     SVG) by heading, and `drawings` the label, the drawings of hosts and the number of other hosts of each run.
     """
     different, special, others = list_settings(runs)
+    labels, colours = plots.label_runs(runs), plots.COLOURS
     speed = list[tuple[str, str]]()
     if comparison:
-        speed = [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)]
-        parts = {
-            "title": format_title(comparison),
-            "verdict": format_verdict(comparison),
-            "columns": table_columns(comparison),
-            "rows": table_rows(comparison),
-            "seed_columns": seed_columns(comparison),
-            "seed_rows": seed_rows(comparison),
+        speed = [*plots.draw_speedup(comparison, predictions), *plots.draw_missing_time(comparison)]
+        parts: dict[str, Any] = {
+            "title": tables.format_title(comparison),
+            "verdict": tables.format_verdict(comparison),
+            **dict(zip(("columns", "rows"), tables.make_table(comparison))),
+            **dict(zip(("seed_columns", "seed_rows"), tables.make_seed_table(comparison))),
             "notes": comparison.notes,
             "quality": quality,
         }
@@ -152,15 +122,13 @@ def describe(
         parts = {name: getattr(quality, name) for name in ("title", "verdict", "columns", "rows", "notes")}
     return {
         **parts,
-        "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
+        "legend": [(label, number % colours, number >= colours) for number, label in enumerate(labels)],
         "figures": {
             "Speed": speed,
-            "Loss and metric": draw_learning_curves(runs),
-            "Where the time of a step goes": [draw_phases(runs)],
+            "Loss and metric": plots.draw_learning_curves(runs),
+            "Where the time of a step goes": [plots.draw_phases(runs)],
         },
-        "drawings": list(
-            zip(label_runs(runs), draw_hosts(runs), [max(0, len(run.header.hosts) - MOST_HOSTS) for run in runs])
-        ),
+        "drawings": list(zip(labels, draw_hosts(runs), [max(0, len(run.header.hosts) - MOST_HOSTS) for run in runs])),
         "hosts": [host_row(run) for run in runs],
         "links": [_link_row(run) for run in runs],
         "settings": [*different, *special],
@@ -169,9 +137,7 @@ def describe(
 
 
 def _describe_errors(run: Record) -> dict[str, Any] | None:
-    """Return the part of the page about examples that a run gets wrong; None if it keeps no predictions or texts. An
-    example is a description and its texts.
-    """
+    """Return the part of the page about examples that a run gets wrong; None if it keeps no predictions or texts."""
     if not has_predictions(run):
         return None
     predictions = read_run_predictions(run)
@@ -190,7 +156,7 @@ def host_row(run: Record) -> list[str]:
     ranks = ", ".join(f"{host}: {sum(one.host == host for one in header.ranks)}" for host in header.hosts[:8])
     more = f" and {len(header.hosts) - 8} more" if len(header.hosts) > 8 else ""
     more += " (simulated)" if header.simulated else ""
-    return [folder_of(run), ranks + more, header.cpu_model, " ".join(header.cpu_flags), header.precision]
+    return [plots.folder_of(run), ranks + more, header.cpu_model, " ".join(header.cpu_flags), header.precision]
 
 
 def _link_row(run: Record) -> list[str]:
@@ -200,14 +166,14 @@ def _link_row(run: Record) -> list[str]:
     waited = statistics.fmean(line.communication_seconds for line in steady)
     step = statistics.fmean(line.step_seconds for line in steady)
     share = f"{waited / step:.0%}" if step > 0 else "-"
-    return [folder_of(run), run.header.backend, f"{sent / 1e6:.1f}", f"{waited:.3f}", share]
+    return [plots.folder_of(run), run.header.backend, f"{sent / 1e6:.1f}", f"{waited:.3f}", share]
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (folders of runs, paths without a record), where runs may be one level below the given folders.
 
-    A path that does not exist, and a file that ends in .jsonl, counts as a run. If no run was found at all, the first
-    path is the only run, and there are no others: reading it explains what is wrong.
+    A path that does not exist, and a file that ends in .jsonl, counts as a run. If there is no run, the first path is
+    one: reading it explains what is wrong.
     """
     runs: list[str] = []
     others: list[str] = []
@@ -231,9 +197,9 @@ def page_path(paths: Sequence[str]) -> Path:
 def write_report(comparison: Comparison, run_dir: str) -> Path:
     """Write report.txt, report.md and report.json into a folder, and return the path of report.md."""
     texts = {
-        "txt": format_text(comparison),
-        "md": format_markdown(comparison),
-        "json": json.dumps(to_json(comparison), indent=2) + "\n",
+        "txt": tables.format_text(comparison),
+        "md": tables.format_markdown(comparison),
+        "json": json.dumps(tables.to_json(comparison), indent=2) + "\n",
     }
     for ending, text in texts.items():
         write_text(Path(run_dir) / f"report.{ending}", text)
@@ -243,13 +209,12 @@ def write_report(comparison: Comparison, run_dir: str) -> Path:
 def write_all(runs: Sequence[str], run_dir: str) -> Iterator[str]:
     """Write the report and the page of runs into a folder; yield what to show, without newlines at the ends.
 
-    This is the comparison as text, then "page: PATH" or "no page: REASON", then "report: PATH". As this is a generator,
-    nothing is written and no CpuftError is raised before its first line is taken.
+    As this is a generator, nothing is written and no CpuftError is raised before its first line is taken.
     """
     records = [read_record(run) for run in runs]
     comparison = compare(records)
     path = write_report(comparison, run_dir)
-    yield format_text(comparison).rstrip("\n")
+    yield tables.format_text(comparison).rstrip("\n")
     try:
         yield f"page: {write_page(records, path.with_suffix('.html'))}"
     except CpuftError as error:

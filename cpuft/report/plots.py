@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import requires
 from cpuft.files import write_atomically
 from cpuft.record import STEP_PHASES, Measurement, Record, drop_warm_up, parse_measurements
 from cpuft.report.comparison import MISSING_TIME, Comparison
@@ -69,7 +68,6 @@ class Panel:
     name: str
     """The same for screen readers; not drawn."""
     axes: tuple[str, str]
-    """Labels of the x axis and the y axis."""
     lines: list[Line]
     """Values beyond 1e100 and NaN leave a gap."""
     marker: str = ""
@@ -88,13 +86,10 @@ def _colour(number: int) -> str:
 @contextmanager
 def _figure(name: str, height: float, found: list[str]) -> Iterator[Any]:
     """Yield a matplotlib axis to draw in, and append the figure to `found` as SVG."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CpuftError(f"a page needs matplotlib and Jinja2: {install_command('plot')}") from None
-    with rc_context({**_SETTINGS, "svg.hashsalt": name}):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    with requires("plot", "a page needs matplotlib and Jinja2"):
+        import matplotlib.figure
+    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
+        figure = matplotlib.figure.Figure(figsize=(_WIDTH, height), layout="constrained")
         yield figure
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -121,19 +116,12 @@ def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
     return [sum(part) / len(part) if part else math.nan for part in parts]
 
 
-def draw_lines(
-    name: str,
-    axes: tuple[str, str],
-    lines: Sequence[Line],
-    marker: str = "",
-    counts: bool = False,
-    ticks: Mapping[float, str] = MappingProxyType({}),
-) -> str:
-    """Draw lines in one panel (`Panel`) and return the SVG as text, for an HTML page with the colours --c0, --c1 ..."""
+def draw(panel: Panel) -> tuple[str, str]:
+    """Return (caption, SVG) of a panel, for an HTML page with the colours --c0, --c1 and so on."""
     found: list[str] = []
-    with _figure(name, 3.2, found) as figure:
-        _draw_panel(figure.subplots(), Panel("", name, axes, list(lines), marker, counts, ticks), _colour)
-    return found[0]
+    with _figure(panel.name, 3.2, found) as figure:
+        _draw_panel(figure.subplots(), panel, _colour)
+    return panel.caption, found[0]
 
 
 def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
@@ -160,13 +148,11 @@ def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
 
 def make_figure(panels: Sequence[Panel]) -> Any:
     """Return a matplotlib figure of panels side by side, titled by their captions; CpuftError without matplotlib."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CpuftError(f"a figure needs matplotlib: {install_command('plot')}") from None
-    with rc_context({name: value for name, value in _SETTINGS.items() if value != _INK and "svg" not in name}):
-        figure = Figure(figsize=(_WIDTH * len(panels), 3.4), layout="constrained")
+    with requires("plot", "a figure needs matplotlib"):
+        import matplotlib.figure
+    settings = {name: value for name, value in _SETTINGS.items() if value != _INK and "svg" not in name}
+    with matplotlib.rc_context(settings):
+        figure = matplotlib.figure.Figure(figsize=(_WIDTH * len(panels), 3.4), layout="constrained")
         for panel, drawn in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0]):
             _draw_panel(drawn, panel, lambda number: "0.4" if number < 0 else f"C{number}")
             drawn.set_title(panel.caption.rstrip("."))
@@ -197,18 +183,10 @@ _MOST_BARS = 40
 
 
 def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Return (caption, SVG) of the speedup over the number of ranks: measured, linear, of the ideal, and estimated.
-
-    Two numbers of ranks without predictions give []: the speedup of the first is 1, and the table has the other.
-    """
+    """Return (caption, SVG) of the speedup over the number of ranks; [] where the table says it all."""
     if len({row.np for row in comparison.rows}) < 3 and not predictions:
         return []
-    return [_draw(panel) for panel in list_speedup_panels(comparison, predictions)]
-
-
-def _draw(panel: Panel) -> tuple[str, str]:
-    figure = draw_lines(panel.name, panel.axes, panel.lines, marker=panel.marker, counts=panel.counts)
-    return panel.caption, figure
+    return [draw(panel) for panel in list_speedup_panels(comparison, predictions)]
 
 
 def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate]) -> list[Panel]:
@@ -250,13 +228,12 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
 def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
     """Return (caption, SVG) of the loss and the first two metrics, over time and examples; not of a single point."""
     panels = list_learning_panels(runs)
-    return [_draw(panel) for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
+    return [draw(panel) for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
 
 
 def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
     """Return the panels with the loss, and then with the first two metrics, over time and over examples."""
-    panels = []
-    labels = label_runs(runs)
+    panels, labels = [], label_runs(runs)
     seconds = [[0.0, *itertools.accumulate(line.step_seconds for line in run.steps)] for run in runs]
     samples = [[0.0, *itertools.accumulate(float(line.samples) for line in run.steps)] for run in runs]
     losses = [thin([line.loss for line in run.steps]) for run in runs]
@@ -299,10 +276,7 @@ def folder_of(run: Record) -> str:
 
 
 def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
-    """Return (caption, SVG): a bar for each rank, or of more than 40 ranks for the fastest and slowest of each run.
-
-    At most 40 bars are drawn.
-    """
+    """Return (caption, SVG) with up to 40 bars: one for each rank, or for the fastest and the slowest of each run."""
     bars: list[tuple[str, dict[str, float]]] = []
     few = sum(run.header.world_size for run in runs) <= _MOST_BARS
     for label, run in zip(label_runs(runs), runs):
@@ -318,10 +292,7 @@ def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
 
 
 def phases_of(run: Record) -> list[dict[str, float]]:
-    """Return for each rank the mean seconds of a step, by the names in STEP_PHASES, without the first tenth of steps.
-
-    Where the record has no phases of all ranks, because it is old or not complete, the list has rank 0 only.
-    """
+    """Return for each rank, or for rank 0 alone, the mean seconds of a step by STEP_PHASES, without the warm-up."""
     if run.footer and run.footer.phases:
         return run.footer.phases
     steady = drop_warm_up(run.steps)
@@ -330,15 +301,15 @@ def phases_of(run: Record) -> list[dict[str, float]]:
 
 def write_plot(record: str) -> Path:
     """Plot the record of `cpuft bench comm`; return the SVG beside it. CpuftError without matplotlib or if damaged."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CpuftError(f"a plot needs matplotlib: {install_command('plot')}") from None
+    with requires("plot", "a plot needs matplotlib"):
+        import matplotlib.figure
     rows = parse_measurements(Path(record).read_text(encoding="utf-8"), record)
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(9, 4), layout="constrained")
     time_axes, rate_axes = figure.subplots(1, 2)
-    for label in sorted({_label(row) for row in rows}):
-        own = sorted((row for row in rows if _label(row) == label), key=lambda row: row.nbytes)
+    by_label: dict[str, list[Measurement]] = {}
+    for row in sorted(rows, key=lambda row: (row.backend, row.operation, row.dtype, row.nbytes)):
+        by_label.setdefault(f"{row.backend} {row.operation} {row.dtype}", []).append(row)
+    for label, own in by_label.items():
         sizes = [row.nbytes for row in own]
         time_axes.plot(sizes, [1e3 * row.median_seconds for row in own], marker="o", label=label)
         rate_axes.plot(sizes, [row.bus_bytes_per_second / 1e9 for row in own], marker="o", label=label)
@@ -349,7 +320,3 @@ def write_plot(record: str) -> Path:
     with write_atomically(path) as beside:
         figure.savefig(beside, format="svg")
     return path
-
-
-def _label(row: Measurement) -> str:
-    return f"{row.backend} {row.operation} {row.dtype}"

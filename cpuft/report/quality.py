@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cpuft.errors import CpuftError
-from cpuft.judge.difference import (
-    Differences,
-    compare_predictions,
-    describe_better,
-    describe_difference,
-    format_interval,
-    format_p,
-)
+from cpuft.judge import difference
 from cpuft.record import Record
 from cpuft.report.comparison import Comparison, OtherJobError, compare, list_settings
 from cpuft.report.judgement import has_predictions, read_run_predictions
@@ -26,9 +19,8 @@ class Quality:
     """The metrics of two runs, A and B, on the same validation rows, and what can be said about them."""
 
     a: str
-    """Folder of the run."""
     b: str
-    differences: Differences
+    differences: difference.Differences
     notes: tuple[str, ...]
     columns: ClassVar = ("metric", "A", "B", "B - A", "95 % interval", "p")
     """Headings of the table of metrics."""
@@ -42,7 +34,7 @@ class Quality:
     @property
     def verdict(self) -> str:
         """A sentence on whether one of the runs is better by the first metric."""
-        return f"{describe_difference(self.differences)}."
+        return f"{difference.describe_difference(self.differences)}."
 
     @property
     def rows(self) -> list[list[str]]:
@@ -53,8 +45,8 @@ class Quality:
                 f"{one.a:.4f}",
                 f"{one.b:.4f}",
                 f"{one.difference:+.4f}",
-                format_interval(one),
-                format_p(one).removeprefix("p ").removeprefix("= "),
+                difference.format_interval(one),
+                difference.format_p(one).removeprefix("p ").removeprefix("= "),
             ]
             for one in self.differences.found
         ]
@@ -68,8 +60,8 @@ class Quality:
 def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | None, str]:
     """Return (comparison of the speed of two runs or None, that of their metrics or None, why the latter is missing).
 
-    The reason is "" if the metrics are compared, or if no run has predictions. Raises CpuftError: neither of the
-    two comparisons can be made.
+    The reason is "" if the metrics are compared, or if no run has predictions. Raises CpuftError: neither can be
+    compared.
     """
     comparison, refused, quality, problem = None, None, None, ""
     try:
@@ -77,7 +69,7 @@ def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | Non
     except CpuftError as error:
         refused = error
     try:
-        quality = compare_quality(a, b, refused)
+        quality = _compare_quality(a, b, refused)
     except CpuftError as error:
         if refused:
             raise CpuftError(
@@ -87,13 +79,12 @@ def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | Non
     return comparison, quality, problem
 
 
-def compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> Quality:
-    """Compare the predictions of two runs, whose speed cannot be compared if that is `refused`.
-
-    Raises CpuftError: one of them has no predictions, or they are of other rows.
-    """
-    differences = compare_predictions(read_run_predictions(a), read_run_predictions(b))
-    notes = [describe_better(differences), _describe_refusal(refused), _describe_changes(a, b)]
+def _compare_quality(a: Record, b: Record, refused: CpuftError | None = None) -> Quality:
+    """Compare the predictions of two runs; CpuftError: they do not fit. `refused`: why speeds are not compared."""
+    differences = difference.compare_predictions(read_run_predictions(a), read_run_predictions(b))
+    changes = [f"{name} ({values})" for name, values in list_settings([a, b])[0]]
+    changed = f"A and B differ in {', '.join(changes)}" if changes else "A and B have the same options"
+    notes = [difference.describe_better(differences), _describe_refusal(refused), changed]
     if len(differences.found) > 1:
         notes.append(
             f"the verdict is about {differences.first.metric.replace('_', ' ')}, the first metric; one of several "
@@ -111,9 +102,3 @@ def _describe_refusal(refused: CpuftError | None) -> str:
     if isinstance(refused, OtherJobError):
         return "speed is not compared, because the runs are not the same job"
     return f"speed is not compared: {refused}" if refused else ""
-
-
-def _describe_changes(a: Record, b: Record) -> str:
-    """Return in which options two runs differ."""
-    listed = [f"{name} ({values})" for name, values in list_settings([a, b])[0]]
-    return f"A and B differ in {', '.join(listed)}" if listed else "A and B have the same options"

@@ -25,43 +25,38 @@ _LEAST_UNLIMITED = 0.8
 """Efficiency of ranks on one host below which sharing the host, rather than cpuft, may be what costs most."""
 
 
-def table_columns(comparison: Comparison) -> list[str]:
-    """Return the headings of the table in their order: those of the ideal only if a row has one, the metrics last."""
-    base = comparison.rows[0].np
-    fixed = ["np", "hosts", "cores", "global batch", "train seconds", "samples/s", "samples/s per rank"]
-    metrics = [name.replace("_", " ") for name in _metric_names(comparison)]
-    ideal = ["ideal samples/s", "of the ideal"] if any(row.ideal for row in comparison.rows) else []
-    return [*fixed, f"speedup vs np {base}", f"efficiency vs np {base}", *ideal, *metrics]
+Table = tuple[list[str], list[list[str]]]
+"""Headings, and the cells of each row."""
 
 
-def table_rows(comparison: Comparison) -> list[list[str]]:
-    """Return the cells of the table as texts, one list per run in the order of `table_columns`, then the baseline's."""
-    names = _metric_names(comparison)
-    ideals = any(row.ideal for row in comparison.rows)
+def make_table(comparison: Comparison) -> Table:
+    """Return the table with a row per run and then that of the baseline; the metrics are last."""
+    base, names = comparison.rows[0].np, _metric_names(comparison)
+    shows_ideal = any(row.ideal for row in comparison.rows)
     rows = [
-        [
-            str(row.np),
-            f"{row.hosts} simulated" if row.simulated else str(row.hosts),
-            str(row.cores),
-            str(row.global_batch),
-            f"{row.train_seconds:.1f}",
-            _with_interval(row, "samples_per_second", row.samples_per_second, 1),
-            f"{row.samples_per_second_per_rank:.1f}",
-            f"{_with_interval(row, 'speedup', row.speedup, 2)}x",
-            f"{_with_interval(row, 'efficiency', row.efficiency, 0, 100)} %",
-            *(_ideal_cells(row) if ideals else ()),
-            *_metric_cells(row.metrics, names),
-        ]
+        {
+            "np": str(row.np),
+            "hosts": f"{row.hosts} simulated" if row.simulated else str(row.hosts),
+            "cores": str(row.cores),
+            "global batch": str(row.global_batch),
+            "train seconds": f"{row.train_seconds:.1f}",
+            "samples/s": _with_interval(row, "samples_per_second", row.samples_per_second, 1),
+            "samples/s per rank": f"{row.samples_per_second_per_rank:.1f}",
+            f"speedup vs np {base}": f"{_with_interval(row, 'speedup', row.speedup, 2)}x",
+            f"efficiency vs np {base}": f"{_with_interval(row, 'efficiency', row.efficiency, 0, 100)} %",
+            **(_ideal_cells(row) if shows_ideal else {}),
+            **_metric_cells(row.metrics, names),
+        }
         for row in comparison.rows
     ]
     if comparison.baseline:
-        others = len(rows[0]) - len(names) - 1
-        rows.append(["baseline", *("-" for _ in range(others)), *_metric_cells(comparison.baseline.metrics, names)])
-    return rows
+        metrics = _metric_cells(comparison.baseline.metrics, names)
+        rows.append({**dict.fromkeys(rows[0], "-"), "np": "baseline", **metrics})
+    return list(rows[0]), [list(cells.values()) for cells in rows]
 
 
-def _metric_cells(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
-    return [f"{metrics[name]:.4f}" if name in metrics else "-" for name in names]
+def _metric_cells(metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, str]:
+    return {name.replace("_", " "): f"{metrics[name]:.4f}" if name in metrics else "-" for name in names}
 
 
 def _with_interval(row: Row, name: str, value: float, digits: int, times: int = 1) -> str:
@@ -70,48 +65,31 @@ def _with_interval(row: Row, name: str, value: float, digits: int, times: int = 
     return f"{value * times:.{digits}f}" + (f" ±{off:.{digits}f}" if off else "")
 
 
-def _ideal_cells(row: Row) -> list[str]:
+def _ideal_cells(row: Row) -> dict[str, str]:
     if row.ideal is None:
-        return ["-", "-"]
+        return {"ideal samples/s": "-", "of the ideal": "-"}
     share = _with_interval(row, "ideal", row.ideal.efficiency, 0, 100)
-    return [f"{row.ideal.samples_per_second:.1f}", f"{share} %"]
+    return {"ideal samples/s": f"{row.ideal.samples_per_second:.1f}", "of the ideal": f"{share} %"}
 
 
 def _metric_names(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(name for row in comparison.rows for name in row.metrics))
 
 
-def seed_columns(comparison: Comparison) -> list[str]:
-    """Return the headings of the table of metrics over seeds."""
-    base = comparison.rows[0].np
-    fixed = ["metric", "np", "seeds", "mean", "standard error"]
-    return [*fixed, f"difference from np {base}", "95 % interval", "result"]
-
-
-def seed_rows(comparison: Comparison) -> list[list[str]]:
-    """Return the cells of the table of metrics over seeds, a list per metric and number of ranks; [] without seeds."""
-    rows = list[list[str]]()
+def make_seed_table(comparison: Comparison) -> Table:
+    """Return the table of metrics over seeds, with a row per metric and number of ranks; without seeds, no rows."""
+    base, rows = comparison.rows[0], list[list[str]]()
     for name in _metric_names(comparison):
         for row in comparison.rows:
-            one = row.seeds.get(name)
-            if one is None:
-                continue
-            cells = [
-                name.replace("_", " "),
-                str(row.np),
-                str(one.seeds),
-                f"{one.mean:.4f}",
-                f"{one.standard_error:.4f}",
-            ]
-            if row is comparison.rows[0]:
-                cells += ["-", "-", "-"]
-            elif one.interval is None:
-                cells += [f"{one.difference:+.4f}", "-", judge_seeds(one)]
-            else:
-                ends = (one.difference - one.interval, one.difference + one.interval)
-                cells += [f"{one.difference:+.4f}", " to ".join(f"{end:+.4f}" for end in ends), judge_seeds(one)]
-            rows.append(cells)
-    return rows
+            if one := row.seeds.get(name):
+                off, interval = one.interval, "-"
+                if off is not None:
+                    interval = f"{one.difference - off:+.4f} to {one.difference + off:+.4f}"
+                compared = ["-"] * 3 if row is base else [f"{one.difference:+.4f}", interval, judge_seeds(one)]
+                means = [str(one.seeds), f"{one.mean:.4f}", f"{one.standard_error:.4f}"]
+                rows.append([name.replace("_", " "), str(row.np), *means, *compared])
+    fixed = ["metric", "np", "seeds", "mean", "standard error"]
+    return [*fixed, f"difference from np {base.np}", "95 % interval", "result"], rows
 
 
 def format_title(comparison: Comparison) -> str:
@@ -183,24 +161,20 @@ def _name_cores(row: Row) -> str:
 def format_text(comparison: Comparison) -> str:
     """Return the comparison as text that ends with a newline: the title, the verdict, the tables and the notes."""
     title = f"{format_title(comparison)}\n{textwrap.fill(format_verdict(comparison), WIDTH)}"
-    columns, rows = ([column.replace(" ", "\n", 1) for column in table_columns(comparison)], table_rows(comparison))
-    over_seeds = seed_rows(comparison)
+    columns, rows = make_table(comparison)
+    columns = [column.replace(" ", "\n", 1) for column in columns]
+    headings, over_seeds = make_seed_table(comparison)
     if not over_seeds:
         return format_table(columns, rows, title, comparison.notes)
-    headings = [
-        column.replace("standard ", "standard\n").replace("from", "\nfrom") for column in seed_columns(comparison)
-    ]
+    headings = [column.replace("standard ", "standard\n").replace("from", "\nfrom") for column in headings]
     below = format_table(headings, over_seeds, "metrics over seeds", comparison.notes, left=1)
     return format_table(columns, rows, title) + "\n" + below
 
 
 def format_markdown(comparison: Comparison) -> str:
     """Return the comparison as Markdown: a heading, the verdict, the table and a list of the notes."""
-    lines = [f"## {_escape(format_title(comparison))}", "", f"**{_escape(format_verdict(comparison))}**", ""]
-    lines += _format_markdown_table(table_columns(comparison), table_rows(comparison))
-    if over_seeds := seed_rows(comparison):
-        lines += ["", *_format_markdown_table(seed_columns(comparison), over_seeds)]
-    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in comparison.notes)]) + "\n"
+    tables = [table for table in (make_table(comparison), make_seed_table(comparison)) if table[1]]
+    return _format_markdown(format_title(comparison), format_verdict(comparison), tables, comparison.notes)
 
 
 def format_quality(quality: Quality) -> str:
@@ -211,13 +185,14 @@ def format_quality(quality: Quality) -> str:
 
 def format_quality_markdown(quality: Quality) -> str:
     """Return the comparison of two runs' metrics as Markdown: a heading, the verdict, the table and the notes."""
-    lines = [f"## {_escape(quality.title)}", "", f"**{_escape(quality.verdict)}**", ""]
-    lines += _format_markdown_table(list(quality.columns), quality.rows)
-    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in quality.notes)]) + "\n"
+    return _format_markdown(quality.title, quality.verdict, [(list(quality.columns), quality.rows)], quality.notes)
 
 
-def _format_markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    return [_format_cells(columns), "|" + " ---: |" * len(columns), *map(_format_cells, rows)]
+def _format_markdown(title: str, verdict: str, tables: Sequence[Table], notes: Sequence[str]) -> str:
+    lines = [f"## {_escape(title)}", "", f"**{_escape(verdict)}**"]
+    for columns, rows in tables:
+        lines += ["", _format_cells(columns), "|" + " ---: |" * len(columns), *map(_format_cells, rows)]
+    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in notes)]) + "\n"
 
 
 def _format_cells(cells: list[str]) -> str:

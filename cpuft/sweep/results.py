@@ -17,7 +17,7 @@ from cpuft.judge.difference import compare_predictions, describe_difference
 from cpuft.judge.predictions import read_predictions
 from cpuft.record import read_record
 from cpuft.report.page import host_row, render_page
-from cpuft.report.plots import COLOURS, Line, draw_lines
+from cpuft.report.plots import COLOURS, Line, Panel, draw
 from cpuft.report.significance import is_different, standard_error
 from cpuft.sweep.search import SEED, Assignment, describe_values
 from cpuft.sweep.study import DONE, FAILED, PRUNED, Run, Sweep
@@ -263,8 +263,7 @@ def _draw_options(sweep: Sweep, results: Sequence[Result]) -> list[tuple[str, st
         what, has_seeds = f"{sweep.metric} over {flag}", any(len(one.metrics) > 1 for one in results)
         caption = f"Mean {what}, with standard errors" if has_seeds else what
         caption += "; a line connects what differs in nothing else." if len(results) > len(groups) else "."
-        figure = draw_lines(what, (flag, sweep.metric), lines, "o", ticks=ticks)
-        drawn.append((caption, figure))
+        drawn.append(draw(Panel(caption, what, (flag, sweep.metric), lines, "o", ticks=ticks)))
     return drawn
 
 

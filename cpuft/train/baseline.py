@@ -1,8 +1,8 @@
 """The baseline of a run: what simple counts reach on the run's own rows, computed in a process of its own.
 
-`python -m cpuft.train.baseline PARENT --task=... (training options)` prints a `Baseline` as JSON, or `{"error": ...}`,
-and ends with its parent process, whose number is PARENT. It loads no torch and no pandas, because it is to need at most
-300 MB beside a training.
+`python -m cpuft.train.baseline PARENT --task=... (training options)` prints a `BaselineLine` as JSON, or
+`{"error": ...}`, and ends with its parent process, whose number is PARENT. It loads no torch and no pandas, because it
+is to need at most 300 MB beside a training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from cpuft.files import cache_folder, write_text
 from cpuft.judge.baseline import (
     KINDS,
     MOST_CLASSES,
-    Baseline,
     Bm25,
     Encode,
     Predict,
@@ -38,10 +37,16 @@ from cpuft.judge.baseline import (
     mark_classes,
     name_baseline,
 )
-from cpuft.judge.label_metrics import compute_label_metrics, compute_tag_metrics
-from cpuft.judge.ranking import LEAST_RELEVANT, measure_queries
-from cpuft.judge.search_metrics import average_searches, measure_searches
+from cpuft.judge.metrics import (
+    LEAST_RELEVANT,
+    average_searches,
+    compute_label_metrics,
+    compute_tag_metrics,
+    measure_rankings,
+    measure_searches,
+)
 from cpuft.rank.process import end_with_parent
+from cpuft.record import BaselineLine
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import Task, find_task
 from cpuft.train.data.embedding_pairs import RetrievalExamples
@@ -57,7 +62,7 @@ _CLASSES_AT_ONCE = 10
 """Number of classes up to which a linear model is fitted to _MOST_CHARACTERS; with more, it is fitted to fewer."""
 
 
-def find_baseline(config: TrainConfig) -> Baseline:
+def find_baseline(config: TrainConfig) -> BaselineLine:
     """Return the baseline of a task on its own rows, from the user's cache folder if it is there.
 
     Raises CpuftError: the kind of task or the number of classes has none, there is too much to search, or the examples
@@ -67,7 +72,7 @@ def find_baseline(config: TrainConfig) -> Baseline:
     train = _select_rows(data)
     path = cache_folder(os.environ) / f"baseline-{_checksum(data, train)}.json"
     with suppress(OSError, ValueError):
-        return load(Baseline, parse_json(path.read_text(encoding="utf-8")))
+        return load(BaselineLine, parse_json(path.read_text(encoding="utf-8")))
     with _hidden_pandas():
         import sklearn.linear_model  # noqa: F401
 
@@ -77,13 +82,13 @@ def find_baseline(config: TrainConfig) -> Baseline:
             metrics = _search(data)
         else:
             metrics = _measure(data, fit(kind, train.texts, train.labels, classes))
-        found = Baseline(name_baseline(kind), metrics, measure_seconds(), len(train), len(data.train))
+        found = BaselineLine(name_baseline(kind), metrics, measure_seconds(), len(train), len(data.train))
     with suppress(OSError):
         write_text(path, json.dumps(asdict(found)))
     return found
 
 
-def find_static_baseline(config: TrainConfig, model: str) -> Baseline:
+def find_static_baseline(config: TrainConfig, model: str) -> BaselineLine:
     """Return what the mean static embeddings of a model of model2vec, with a linear model, reach on a task's own rows.
 
     Raises CpuftError: the task has no classes, the examples cannot be read, or model2vec or the model is not there.
@@ -98,7 +103,7 @@ def find_static_baseline(config: TrainConfig, model: str) -> Baseline:
         predict = fit_linear_model(encode, columns, train.labels, classes if kind == "labels" else 0)
         metrics = _measure(data, predict)
         name = f"static embeddings of {model} with a linear model"
-        return Baseline(name, metrics, measure_seconds(), len(train), len(data.train))
+        return BaselineLine(name, metrics, measure_seconds(), len(train), len(data.train))
 
 
 def _load_static_model(name: str) -> Encode:
@@ -212,7 +217,7 @@ def _search(data: TaskData) -> dict[str, float]:
     scores = Bm25([*numbers]).score([query for query, _ in split.texts], places)
     labels, asked = np.asarray(split.labels).T
     relevant = labels >= LEAST_RELEVANT
-    return {name: float(np.mean(measure_queries(name, scores, relevant, asked.astype(np.int64)))) for name in names}
+    return {name: float(np.mean(measure_rankings(name, scores, relevant, asked.astype(np.int64)))) for name in names}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from cpuft.argv import module_command
 from cpuft.config.fields import format_arguments
 from cpuft.config.train import TrainConfig
-from cpuft.judge.baseline import Baseline
+from cpuft.record import BaselineLine
 from cpuft.serialization import load, parse_json
 
 _WAIT_SECONDS = 60.0
@@ -44,7 +44,7 @@ class BaselineProcess:
             with suppress(OSError):  # the end of the run tries again
                 self._start()
 
-    def finish(self) -> Baseline | None:
+    def finish(self) -> BaselineLine | None:
         """Wait for the baseline and return it; None, with a line that says why, if there is none."""
         try:
             process = self._process or self._start()
@@ -83,7 +83,7 @@ class BaselineProcess:
                 self._process.wait(_QUIET_SECONDS)
 
 
-def _read_result(text: str, code: int) -> Baseline:
+def _read_result(text: str, code: int) -> BaselineLine:
     """Return the baseline that the process has printed. Raises ValueError, with the reason: it has printed none."""
     if not text.strip():
         reason = (
@@ -93,4 +93,4 @@ def _read_result(text: str, code: int) -> Baseline:
     found = load(dict[str, Any], parse_json(text))
     if "error" in found:
         raise ValueError(load(str, found["error"]))
-    return load(Baseline, found)
+    return load(BaselineLine, found)

@@ -417,7 +417,7 @@ def _describe_failures(
     try:
         import pyarrow
 
-        from cpuft.judge.metrics import judge
+        from cpuft.judge.judgement import judge
 
         columns = make_columns(run.train, prepared, "", objective.list_predictions(reduced, tokens))
         table = pyarrow.table(join_columns([columns]))

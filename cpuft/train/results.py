@@ -72,7 +72,7 @@ def show_judgement(folder: Path, progress: Progress) -> None:
     if not (folder / FILE_NAME).is_file():
         return
     try:
-        from cpuft.judge.metrics import judge  # imports SciPy, for which no rank should wait at its start
+        from cpuft.judge.judgement import judge  # imports SciPy, for which no rank should wait at its start
 
         for line in describe_judgement(judge(read_predictions(str(folder)))):
             progress.show_result(line)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.judge.search_metrics import average_searches, measure_searches
+from cpuft.judge.metrics import average_searches, measure_searches
 
 _QUERIES_AT_ONCE, _DOCUMENTS_AT_ONCE = 256, 16_384
 """Size of the blocks in which scores are computed: 16 MB of them at a time."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cpuft.cli.mine import check_mining, plan_mining
-from cpuft.config.fields import parse_arguments
+from cpuft.cli.mine import check_mining
+from cpuft.config.fields import format_arguments, parse_arguments
 from cpuft.config.mine import MineConfig
 from cpuft.errors import CpuftError
-from tests.conftest import run_cpuft
+from tests.conftest import find_arguments, run_cpuft
 
 GOOD = MineConfig(model="minilm", file="my pairs.csv", output="out.csv", negatives=2)
 
@@ -34,8 +34,9 @@ def test_requests_that_say_too_little_or_too_much(options: dict[str, Any], messa
 
 
 def test_the_plan_is_the_process_that_is_started() -> None:
-    step = plan_mining(GOOD, ())
-    assert parse_arguments(MineConfig, step.command[4:]) == GOOD
+    done = run_cpuft("mine", *format_arguments(GOOD), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert parse_arguments(MineConfig, find_arguments(done.stdout, "cpuft.train.write_negatives")) == GOOD
     done = run_cpuft("mine", "--model", "minilm", "--file", "none.csv", "--output", "x.csv")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "cpuft: error: there is no file none.csv: check --file\n"

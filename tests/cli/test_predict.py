@@ -278,7 +278,7 @@ def test_what_is_no_run_with_a_model_is_said_in_one_line(words: tuple[str, ...],
 
 def test_the_plan_is_the_process_that_is_started(tmp_path: Path) -> None:
     asked = replace(make_run(tmp_path / "a 'run"), file="rows of mine.csv", batch_size=7, precision="fp32")
-    step = plan_prediction(asked, ())
+    step = plan_prediction(asked, "")
     assert parse_arguments(PredictConfig, step.command[4:]) == asked
     done = run_cpuft("predict", asked.run, "--file", "rows of mine.csv", "--dry-run")
     assert done.returncode == 0, done.stderr

@@ -80,7 +80,7 @@ def test_if_nothing_is_relayed_only_rank_0_is_missing(gone: dict[int, float], ab
 
 
 def test_the_line_names_operation_number_size_wait_and_ranks() -> None:
-    line = describe_failure(waiting(), 0, {2: "ended"}, 131.0)
+    line = describe_failure(waiting(), 0, {2: "ended"}, 131.0, {})
     assert line == (
         "cpuft comm: rank 0: all_reduce #17 of the world (4000 bytes) waited 31.0 s of at most 30; "
         "did not arrive: rank 2 (ended). "
@@ -124,9 +124,10 @@ def test_watchdogs_tell_each_other_their_sizes() -> None:
         operation = register.begin("the world", "all_reduce", 4000 + rank, (0, 1), 60.0)
         if rank:
             register.begin("the world", "barrier", 0, (0, 1), 60.0)  # it has gone on
-        answer = {"progress": register.copy_progress(), "recent": register.copy_recent()}
-        watchdog._handle_message(json.loads(json.dumps({"answer": rank, **answer})))
-    assert watchdog._find_calls(operation) == {0: ("all_reduce", 4000), 1: ("all_reduce", 4001)}
+        watchdog._handle_message(json.loads(json.dumps({"answer": rank, **register.copy_progress()})))
+    text, missing = watchdog._explain(operation, silent=(0, 1))
+    assert not missing
+    assert "different sizes: rank 0 in all_reduce of 4000 bytes, rank 1 in all_reduce of 4001 bytes" in text
 
 
 def test_a_rank_that_ends_with_another_asks_for_its_own_operation_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_a_rank_that_ends_with_another_asks_for_its_own_operation_first(monkeypa
     class Hub:
         def send(self, message: dict[str, Any]) -> None:
             for rank in (0, 1, 2) if "ask" in message else ():
-                answer: dict[str, Any] = {"answer": rank, "progress": register.copy_progress(), "recent": []}
+                answer = {"answer": rank, **register.copy_progress()}
                 threading.Timer(0.1, watchdog._handle_message, [answer]).start()
 
     watchdog._connection = cast(Any, Hub())
@@ -162,7 +163,7 @@ def test_a_register_numbers_each_channel_and_counts_payload() -> None:
     assert (taken.operations, taken.nbytes) == (3, 16)
     assert register.take_traffic().nbytes == 0
     register.forget_group("a")
-    assert register.copy_progress() == {"b": (1, "all_reduce")}
+    assert register.copy_progress()["progress"] == {"b": (1, "all_reduce")}
 
 
 def test_operations_within_a_host_are_watched_but_their_bytes_do_not_count() -> None:

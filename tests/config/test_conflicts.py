@@ -74,7 +74,7 @@ LAYERS = "because it trains with its own layers: leave out one of them"
         ),
         (
             {"task": "mrpc", "label_type": "number"},
-            "--label-type number is only for --task files, and the type of the labels of --task mrpc is known: leave out --label-type",
+            "--label-type is for --task files only, and this is --task mrpc: leave it out",
         ),
         (
             {"lora_merge": True},

@@ -15,7 +15,7 @@ from scipy import stats
 from cpuft.errors import CpuftError
 from cpuft.judge import resampling
 from cpuft.judge.difference import compare_predictions, describe_better, describe_difference
-from cpuft.judge.label_metrics import compute_label_metrics, compute_tag_metrics
+from cpuft.judge.metrics import compute_label_metrics, compute_tag_metrics
 from cpuft.judge.predictions import RunPredictions
 from cpuft.judge.weighted_metrics import observe
 from cpuft.train.objective.relevance import compute_reranking_metrics

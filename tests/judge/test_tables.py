@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from cpuft.judge.metrics import judge
+from cpuft.judge.judgement import judge
 from cpuft.judge.tables import describe_judgement, list_tables
 from tests.judge.made import make_classes, make_five_classes, make_predictions
 from tests.test_readme import TEXTS

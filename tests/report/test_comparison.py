@@ -22,7 +22,7 @@ from cpuft.record import BaselineLine, EvaluationLine, Line, Record, ResumedLine
 from cpuft.report.comparison import MISSING_TIME, compare, compare_with_ideal, count_common
 from cpuft.report.page import find_runs, host_row, write_page, write_report
 from cpuft.report.significance import half_width
-from cpuft.report.tables import format_markdown, format_text, format_title, format_verdict, table_rows, to_json
+from cpuft.report.tables import format_markdown, format_text, format_title, format_verdict, make_table, to_json
 from tests.conftest import Golden
 from tests.records import make_record, make_steps, with_rate
 
@@ -295,8 +295,8 @@ def test_tables(golden: Golden) -> None:
 def test_a_baseline_is_the_last_row() -> None:
     line = BaselineLine("BM25", {"f1": 0.5}, 1.23, 10, 40)
     comparison = compare([RECIPE[0], dataclasses.replace(RECIPE[1], baseline=line)])
-    assert table_rows(comparison)[-1] == ["baseline", *["-"] * 9, "0.5000"]
-    assert len(table_rows(comparison)) == 3
+    assert make_table(comparison)[1][-1] == ["baseline", *["-"] * 9, "0.5000"]
+    assert len(make_table(comparison)[1]) == 3
     assert comparison.notes[-1] == ("the baseline is what can be had without a model: BM25, 10 of 40 examples, 1.2 s.")
     assert to_json(comparison)["baseline"]["metrics"] == {"f1": 0.5}
 
@@ -511,7 +511,7 @@ def test_simulated_hosts_are_called_so_everywhere() -> None:
     runs = [make_record(hosts, hosts, simulated=True) for hosts in (1, 2)]
     comparison = compare(runs)
     assert [(row.simulated, row.cores) for row in comparison.rows] == [(True, 16), (True, 16)]
-    assert [cells[1:3] for cells in table_rows(comparison)] == [["1 simulated", "16"], ["2 simulated", "16"]]
+    assert [cells[1:3] for cells in make_table(comparison)[1]] == [["1 simulated", "16"], ["2 simulated", "16"]]
     assert format_title(comparison).endswith(", simulated hosts")
     assert "2 ranks on 2 simulated hosts" in format_verdict(comparison)
     assert [note for note in comparison.notes if note.startswith("simulated hosts are parts of one machine")]

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cpuft.cli import cli
-from cpuft.judge.metrics import judge
+from cpuft.judge.judgement import judge
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, write_predictions
 from cpuft.record import EvaluationLine
 from cpuft.report.judgement import judgement_to_json
@@ -80,5 +80,5 @@ def test_a_run_is_shown_without_predictions_that_are_not_its_own(
     write_predictions(run, made.about, columns)
     assert "cannot be judged" in report(str(run)).stderr
     assert report(str(run), "--markdown").stderr == ""
-    monkeypatch.setitem(sys.modules, "cpuft.judge.metrics", None)
+    monkeypatch.setitem(sys.modules, "cpuft.judge.judgement", None)
     assert "predictions are judged with NumPy and SciPy: " in report(str(run)).stderr

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.report.plots import Line
+from cpuft.report.plots import Line, Panel
 from cpuft.sweep import results
 from cpuft.sweep.results import (
     choose_metric,
@@ -197,11 +197,11 @@ def test_many_numbers_have_a_scale_whose_labels_do_not_overlap(powers: tuple[int
 def test_many_configurations_are_drawn_as_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn = list[Sequence[Line]]()
 
-    def keep(name: str, axes: tuple[str, str], lines: Sequence[Line], *more: object, **options: object) -> str:
-        drawn.append(lines)
-        return "<svg/>"
+    def keep(panel: Panel) -> tuple[str, str]:
+        drawn.append(panel.lines)
+        return panel.caption, "<svg/>"
 
-    monkeypatch.setattr(results, "draw_lines", keep)
+    monkeypatch.setattr(results, "draw", keep)
     runs = [{"learning_rate": f"{number}e-6", "lora_rank": rank} for number in range(1, 31) for rank in ("4", "8")]
     write_sweep_page(make([number / 100 for number in range(60)], runs), tmp_path / "a.html")
     rates, (ranks,) = drawn

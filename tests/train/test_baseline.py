@@ -18,8 +18,8 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.judge.baseline import Baseline, fit
-from cpuft.record import format_baseline
+from cpuft.judge.baseline import fit
+from cpuft.record import BaselineLine, format_baseline
 from cpuft.train import baseline, baseline_process
 from cpuft.train.baseline import find_baseline, find_static_baseline
 from cpuft.train.baseline_process import BaselineProcess
@@ -171,7 +171,7 @@ def run_process(is_measured: bool, during: Callable[[BaselineProcess], Any] = la
 def test_a_process_finds_it_during_the_training_or_after_it(is_measured: bool) -> None:
     found, has_started, said = run_process(is_measured, lambda process: process._process is not None)
     wanted = find_baseline(DEMO)
-    assert (has_started, isinstance(found, Baseline) and found.metrics) == (not is_measured, wanted.metrics)
+    assert (has_started, isinstance(found, BaselineLine) and found.metrics) == (not is_measured, wanted.metrics)
     assert [line for line in said if "waiting" not in line] == []
 
 

@@ -94,8 +94,8 @@ def test_what_the_tokenizer_puts_before_a_text_begins_each_document(tmp_path: Pa
             {"engine": "deepspeed"},
             "--causal excludes --engine, because decoders are trained with --engine torch only: leave it out",
         ),
-        ({"causal": False, "pack": True}, "--pack is for --task chat only: leave it out"),
-        ({"causal": False, "chat_template": "a"}, "--chat-template is for --task chat only: leave it out"),
+        ({"causal": False, "pack": True}, "--pack is for --task chat only, and this is --task text: leave it out"),
+        ({"causal": False, "chat_template": "a"}, "--chat-template is for --task chat only, and this is"),
         ({"from_config": "x.json"}, "--causal with --from-config needs --tokenizer, because the tokenizers that"),
     ],
 )

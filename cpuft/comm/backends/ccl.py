@@ -34,6 +34,7 @@ _TYPES = {
 }
 _REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3}
 _HEADER_BYTES = 16
+_pointer, _size = ctypes.c_void_p, ctypes.c_size_t
 _SLACK_MICROSECONDS = 500
 """How late a sleeping oneCCL worker that shares its core may wake up; Linux' default is 50."""
 
@@ -62,10 +63,9 @@ def _preload(name: str, distribution: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """Load oneCCL once, and return the shim, the library of C functions `cpuft_ccl_*`.
+    """Load oneCCL once, and return the shim, the library of C functions `cpuft_ccl_*`; CpuftError: one is missing.
 
-    Variables of `worker_settings` that are not set yet are set in os.environ. Raises CpuftError if the shim was not
-    built, or oneCCL or libfabric is missing.
+    It sets those variables of `worker_settings` in os.environ that are not set yet.
     """
     shims = sorted(Path(__file__).parent.glob("_ccl_shim*.so"))
     if not shims:
@@ -89,7 +89,6 @@ def load() -> ctypes.CDLL:
 def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, str]:
     """Return the environment variables that oneCCL needs in a process that `cpuft launch` has not started.
 
-    `cpuft launch` sets all of them with more knowledge of the host. The caller must keep the values that are set.
     `cores` are the hardware threads that this rank may use, at least one.
     """
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("MPI_LOCALNRANKS") or "1"
@@ -226,11 +225,3 @@ class CclBackend(Backend):
     def _check(self, failed: int) -> None:
         if failed:
             raise RuntimeError(f"oneCCL: {self._library.cpuft_ccl_error().decode()}")
-
-
-def _pointer(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
-
-
-def _size(number: int) -> ctypes.c_size_t:
-    return ctypes.c_size_t(number)

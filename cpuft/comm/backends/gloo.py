@@ -27,8 +27,7 @@ _GATHER_TAG = 1 << 30
 class GlooWork(dist.Work):
     """Works of gloo whose futures never complete (send, recv, reduce_scatter), watched while someone waits for them.
 
-    `begin` registers the operation before the wait; `finish` is called once, after all works are done. The future
-    returns `outputs`, by default the result of the first work.
+    `finish` is called once, after all works are done. The future returns `outputs`, by default the first work's result.
     """
 
     def __init__(
@@ -80,11 +79,7 @@ class GlooWork(dist.Work):
 
 
 class WatchedGlooGroup(WatchedGroup):
-    """A process group that passes every operation on to gloo, and registers its begin and end.
-
-    gloo uses the interfaces of GLOO_SOCKET_IFNAME; several names, separated by commas, mean several connections. The
-    collectives have torch's signatures, are added at the end of this module, and return a Work at once.
-    """
+    """A process group with torch's methods that passes every operation on to gloo, and registers its begin and end."""
 
     def __init__(self, membership: GroupMembership, store: Store, timeout: float) -> None:
         super().__init__(membership, store, timeout)
@@ -133,10 +128,13 @@ class WatchedGlooGroup(WatchedGroup):
         if is_mean:
             opts.reduceOp = dist.ReduceOp.SUM
 
+        @torch.no_grad()
         def finish() -> None:
-            for tensor in flatten(copies[0]) if is_mean else ():
-                tensor.div_(self._membership.size)
-            _copy_back(copies[0], given[0])
+            for copy, tensor in zip(flatten(copies[0]), flatten(given[0]), strict=True):
+                if is_mean:
+                    copy.div_(self._membership.size)
+                if copy is not tensor:
+                    tensor.copy_(copy)
 
         work = getattr(self._gloo, name)(*copies)
         begin = partial(self.begin, method.operation, count_bytes(given[method.contribution]))
@@ -196,21 +194,6 @@ def _to_contiguous(value: Any) -> Any:
     return [_to_contiguous(part) for part in value] if isinstance(value, list) else value
 
 
-def _is_contiguous(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_sparse or value.is_contiguous()
-    return all(map(_is_contiguous, value))
-
-
-@torch.no_grad()
-def _copy_back(copies: Any, tensors: Any) -> None:
-    if isinstance(tensors, list):
-        for copy, tensor in zip(copies, tensors, strict=True):
-            _copy_back(copy, tensor)
-    elif copies is not tensors:
-        tensors.copy_(copies)
-
-
 _UNSAFE_IF_STRIDED = ("allreduce", "broadcast", "reduce", "scatter")
 """Methods of gloo that silently return wrong values for tensors that are not contiguous, as reduce_scatter does."""
 
@@ -222,8 +205,11 @@ def _make_method(name: str, key: str) -> Callable[..., dist.Work]:
         method.check(self._membership, *given)
         if key == "all_gather_single" and self._can_gather_in_pairs(*given[:2]):
             return self._gather_in_pairs(*given[:2])
-        is_unsafe = name in _UNSAFE_IF_STRIDED and not _is_contiguous(given[: method.tensors])
-        if is_unsafe or method.operation == "reduce_scatter":
+        is_copied = method.operation == "reduce_scatter"
+        if name in _UNSAFE_IF_STRIDED:
+            tensors = flatten(given[: method.tensors])
+            is_copied = not all(tensor.is_sparse or tensor.is_contiguous() for tensor in tensors)
+        if is_copied:
             return self._run_on_copies(name, method, given)
         nbytes = count_bytes(given[method.contribution]) if method.tensors else 0
         return self._watch(method.operation, lambda: getattr(self._gloo, name)(*given), nbytes)

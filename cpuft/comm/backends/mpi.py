@@ -36,7 +36,7 @@ def half_precision_handles(library: str) -> dict[torch.dtype, int]:
     """Return the MPI datatype handles of bfloat16 and float16 in a library with this MPI_Get_library_version.
 
     mpi4py has no names for these types. In Intel MPI 2021 they are MPIX_C_FLOAT16 and MPIX_C_BF16 of its mpi.h, in
-    MPICH 4 MPIX_BFLOAT16; Open MPI has none. Each is tested before use: a wrong one would silently sum other bits.
+    MPICH 4 MPIX_BFLOAT16; Open MPI has none.
     """
     if library.startswith("Intel(R) MPI"):
         return {torch.bfloat16: 0x4C000247, torch.float16: 0x4C000246}
@@ -47,10 +47,7 @@ def half_precision_handles(library: str) -> dict[torch.dtype, int]:
 
 @functools.lru_cache(maxsize=1)
 def load() -> Any:
-    """Initialize MPI with MPI_THREAD_MULTIPLE once, and return the module mpi4py.MPI; `_finalize` runs at exit.
-
-    Raises CpuftError if mpi4py or its MPI library is missing, or the library lacks these threads.
-    """
+    """Initialize MPI with MPI_THREAD_MULTIPLE once, and return mpi4py.MPI; CpuftError: that is not installed."""
     try:
         import mpi4py
 
@@ -127,8 +124,8 @@ def _wait_sleeping(is_done: Callable[[], bool]) -> None:
 class MpiBackend(Backend):
     """Collectives over an MPI communicator of the group's ranks.
 
-    Failed calls raise mpi4py.MPI.Exception, which is a RuntimeError. Between hosts a rank sleeps while it waits for a
-    collective; on one host it spins. Making one raises CpuftError if MPI has fewer ranks than the group.
+    Between hosts a rank sleeps while it waits for a collective; on one host it spins. Making one raises CpuftError if
+    MPI has fewer ranks than the group.
     """
 
     name = "mpi"
@@ -151,15 +148,8 @@ class MpiBackend(Backend):
         # Over a network a message takes longer than a sleep; in the shared memory of one host it does not.
         self._sleeps_while_waiting = place.local_size < place.size
         self._types = _datatypes()
-        self._operations = {
-            "sum": mpi.SUM,
-            "product": mpi.PROD,
-            "min": mpi.MIN,
-            "max": mpi.MAX,
-            "band": mpi.BAND,
-            "bor": mpi.BOR,
-            "bxor": mpi.BXOR,
-        }
+        names = ("sum", "min", "max", "band", "bor", "bxor")
+        self._operations = {name: getattr(mpi, name.upper()) for name in names} | {"product": mpi.PROD}
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
         """Return true for integers and, but for bitwise reductions, floats; 16-bit ones if MPI sums them correctly."""

@@ -49,8 +49,7 @@ def _list_embedding_owners(model: torch.nn.Module) -> Iterator[Any]:
 def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Callable[[], object]) -> bool:
     """Run a forward pass and return whether it looks up the word embedding by nothing but a batch's input ids.
 
-    If not, `find_embedding` returns None for this model from now on. GPT-2, for example, also looks up token types in
-    its word embedding, and an exchange of the rows of input ids would lose their gradients.
+    If not, as in GPT-2, which also looks up token types there, `find_embedding` returns None from now on.
     """
     embedding = find_embedding(model)
     if embedding is None:
@@ -87,15 +86,12 @@ class RowRoutes:
     own: torch.Tensor
     """The rows of this rank's tokens, int64, in the same order."""
     own_counts: list[int]
-    """How many of `own` each rank averages."""
     received: list[torch.Tensor]
     """For each sending rank, ascending int64 indices into the rows that this rank averages; none for this rank."""
 
 
 def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> RowRoutes:
-    """Return what a rank sends and receives, given each rank's token ids: int64, one-dimensional, with repetitions.
-    Raises IndexError: an id is not below `vocabulary`.
-    """
+    """Return what a rank sends and receives, given the token ids of each rank, int64; IndexError: one is too large."""
     ranks, flat = len(tokens), torch.cat(list(tokens))
     rows = _find_rows([flat], vocabulary)
     own = torch.unique(tokens[rank])
@@ -173,61 +169,10 @@ def average_rows(
     return result
 
 
-class LateRows:
-    """Averages embedding rows while the next update computes: that update applies the mean.
-
-    The first EXACT_UPDATES updates apply their own mean; in the update after them, the gradient of the embedding is
-    zero. The mean of the last update is not applied. Nothing else may use the group, because a thread sends and
-    receives at any time.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._thread = ProgressThread("embedding rows")
-        self._updates = 0
-        self._rows = torch.empty(0, dtype=torch.int64)
-        self._mean: Future[torch.Tensor] | None = None
-        """The mean of the rows `_rows` that was not applied yet; it may still be under way."""
-
-    def average(self, gradient: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int) -> torch.Tensor:
-        """Start to average the gradient's rows, and write the mean of the update before into the gradient instead.
-
-        It returns the rows that may differ from zero, and raises what the thread raised. The gradient must be zero
-        outside of `routes.rows`, and the thread changes `unsent` until `wait` has returned.
-        """
-        own, mean = gradient.index_select(0, routes.own), Future[torch.Tensor]()
-        self._updates += 1
-        self._thread.put(lambda: self._run(own, routes, unsent, bits, mean))
-        rows = [routes.rows]
-        if self._updates <= EXACT_UPDATES:
-            gradient.index_copy_(0, routes.rows, mean.result())
-        else:
-            gradient.index_fill_(0, routes.rows, 0.0)
-            if self._mean is not None:
-                gradient.index_copy_(0, self._rows, self._mean.result())
-                rows.append(self._rows)
-            self._rows, self._mean = routes.rows, mean
-        return _find_rows(rows, len(gradient))
-
-    def _run(
-        self, own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int, mean: Future[torch.Tensor]
-    ) -> None:
-        try:
-            mean.set_result(average_rows(own, routes, unsent, self._group, bits))
-        except Exception as error:  # whoever waits for the mean raises it
-            mean.set_exception(error)
-
-    def wait(self) -> None:
-        """Wait until no message is under way, and raise what the thread raised."""
-        if self._mean is not None:
-            self._mean.result()
-
-
 class RowExchange:
     """Averages the gradient of a model's word embedding over the ranks, instead of DistributedDataParallel.
 
-    Making one is collective, and must come before the model is wrapped. DistributedDataParallel then ignores the
-    parameter and its initial value, so all ranks must have the same value.
+    Making one is collective, and must come before the model is wrapped. All ranks must have the same initial value.
     """
 
     def __init__(
@@ -244,11 +189,14 @@ class RowExchange:
         has_feedback = compression in COMPRESSIONS_WITH_FEEDBACK and (hosts is None or hosts.leaders is not None)
         self._unsent = torch.zeros(embedding.weight.shape) if has_feedback else None
         self._updates = 0
-        self._late: LateRows | None = None
+        self._thread: ProgressThread | None = None
+        """Averages late rows while the next update computes."""
+        self._late: tuple[torch.Tensor, Future[torch.Tensor]] | None = None
+        """Late rows and their mean, which was not applied yet."""
         if has_feedback and hosts is None and COMPRESSION_FACTS[compression].has_late_rows:
-            self._late = LateRows(
-                dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(group, "timeout", None))
-            )
+            self._thread = ProgressThread("embedding rows")
+            # A group of its own, because the thread sends and receives at any time.
+            self._group = dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(group, "timeout", None))
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
@@ -276,16 +224,32 @@ class RowExchange:
             gradient.index_copy_(0, rows, packed.to(gradient.dtype))
         elif self._unsent is not None:
             routes = plan_row_routes(flat, len(gradient), self._group.rank())
-            if self._late is not None:
-                return self._late.average(gradient, routes, self._unsent, self._bits)
             own = gradient.index_select(0, routes.own)
-            mean = average_rows(own, routes, self._unsent, self._group, self._bits)
-            gradient.index_copy_(0, routes.rows, mean)
+            average = partial(average_rows, own, routes, self._unsent, self._group, self._bits)
+            if self._thread is not None:
+                return self._apply_late(gradient, routes.rows, self._thread.submit(average))
+            gradient.index_copy_(0, routes.rows, average())
         else:
             packed = to_wire_type(gradient.index_select(0, rows), self._compression).div_(self._group.size())
             dist.all_reduce(packed, group=self._group)
             gradient.index_copy_(0, rows, packed.to(gradient.dtype))
         return rows
+
+    def _apply_late(self, gradient: torch.Tensor, rows: torch.Tensor, mean: Future[torch.Tensor]) -> torch.Tensor:
+        """Write the mean of the update before into the gradient; return the rows that may differ from zero.
+
+        The first EXACT_UPDATES updates apply their own mean; in the update after them, the gradient is zero. The mean
+        of the last update is not applied.
+        """
+        if self._updates <= EXACT_UPDATES:
+            gradient.index_copy_(0, rows, mean.result())
+            return _find_rows([rows], len(gradient))
+        gradient.index_fill_(0, rows, 0.0)
+        before, self._late = self._late, (rows, mean)
+        if before is None:
+            return _find_rows([rows], len(gradient))
+        gradient.index_copy_(0, before[0], before[1].result())
+        return _find_rows([rows, before[0]], len(gradient))
 
     def _average_on_leaders(
         self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, leaders: dist.ProcessGroup
@@ -301,7 +265,7 @@ class RowExchange:
     def wait(self) -> None:
         """Wait until no message of this rank is under way; the next update still applies that mean."""
         if self._late is not None:
-            self._late.wait()
+            self._late[1].result()
 
     def clear(self) -> None:
         """Set the weight's gradient to None, so that the backward pass need not add to zeros."""

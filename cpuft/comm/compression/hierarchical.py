@@ -11,19 +11,21 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.compression.int8 import all_gather, split_by_parameter
+from cpuft.comm.compression.int8 import all_gather
 from cpuft.comm.process_group import ProgressThread, QueuedWork
 from cpuft.comm.watchdog import Operation, register
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.rank.world import World, parse_world
 
 Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
-"""Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks."""
+"""Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks, in their
+own type. All ranks call it in the same order of buckets."""
 
 _CHANNEL = "hierarchical means"
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -31,9 +33,9 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
-    """Return the number of ranks on each host if means can be hierarchical, else 0.
+    """Return the number of ranks on each host if it is equal and ranks of a host are consecutive, else 0.
 
-    `places` are each rank's local rank and number of ranks on its host. Numbers must be equal and ranks consecutive.
+    `places` are each rank's local rank and number of ranks on its host.
     """
     local_size = places[0][1]
     if not 1 < local_size < len(places) or len(places) % local_size:
@@ -68,14 +70,12 @@ class HostGroups:
     leader: int
     """The world rank of this host's first rank."""
     ranks: int
-    """Number of all ranks."""
     timeout: timedelta
 
     def begin_mean(self) -> Operation:
-        """Register that this rank waits for all ranks in a mean; give the operation to `register.end` afterwards.
+        """Register that this rank waits for all ranks: operations of the subgroups name only some of them.
 
-        The operations of the subgroups name only some ranks. With this one, the watchdog of each rank notices the loss
-        of any rank and names that rank.
+        Give the operation to `register.end` afterwards.
         """
         return register.begin(_CHANNEL, "mean", 0, range(self.ranks), self.timeout.total_seconds())
 
@@ -97,8 +97,7 @@ class HostGroups:
 def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups | None:
     """Make the groups of hierarchical means; None unless several hosts have the same number of ranks each, 2 or more.
 
-    Collective. None also for a group other than the world, and for compressions without error feedback: of gradients
-    that are sent as they are, MPI does the same by itself, and gloo and oneCCL do not.
+    Collective. None also for a group other than the world, and for compressions without error feedback.
     """
     if compression not in COMPRESSIONS_WITH_FEEDBACK or group is not dist.group.WORLD:
         return None
@@ -115,37 +114,14 @@ def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups |
     return HostGroups(sums, copies, leaders if group.rank() == leader else None, leader, size, timeout)
 
 
-class _HostBucket:
-    """A DDP bucket whose numbers are the mean of a host's ranks, for the code that averages buckets between hosts."""
-
-    def __init__(self, bucket: Any, numbers: torch.Tensor) -> None:
-        self._bucket, self._numbers = bucket, numbers
-
-    def parameters(self) -> list[torch.Tensor]:
-        parameters: list[torch.Tensor] = self._bucket.parameters()
-        return parameters
-
-    def gradients(self) -> list[torch.Tensor]:
-        parts = zip(split_by_parameter(self._numbers, self._bucket), self.parameters(), strict=True)
-        return [part.view(parameter.shape) for part, parameter in parts]
-
-    def buffer(self) -> torch.Tensor:
-        return self._numbers
-
-    def is_last(self) -> bool:
-        return bool(self._bucket.is_last())
-
-
 @dataclass(eq=False)
 class _BucketUnderWay:
     bucket: Any
     numbers: torch.Tensor
     """This rank's gradients in fp32, and on the leader the sum of the host's ranks when `added` is done."""
     added: Any
-    """torch's Work of the sum."""
     operation: Operation
     work: QueuedWork
-    """Is done when the mean is in the bucket."""
     mean: torch.futures.Future[torch.Tensor] | None = None
     """The mean over all hosts; None on ranks that are no leaders."""
 
@@ -165,10 +141,7 @@ class HierarchicalReducer:
 
     @torch.no_grad()
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
-
-        If a bucket's operation fails, waiting for the future of any bucket that is under way raises the error.
-        """
+        """Average a bucket as `Reduce` says; an error is raised by the futures of all buckets that are under way."""
         # A sum in bf16 would lose more than int8 does. The sum may overwrite an fp32 buffer, as the mean does later.
         numbers = bucket.buffer().float()
         operation = self._hosts.begin_mean()
@@ -185,7 +158,10 @@ class HierarchicalReducer:
             one.added.wait()
             if self._reduce_between_hosts is not None:
                 one.numbers.div_(self._hosts.sums.size())
-                one.mean = self._reduce_between_hosts(_HostBucket(one.bucket, one.numbers))
+                # What is used between hosts of a DDP bucket, with the mean of this host's ranks.
+                parameters, is_last = one.bucket.parameters, one.bucket.is_last
+                bucket = SimpleNamespace(parameters=parameters, buffer=lambda: one.numbers, is_last=is_last)
+                one.mean = self._reduce_between_hosts(bucket)
         except Exception as error:  # whoever waits for the futures raises it
             self._fail_all(error)
         else:

@@ -8,7 +8,6 @@ fp32, rounds the mean again, and sends it to all ranks.
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +32,7 @@ def all_gather(
 ) -> Any:
     """Gather equally large contiguous tensors of all ranks, in the order of ranks; return torch's Work if `async_op`.
 
-    gloo sends in a ring: as many messages as there are other ranks, one after the other, each of which waits behind
-    larger messages on the same link. So in large groups, small tensors are sent directly to each rank.
+    In large groups, small tensors are sent directly to each rank: in gloo's ring, each waits behind larger messages.
     """
     ranks = dist.get_world_size(group)
     if ranks <= MAX_PAIRWISE_RANKS or own.nbytes > _DIRECT_BYTES:
@@ -59,10 +57,9 @@ def _message_bytes(length: int, bits: int) -> int:
 def encode(shares: torch.Tensor, bits: int = 8) -> torch.Tensor:
     """Encode fp32 numbers, (n, length), as codes and scales: int8, (n, length * bits / 8 + length / 256 * 4).
 
-    A scale is the largest magnitude in a block of 256 numbers divided by the largest code, 127 or 7. So a number's
-    error is at most 1/254 or 1/14 of that magnitude. A block with an infinity or a NaN becomes NaN. Codes come first,
-    then the bytes of fp32 scales. With 4 bits, a byte has code j of a block in its low half, and code j + 128 in its
-    high half.
+    A scale is the largest magnitude in a block of 256 numbers divided by the largest code, 127 or 7. A block with an
+    infinity or a NaN becomes NaN. Codes come first, then the bytes of fp32 scales. With 4 bits, a byte has code j of a
+    block in its low half, and code j + 128 in its high half.
     """
     count = len(shares)
     blocks = shares.view(count, -1, BLOCK)
@@ -179,36 +176,14 @@ class BlockMean:
         return mean
 
 
-class BackgroundMean:
-    """A mean of int8 blocks of fp32 numbers in the background; no other operation may be under way on the group."""
-
-    def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, thread: ProgressThread) -> None:
-        self._mean = BlockMean(numbers, group)
-        self._mean.send()
-        self._averaged: concurrent.futures.Future[None] = concurrent.futures.Future()
-        thread.put(self._average_share)
-
-    def _average_share(self) -> None:
-        try:
-            self._mean.average_share()
-            self._averaged.set_result(None)
-        except Exception as error:  # finish() raises it
-            self._averaged.set_exception(error)
-
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait, and return the mean and this rank's error, which must be added to its next numbers."""
-        self._averaged.result()
-        return self._mean.finish(), self._mean.error
-
-
 def measure_coding_seconds() -> float:
     """Return seconds per number to encode and decode 2**21 numbers, which the second-level cache does not hold."""
     parts = list(zip(torch.ones(8, 2**18), torch.zeros(8, 2**18), strict=True))
-    for numbers, error in parts:
-        _code(numbers, error)
-    start = time.perf_counter()
-    for numbers, error in parts:
-        _code(numbers, error)
+    start = 0.0
+    for _ in range(2):  # the first time warms up
+        start = time.perf_counter()
+        for numbers, error in parts:
+            _code(numbers, error)
     return (time.perf_counter() - start) / (len(parts) * 2**18)
 
 
@@ -240,16 +215,13 @@ class BlockReducer:
         # Only the thread uses these two lists. It waits for a bucket's message after it has sent the next bucket's, so
         # that a message is always under way.
         self._sent: list[_BucketUnderWay] = []
-        """Buckets whose shares are under way."""
         self._averaged: list[_BucketUnderWay] = []
-        """Buckets whose means are under way."""
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
+        """Average a bucket without waiting, as `Reduce` says; the future raises an error of the exchange.
 
-        It returns a future of the bucket's buffer, which then holds the mean in its own type. No other operation of the
-        group may start before the futures of all buckets are complete. Waiting for one raises an error of the exchange.
+        No other operation of the group may start before the futures of all buckets are complete.
         """
         mean = BlockMean(bucket.buffer(), self._group, self._collect_unsent(bucket))
         one = _BucketUnderWay(bucket, mean, QueuedWork(bucket.buffer()))
@@ -276,9 +248,9 @@ class BlockReducer:
         oldest = self._sent[0]
         oldest.mean.average_share()
         # `reduce` reads these entries in the next update, after the futures of this one are complete.
-        self._unsent.update(
-            zip(oldest.bucket.parameters(), split_by_parameter(oldest.mean.error, oldest.bucket), strict=True)
-        )
+        parameters = oldest.bucket.parameters()
+        errors = torch.split(oldest.mean.error, [parameter.numel() for parameter in parameters])
+        self._unsent.update(zip(parameters, errors, strict=True))
         self._averaged.append(self._sent.pop(0))
 
     def _finish_oldest(self) -> None:
@@ -304,8 +276,3 @@ class BlockReducer:
             return found[0].as_strided((bucket.buffer().numel(),), (1,))
         sizes = [parameter.numel() for parameter in bucket.parameters()]
         return torch.cat([torch.zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)])
-
-
-def split_by_parameter(numbers: torch.Tensor, bucket: GradBucket) -> tuple[torch.Tensor, ...]:
-    """Return one-dimensional views of a bucket's numbers, one for each of its parameters."""
-    return torch.split(numbers, [parameter.numel() for parameter in bucket.parameters()])

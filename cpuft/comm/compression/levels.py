@@ -28,9 +28,7 @@ class CompressionLevel:
     messages: int
     """Messages that are sent one after the other once the last gradient is ready."""
     coding_seconds: float
-    """Computing time to encode and decode the messages."""
     buckets: int
-    """Number of messages in which `layer_bytes` are sent."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,7 @@ def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link:
 def choose_level(
     levels: Sequence[CompressionLevel], compute_seconds: float, link: LinkModel
 ) -> tuple[CompressionLevel, str]:
-    """Return the first of `levels`, exact ones first, that is as fast as the fastest within 2 %, and the reason. Raises
-    CpuftError: there are none.
-    """
+    """Return the first of `levels` that is as fast as the fastest within 2 %, and why; CpuftError: there are none."""
     if not levels:
         raise CpuftError("there is no gradient compression to choose from: give one with --grad-compression")
     seconds = [estimate_step_seconds(level, compute_seconds, link) for level in levels]

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.compression.int8 import BackgroundMean
+from cpuft.comm.compression.int8 import BlockMean
 from cpuft.comm.process_group import ProgressThread
 from cpuft.errors import CpuftError, suggest_names
 
 WIRE_TYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
-"""Compression -> type in which changes of parameters are sent."""
 OUTER_LEARNING_RATE = 0.7
 """DiLoCo's value, for its momentum of 0.9."""
 
@@ -44,16 +43,10 @@ class _Numbers:
 class LocalSGD:
     """Synchronizes ranks that train independently. All ranks make one, when all of them have the same parameters.
 
-    In a training loop without DistributedDataParallel, all call `synchronize` after every H-th update of the optimizer,
-    and `finish` after the last update, which makes the parameters the same again. If H grows, `receive` in between
-    applies a mean before the next one is sent. CpuftError: changes cannot be sent with this compression.
-
-    Parameters
-    ----------
-    parameters: those without requires_grad are left out.
-    compression: none (fp32), bf16, fp16, or int8, which is blocks with error feedback.
-    momentum: of the outer optimizer (Nesterov, with the learning rate 0.7); 0 means the plain mean of all changes.
-    embedding: one of the parameters, a word embedding of which only the rows given to `note_tokens` are sent.
+    All call `synchronize` after every H-th update of the optimizer, and `finish` after the last update. If H grows,
+    `receive` in between applies a mean before the next one is sent. `momentum` is that of the outer optimizer
+    (Nesterov, with the learning rate 0.7); 0 means the plain mean of all changes. Of `embedding`, one of the
+    parameters, only the rows given to `note_tokens` are sent. CpuftError: there is no such compression of changes.
     """
 
     def __init__(
@@ -114,9 +107,8 @@ class LocalSGD:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send this rank's changes and wait for all means, so that all ranks have the same parameters.
-
-        The last changes are averaged without outer momentum. What int8 has not sent stays for the next call.
+        """Send this rank's changes, average them without outer momentum, and wait, so that all ranks have the same
+        parameters.
         """
         self._receive_pending()
         momentum, self._momentum = self._momentum, 0.0
@@ -143,11 +135,14 @@ class LocalSGD:
             return [(*one, part.view(shape)) for one, part, shape in zip(selected, found, shapes, strict=True)]
 
         if self._type == torch.int8:
-            sending = BackgroundMean(message, self._group, self._thread)
+            blocks = BlockMean(message, self._group)
+            blocks.send()
+            averaged = self._thread.submit(blocks.average_share)
 
             def receive() -> None:
-                mean, error = sending.finish()
-                for one, place, part in split(error):
+                averaged.result()
+                mean = blocks.finish()
+                for one, place, part in split(blocks.error):
                     one.unsent[place] = part
                 self._apply_mean(split(mean))
         else:

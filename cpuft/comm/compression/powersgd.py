@@ -35,8 +35,8 @@ class Matrices:
 
     In each update, call `compute_p`, average its result over the ranks, then the same with `compute_q`, and then
     `write_approximations`. Factors have r = min(rows, columns, RANK) rows, which belong to the singular vectors of the
-    gradient, the largest one first, so that the numbers of a block are of similar size. All factors lie in one tensor,
-    and each function is one call of a kernel: tensors and calls for each gradient would take a fifth more time.
+    gradient, the largest one first. All factors lie in one tensor, and each function is one call of a kernel: tensors
+    and calls for each gradient would take a fifth more time.
 
     `starts` are the indices of the gradients in the bucket's buffer, and `generator` has the same state on all ranks.
     `unsent` is in the type of the gradients, one after another, and changed in place; in bf16, each update rounds it by
@@ -244,11 +244,10 @@ class PowerSGD:
         """Parameters -> their bucket. DDP changes its buckets after the first update, before factors are sent."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
+        """Average a bucket without waiting, as `Reduce` of hierarchical.py says, but approximately.
 
-        It returns a future of the bucket's buffer, which then holds the mean or its approximation in its own type. No
-        other operation of the group may start before the futures of all buckets are complete. Raises RuntimeError: DDP
-        has changed its buckets after factors were sent.
+        No other operation of the group may start before the futures of all buckets are complete. Raises RuntimeError:
+        DDP has changed its buckets after factors were sent.
         """
         is_exact = self._updates < self._exact_updates
         # A small last bucket, such as that of the few parameters of another type, becomes ready soon after the one

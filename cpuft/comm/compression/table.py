@@ -45,7 +45,7 @@ def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket
     """Average a bucket, sent as bf16 or fp16: DDP refuses torch's bf16_compress_hook where there is no NCCL."""
     buffer = bucket.buffer()
     # Gradients are divided first, so that the sum over many ranks does not overflow in fp16.
-    rounded = buffer.to(dtype).div_(group.size())  # the buffer itself if it has that type already
+    rounded = divide(buffer.to(dtype), group.size())  # the buffer itself if it has that type already
     work = dist.all_reduce(rounded, group=group, async_op=True)
     assert work is not None
     future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
@@ -55,6 +55,11 @@ def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket
         return buffer if summed is buffer else buffer.copy_(summed)
 
     return future.then(write_back)
+
+
+def divide(gradients: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Divide gradients in place; by a power of two as a product, with the same bits in three quarters of the time."""
+    return gradients.div_(ranks) if ranks & (ranks - 1) else gradients.mul_(1 / ranks)
 
 
 def _count(parameters: Sequence[torch.Tensor]) -> int:
@@ -102,10 +107,9 @@ TABLE = {
 
 
 def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None) -> Reduce:
-    """Return what averages buckets over the ranks of `group`: it takes a DDP bucket and returns a future of its buffer.
+    """Return what averages buckets over the ranks of `group`. Raises CpuftError: there is no such compression.
 
-    `hosts` are those that `make_host_groups` returned for the same compression and group. Raises CpuftError: there is
-    no such compression.
+    `hosts` are those that `make_host_groups` returned for the same compression and group.
     """
     if compression not in TABLE:
         raise CpuftError(
@@ -122,7 +126,6 @@ class RowSizes:
     """How many numbers the gradient has in the embedding rows of an update; 0 without a row exchange."""
 
     together: int = 0
-    """In the rows of all ranks together."""
     own: int = 0
     """In the rows of one rank, or of one host if means are hierarchical."""
 
@@ -133,9 +136,8 @@ def list_levels(
     """Return what an update of a model sends with each compression of TABLE, in its order.
 
     `parameters` are those that are not exchanged by rows, and `coding_seconds` is the time to encode and decode one
-    number with int8. `hosts` is 0 unless compressions with error feedback have hierarchical means. An all-reduce
-    between the leaders of hosts sends fewer bytes over a host's link than one between all ranks, so the bytes of these
-    levels are scaled to stay the payload of an all-reduce between all ranks.
+    number with int8. `hosts` is 0 unless compressions with error feedback have hierarchical means; their bytes are
+    scaled to stay the payload of an all-reduce between all ranks.
     """
     numbers, row_numbers = _count(parameters), (rows.together + rows.own) / 2
     factors = sum(powersgd.count_numbers(parameter.shape) for parameter in parameters)
@@ -166,23 +168,18 @@ def resolve_compression(requested: str, precision: str) -> str:
 
 def to_wire_type(gradient: torch.Tensor, compression: str) -> torch.Tensor:
     """Return the gradient in the type in which it is sent: its own one unless the compression is bf16 or fp16."""
-    return gradient.to(_wire_type(compression) or gradient.dtype)
+    return gradient.to(TABLE[compression].wire_type or gradient.dtype)
 
 
 def wire_type_name(compression: str) -> str:
     """Return torch's name of the type of sent gradients: "float32" also for encoded numbers (int8, powersgd)."""
-    return str(_wire_type(compression) or torch.float32).removeprefix("torch.")
-
-
-def _wire_type(compression: str) -> torch.dtype | None:
-    return TABLE[compression].wire_type if compression in TABLE else None
+    return str(TABLE[compression].wire_type or torch.float32).removeprefix("torch.")
 
 
 def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
     """Let a wrapped model send compressed gradients; call it once on all ranks before the first backward pass.
 
-    `compression` is none, bf16, fp16, int8 or powersgd; CpuftError for others. RuntimeError: the model has a
-    communication hook already.
+    `compression` is a key of TABLE; CpuftError for others. RuntimeError: the model has a communication hook already.
     """
     group = model.process_group
     reduce = make_reduce(compression, group, make_host_groups(compression, group))

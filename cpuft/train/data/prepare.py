@@ -31,7 +31,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
 from cpuft.files import cache_folder, hash_text, write_atomically
 from cpuft.host_memory import split_run_memory
-from cpuft.judge.ranking import LEAST_RELEVANT
+from cpuft.judge.metrics import LEAST_RELEVANT
 from cpuft.secret_variables import take_secrets
 from cpuft.tasks import EMBEDDING_KINDS, LABEL_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.trackers import check_trackers

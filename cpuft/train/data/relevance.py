@@ -11,7 +11,7 @@ import numpy as np
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.judge.ranking import LEAST_RELEVANT
+from cpuft.judge.metrics import LEAST_RELEVANT
 from cpuft.tasks import Task
 from cpuft.train.data.columnar import Cell
 from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives, split_cell

@@ -79,7 +79,7 @@ class Exchange:
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Make the gradients the mean over ranks of the sums that each rank has accumulated, and block until they are.
 
-        With powersgd, embedding rows can be those of the update before (`LateRows`).
+        With powersgd, embedding rows can be those of the update before.
 
         Parameters
         ----------

@@ -1,7 +1,7 @@
 """Data parallel training: gradients are averaged in every update.
 
 The gradients of layers are sent during the backward pass, in buckets. Those of a word embedding are sent after it, and
-only the rows of tokens that were looked up. With powersgd, the next update computes meanwhile (`LateRows`).
+only the rows of tokens that were looked up. With powersgd, the next update computes meanwhile.
 
 Why not torch's DistributedDataParallel: it makes its buckets anew after the first update, so that sums of three ranks
 have another order in a resumed run, adds each first gradient to zeros, and sends weights that all ranks have.

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
-from cpuft.judge.label_metrics import compute_label_metrics
+from cpuft.judge.metrics import compute_label_metrics
 from cpuft.train.data.archive import Tokens, hash_sequences
 from cpuft.train.data.order import Indices
 from cpuft.train.embedder import normalize, pool

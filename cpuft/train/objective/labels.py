@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.judge.label_metrics import compute_label_metrics, compute_tag_metrics
+from cpuft.judge.metrics import compute_label_metrics, compute_tag_metrics
 from cpuft.judge.predictions import MOST_PROBABILITIES
 from cpuft.train.data.archive import UNTAGGED, Tokens
 from cpuft.train.data.order import Indices

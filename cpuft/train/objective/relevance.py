@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.judge.ranking import LEAST_RELEVANT, measure_queries
+from cpuft.judge.metrics import LEAST_RELEVANT, measure_rankings
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
 from cpuft.train.embedding_form import read_settings
@@ -105,5 +105,5 @@ class Relevance(Objective):
 def compute_reranking_metrics(
     names: tuple[str, ...], scores: NDArray[np.float32], relevant: NDArray[np.bool_], queries: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Return metrics by name: the means over all queries of what `measure_queries` returns."""
-    return {name: float(np.mean(measure_queries(name, scores, relevant, queries))) for name in names}
+    """Return metrics by name: the means over all queries of what `measure_rankings` returns."""
+    return {name: float(np.mean(measure_rankings(name, scores, relevant, queries))) for name in names}

@@ -117,7 +117,7 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32, waits: bool =
     ranks, draw = dist.get_world_size(), torch.Generator().manual_seed(0)
     exact, received = torch.zeros(97, 300, dtype=torch.float64), torch.zeros(97, 300, dtype=torch.float64)
     differ, named, sent, most, off, before = 0.0, 0, 0, 0, 0.0, torch.zeros(97, 300, dtype=torch.float64)
-    late, late_rows = exchange._late, torch.empty(0, dtype=torch.int64)
+    is_late, late_rows = exchange._thread is not None, torch.empty(0, dtype=torch.int64)
     comm.take_traffic()
     for step in range(ROW_STEPS):
         counts = [(0, 97, 10, 20)[(step + rank) % 4] for rank in range(ranks)]
@@ -134,7 +134,7 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32, waits: bool =
         sent += comm.take_traffic().nbytes
         wanted = mean(gradient)
         exact += wanted
-        if late is not None and step >= EXACT_UPDATES:
+        if is_late and step >= EXACT_UPDATES:
             late_rows = together
             wanted, before = before, wanted
         received += words.weight.grad.double()
@@ -142,9 +142,10 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32, waits: bool =
         differ = max(differ, float((mean(words.weight.grad) - words.weight.grad.double()).abs().max()))
         comm.take_traffic()
     exchange.wait()
-    if late is not None:
-        assert late._mean is not None
-        received[late._rows] += late._mean.result()
+    if is_late:
+        assert exchange._late is not None
+        rows, last = exchange._late
+        received[rows] += last.result()
     assert exchange._unsent is not None
     largest, unsent = float(exact.abs().max()), mean(exchange._unsent)
     return {

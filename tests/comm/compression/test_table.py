@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroup
 from cpuft.comm.compression.table import (
     TABLE,
     RowSizes,
+    divide,
     list_levels,
     make_reduce,
     resolve_compression,
@@ -24,6 +25,14 @@ from cpuft.errors import CpuftError
 )
 def test_auto_follows_the_precision_of_training(requested: str, precision: str, sent_as: str) -> None:
     assert resolve_compression(requested, precision) == sent_as
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 1024])
+def test_gradients_are_divided_to_the_last_bit(ranks: int, dtype: torch.dtype) -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    numbers = patterns.view(torch.float16 if dtype == torch.float16 else torch.bfloat16).to(dtype)
+    assert torch.equal(divide(numbers.clone(), ranks).nan_to_num(), (numbers / ranks).nan_to_num())
 
 
 @pytest.mark.parametrize(

@@ -84,5 +84,5 @@ def test_a_column_that_cannot_slice_is_refused(
 
 
 def test_only_files_have_columns_to_slice_by() -> None:
-    with pytest.raises(CpuftError, match="of --task files, and this is --task mrpc: leave out --slice-by language"):
+    with pytest.raises(CpuftError, match="--slice-by is for --task files only, and this is --task mrpc: leave it out"):
         refuse_conflicts(TrainConfig(task="mrpc", slice_by="language"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cpuft.config.train import TrainConfig
-from cpuft.judge.label_metrics import compute_label_metrics, compute_tag_metrics
+from cpuft.judge.metrics import compute_label_metrics, compute_tag_metrics
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.evaluate import join
 from cpuft.train.objective.base import Batch

@@ -29,8 +29,8 @@ from sklearn.metrics import (
 )
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from cpuft.judge.metrics import MOST_CLASSES, Judgement, judge
-from cpuft.judge.resampling import Estimate
+from cpuft.judge.judgement import MOST_CLASSES, Judgement, judge
+from cpuft.judge.resampling import MetricEstimate
 from tests.judge.made import FIVE, make_classes, make_five_classes, make_predictions
 
 
@@ -232,7 +232,7 @@ def test_only_the_first_split_counts() -> None:
     judgement = judge(made)
     assert judgement.rows == 4
     assert judgement.metrics["accuracy_mismatched"] == pytest.approx(
-        Estimate(0.5, math.nan, math.nan), nan_ok=True
+        MetricEstimate(0.5, math.nan, math.nan), nan_ok=True
     ) or (math.isnan(judgement.metrics["accuracy_mismatched"].low))
 
 
