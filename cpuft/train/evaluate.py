@@ -52,8 +52,7 @@ def evaluate(setup: TrainingSetup, step: int, kept: KeptPredictions | None = Non
     metrics: dict[str, float] = {}
     for suffix, tokens in setup.prepared.validation.items():
         parts = _predict_on_all_ranks(setup, tokens)
-        keep = partial(kept.add, suffix) if kept is not None else None
-        compute = None if parts is None else partial(_compute_metrics, setup.objective, parts, tokens, keep)
+        compute = None if parts is None else partial(_compute_metrics, setup.objective, parts, suffix, tokens, kept)
         found = _run_on_first(compute, setup.config.comm_timeout / 2)
         metrics |= {name + suffix: value for name, value in found.items()}
     setup.model.train()
@@ -62,14 +61,11 @@ def evaluate(setup: TrainingSetup, step: int, kept: KeptPredictions | None = Non
 
 
 def _compute_metrics(
-    objective: Objective,
-    parts: list[BatchPredictions],
-    tokens: Tokens,
-    keep: Callable[[Objective, Predictions, Tokens], None] | None,
+    objective: Objective, parts: list[BatchPredictions], suffix: str, tokens: Tokens, kept: KeptPredictions | None
 ) -> dict[str, float]:
     predictions = join(parts)
-    if keep:
-        keep(objective, predictions, tokens)
+    if kept is not None:
+        kept.add(suffix, objective, predictions, tokens)
     return objective.compute_metrics(predictions, tokens)
 
 

@@ -261,10 +261,5 @@ def format_validation(validation: Validation) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Export as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: export(parse_arguments(ExportConfig, sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: export(parse_arguments(ExportConfig, sys.argv[1:])))

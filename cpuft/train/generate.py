@@ -224,10 +224,5 @@ def _tabulate_answers(prompts: Sequence[Prompt], answers: Sequence[str], id_colu
     return columns, zip(range(len(prompts)), *(cells for _, cells in given), asked, answers, strict=True)
 
 
-def main() -> None:
-    """Answer prompts as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: generate(parse_arguments(PredictConfig, sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: generate(parse_arguments(PredictConfig, sys.argv[1:])))

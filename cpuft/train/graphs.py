@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,9 +186,9 @@ class _Logits(torch.nn.Module):
         return logits
 
 
-def check_packages(format: str, find: Callable[[str], object] = importlib.util.find_spec) -> None:
-    """Raise CpuftError if `find` returns None for a package that --format needs."""
-    missing = [name for name in GRAPHS[format].packages if find(name) is None]
+def check_packages(format: str) -> None:
+    """Raise CpuftError if a package that --format needs is not installed."""
+    missing = [name for name in GRAPHS[format].packages if importlib.util.find_spec(name) is None]
     if missing:
         raise CpuftError(
             f"--format {format} needs {', '.join(missing)}, which is not installed: "

@@ -29,15 +29,14 @@ _TASK_TYPES = {
 """peft's task types by the end of the model class's name, for its AutoPeftModelForSequenceClassification."""
 
 
-def check_lora(config: TrainConfig, package: str = "peft") -> None:
+def check_lora(config: TrainConfig) -> None:
     """Raise CpuftError if --lora-rank is given and peft is not installed."""
     if config.lora_rank > 0:
-        _check_peft("--lora-rank", package)
+        _check_peft("--lora-rank")
 
 
-def _check_peft(wanted_by: str, package: str = "peft") -> None:
-    """Raise CpuftError if peft is not installed; the message begins with `wanted_by`."""
-    if importlib.util.find_spec(package) is None:
+def _check_peft(wanted_by: str) -> None:
+    if importlib.util.find_spec("peft") is None:
         raise CpuftError(f"{wanted_by} needs peft, which is not installed: {install_command('train')}")
 
 

@@ -440,10 +440,5 @@ def tag_tokens(tokens: Tokens, examples: Examples) -> Tokens:
     return replace(tokens, labels=np.where(tokens.labels == UNTAGGED, UNTAGGED, tags[np.maximum(places, 0)]))
 
 
-def main() -> None:
-    """Predict as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: predict(parse_arguments(PredictConfig, sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: predict(parse_arguments(PredictConfig, sys.argv[1:])))

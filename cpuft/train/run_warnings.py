@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,55 +60,34 @@ _LEAST_OTHER_ROWS = 5
 half of them misses all of 5 in 3 % of the cases."""
 
 
-def find_early_warnings(config: TrainConfig, prepared: Prepared) -> list[str]:
-    """Return the warnings for which nothing has to be trained."""
-    found = (_warn_of_unknown(prepared), _warn_of_repeated(prepared), _warn_of_few(prepared), _warn_of_rate(config))
-    return [warning for warning in found if warning]
-
-
-def _warn_of_unknown(prepared: Prepared) -> str:
-    """Return a warning if the tokenizer does not know more than 5 % of the training texts' tokens; else ""."""
-    if prepared.unknown_share <= MAX_UNKNOWN_SHARE:
-        return ""
-    return (
-        f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer (more "
-        f"than {MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts by "
-        f"--tokenizer, or a --model that was made for them"
-    )
-
-
-def _warn_of_repeated(prepared: Prepared) -> str:
-    """Return a warning if more than `_REPEATED_SHARE` of the validation rows are training rows; else ""."""
-    rows = sum(map(len, prepared.validation.values()))
-    if prepared.repeated <= _REPEATED_SHARE * rows:
-        return ""
-    return (
-        f"warning: {prepared.repeated:,} of {rows:,} validation rows have the same tokens as a training row, so that "
-        f"metrics are better than on new texts: remove these rows from the training or the validation data"
-    )
-
-
-def _warn_of_few(prepared: Prepared) -> str:
-    """Return a warning if no comparison of the same validation rows can show a difference that many people look for."""
-    rows = min(map(len, prepared.validation.values()))
-    difference = _LEAST_DISAGREEMENTS / max(1, rows)
-    if prepared.kind not in ("class", "labels") or difference <= _SMALL_DIFFERENCE:
-        return ""
-    what = f"accuracies that differ by less than {difference:.3f}" if difference < 1 else "two accuracies"
-    return (
-        f"warning: with {rows:,} validation rows, {what} cannot be told apart: to compare settings, give more rows by "
-        f"--validation-file or --validation-split"
-    )
-
-
-def _warn_of_rate(config: TrainConfig) -> str:
-    """Return a warning of a learning rate that is far above all usual ones, or an empty text."""
-    if config.learning_rate <= _HIGH_RATE:
-        return ""
-    return (
-        f"warning: --learning-rate {config.learning_rate:g} is far above the usual ones, which are from 1e-6 to 0.01: "
-        f"AdamW changes each weight by about the learning rate in each update, so that the model will learn nothing"
-    )
+def find_early_warnings(config: TrainConfig, prepared: Prepared) -> Iterator[str]:
+    """Yield the warnings for which nothing has to be trained."""
+    if prepared.unknown_share > MAX_UNKNOWN_SHARE:
+        yield (
+            f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer "
+            f"(more than {MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts "
+            f"by --tokenizer, or a --model that was made for them"
+        )
+    sizes = [len(tokens) for tokens in prepared.validation.values()]
+    if prepared.repeated > _REPEATED_SHARE * sum(sizes):
+        yield (
+            f"warning: {prepared.repeated:,} of {sum(sizes):,} validation rows have the same tokens as a training row, "
+            f"so that metrics are better than on new texts: remove these rows from the training or the validation data"
+        )
+    # No comparison of the same validation rows can show a smaller difference.
+    difference = _LEAST_DISAGREEMENTS / max(1, min(sizes))
+    if prepared.kind in ("class", "labels") and difference > _SMALL_DIFFERENCE:
+        what = f"accuracies that differ by less than {difference:.3f}" if difference < 1 else "two accuracies"
+        yield (
+            f"warning: with {min(sizes):,} validation rows, {what} cannot be told apart: to compare settings, give "
+            f"more rows by --validation-file or --validation-split"
+        )
+    if config.learning_rate > _HIGH_RATE:
+        yield (
+            f"warning: --learning-rate {config.learning_rate:g} is far above the usual ones, which are from 1e-6 to "
+            f"0.01: AdamW changes each weight by about the learning rate in each update, so that the model will learn "
+            f"nothing"
+        )
 
 
 def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:

@@ -379,10 +379,5 @@ def _tell_speed(rows: int, seconds: float) -> None:
     print(f"{counted(rows, 'text')} embedded, {rows / seconds:.1f} texts/s", file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    """Write embeddings as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: write_embeddings(parse_arguments(PredictConfig, sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: write_embeddings(parse_arguments(PredictConfig, sys.argv[1:])))

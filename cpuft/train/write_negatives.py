@@ -158,10 +158,5 @@ def _make_progress(total: int) -> Any:
     return tell
 
 
-def main() -> None:
-    """Mine as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: write_negatives(parse_arguments(MineConfig, sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: write_negatives(parse_arguments(MineConfig, sys.argv[1:])))

@@ -69,7 +69,13 @@ def check_engine(config: TrainConfig) -> None:
     if engine is None:
         return
     versions = {name: _installed_version(name) for name in engine.versions}
-    if problem := find_problem(config.engine, versions, platform.machine(), _is_compiled(engine)):
+    problem = find_problem(config.engine, versions, platform.machine())
+    if not problem and engine.compiled_files:
+        beside = importlib.metadata.distribution(next(iter(engine.versions))).locate_file("")
+        if not any(Path(str(beside)).glob(engine.compiled_files)):
+            what = f"--engine {config.engine} has not been compiled for its torch"
+            problem = f"{what}: {engine.next_step}, or leave --engine out"
+    if problem:
         raise CpuftError(problem)
     for name, value in engine.settings.items():
         os.environ.setdefault(name, value)
@@ -99,24 +105,10 @@ def _installed_version(package: str) -> str:
         return ""
 
 
-def _is_compiled(engine: Engine) -> bool:
-    if not engine.compiled_files:
-        return True
-    try:
-        beside = importlib.metadata.distribution(next(iter(engine.versions))).locate_file("")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return any(Path(str(beside)).glob(engine.compiled_files))
-
-
-def find_problem(engine: str, versions: Mapping[str, str], machine: str, compiled: bool = True) -> str:
-    """Return why an engine cannot train here and what to do, as one line; empty if it can, or if its name is unknown.
-
-    `versions` has the installed version of each package in `Engine.versions`, "" for a missing one. `compiled` says
-    whether the files exist that the engine compiles for the installed torch.
+def find_problem(engine: str, versions: Mapping[str, str], machine: str) -> str:
+    """Return why an engine of `ENGINES` cannot train with these installed versions of its packages ("" for a missing
+    one) on this type of machine, and what to do, as one line; empty if it can.
     """
-    if engine not in ENGINES:
-        return ""
     needs = ENGINES[engine]
     if needs.machine not in ("", machine):
         return f"--engine {engine} runs on {needs.machine} only, and this host is {machine}: leave --engine out"
@@ -124,6 +116,4 @@ def find_problem(engine: str, versions: Mapping[str, str], machine: str, compile
         if not versions[name].startswith(f"{wanted}."):
             here = f"and here is {versions[name] or 'none'}"
             return f"--engine {engine} needs {name} {wanted}, {here}: {needs.next_step}, or leave --engine out"
-    if not compiled:
-        return f"--engine {engine} has not been compiled for its torch: {needs.next_step}, or leave --engine out"
     return ""

@@ -42,11 +42,6 @@ class DeepSpeedExchange(Exchange):
         )
         self._engine = self.forward_model = engine
 
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether --engine is deepspeed."""
-        return config.engine == "deepspeed"
-
     def begin_pass(self, is_last: bool) -> None:
         """Tell DeepSpeed to reduce gradients in the next backward pass only if it is the last one of an update."""
         self._engine.set_gradient_accumulation_boundary(is_last)

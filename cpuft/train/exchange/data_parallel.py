@@ -104,11 +104,6 @@ class GradientExchange(Exchange, ABC, Generic[B]):
 class DataParallelExchange(GradientExchange[Bucket]):
     """The mean of the gradients of all ranks, which all have the whole optimizer."""
 
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks; this exchange is the default, the last of `table.EXCHANGES`."""
-        return ranks > 1
-
     def _make_buckets(self) -> list[Bucket]:
         hosts = self._hosts
         self._reduce = make_reduce(self._compression, self._group, hosts)

@@ -31,11 +31,6 @@ class LocalSGDExchange(Exchange):
             self._local = LocalSGD(weights, compression, config.outer_momentum, words)
         self._updates_since_sent = 0
 
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks and `--sync-every` is above 1, so that they average parameters."""
-        return ranks > 1 and config.sync_every > 1
-
     def reset(self) -> None:
         """Count changes from the parameters of now, as after a checkpoint; unsent changes and momentum are dropped."""
         with fp32_weights(self.bare_model, self.trained):

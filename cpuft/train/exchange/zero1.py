@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpuft.comm.compression.table import to_wire_type
-from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.data_parallel import GradientExchange
 from cpuft.train.exchange.optimizer_shards import OptimizerShards, ShardedBucket
 from cpuft.train.fast.adamw import clip_gradients
@@ -33,11 +32,6 @@ class ShardedExchange(GradientExchange[ShardedBucket]):
     Making it is collective, moves the parameters into buckets, and replaces them in the optimizer by this rank's
     shards. With gradient compression bf16 or fp16, gradients are sent in that type, and added up in fp32.
     """
-
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks and `--shard optimizer` is given."""
-        return ranks > 1 and config.shard == "optimizer"
 
     def _make_buckets(self) -> list[ShardedBucket]:
         embedding, late = self._rows.weight if self._rows else None, {*self._unused}

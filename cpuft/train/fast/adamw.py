@@ -87,21 +87,6 @@ class MasterWeights:
             master.copy_(torch.where(value == rounded, master, value.float()))
         self.mark_rounded([parameter])
 
-    def save(self, parameters: Mapping[str, nn.Parameter], state: dict[str, Any]) -> None:
-        """Replace bf16 parameters by their masters, not copied; `parameters` have their names in the state dict."""
-        for name, parameter in parameters.items():
-            if name in state:
-                self._follow(parameter)
-                state[name] = self._masters[parameter]
-
-    @torch.no_grad()
-    def load(self, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]) -> None:
-        """Copy values into the masters; `parameters` are bf16, by their names in the state dict."""
-        for name, parameter in parameters.items():
-            value = state.get(name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape and parameter in self._masters:
-                self._masters[parameter].copy_(value)
-
     @torch.no_grad()
     def round(self, parameters: Iterable[Tensor]) -> None:
         """Let those of the parameters that have a master be it, rounded."""
@@ -109,6 +94,11 @@ class MasterWeights:
         for parameter in mine:
             parameter.copy_(self._masters[parameter])
         self.mark_rounded(mine)
+
+    def save(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's master itself, for a state dict. Raises KeyError: it was handed over."""
+        self._follow(parameter)
+        return self._masters[parameter]
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
@@ -138,10 +128,18 @@ class _StateHooks:
         self.parameters = parameters
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self.masters.save({prefix + name: p for name, p in self.parameters.items()}, state)
+        """Replace bf16 parameters in a state dict by their masters, not copied."""
+        for name, parameter in self.parameters.items():
+            if prefix + name in state:
+                state[prefix + name] = self.masters.save(parameter)
 
+    @torch.no_grad()
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        self.masters.load({prefix + name: p for name, p in self.parameters.items()}, state)
+        """Copy the values of a state dict into the masters."""
+        for name, parameter in self.parameters.items():
+            value, master = state.get(prefix + name), self.masters.get(parameter)
+            if isinstance(value, Tensor) and value.shape == parameter.shape and master is not None:
+                master.copy_(value)
 
 
 def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Parameter]) -> None:

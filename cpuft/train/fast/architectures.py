@@ -69,7 +69,7 @@ class LayerParts:
     attention_dropout: nn.Module | float
     """Dropout of the attention probabilities, or its rate while `attention_module` is in training."""
     attention_output: Any
-    attention_output_dropout: nn.Module | None
+    attention_output_dropout: nn.Module | None = None
     attention_norm: Any
     """Norm after attention and its residual; in a pre-norm layer before attention."""
     inner: list[Any]
@@ -79,9 +79,9 @@ class LayerParts:
     """The function between `inner` and `outer`; in a pre-norm layer its name in config.json, such as silu."""
     outer: Any
     """Linear layer from the intermediate size back to the hidden size."""
-    outer_dropout: nn.Module | None
+    outer_dropout: nn.Module | None = None
     """Dropout after `outer`; in a pre-norm layer before it."""
-    outer_norm: Any
+    outer_norm: Any = None
     """Norm after feed-forward and its residual; in a pre-norm layer of what feed-forward adds."""
 
     positions: PositionParts | None = None
@@ -176,7 +176,6 @@ def _read_distilbert_layer(layer: Any) -> LayerParts:
         projections=[attention.q_lin, attention.k_lin, attention.v_lin],
         attention_dropout=attention.dropout,
         attention_output=attention.out_lin,
-        attention_output_dropout=None,
         attention_norm=layer.sa_layer_norm,
         inner=[feed_forward.lin1],
         activation=feed_forward.activation,
@@ -200,7 +199,6 @@ def _read_albert_layer(layer: Any) -> LayerParts:
         inner=[layer.ffn],
         activation=layer.activation,
         outer=layer.ffn_output,
-        outer_dropout=None,
         outer_norm=layer.full_layer_layer_norm,
     )
 
@@ -231,12 +229,10 @@ def _read_llama_layer(layer: Any) -> LayerParts:
         projections=[attention.q_proj, attention.k_proj, attention.v_proj],
         attention_dropout=attention.attention_dropout,
         attention_output=attention.o_proj,
-        attention_output_dropout=None,
         attention_norm=layer.input_layernorm,
         inner=[mlp.gate_proj, mlp.up_proj],
         activation=getattr(config, "hidden_act", "") or getattr(config, "hidden_activation", ""),
         outer=mlp.down_proj,
-        outer_dropout=None,
         outer_norm=layer.post_feedforward_layernorm if has_end_norms else None,
         feed_forward_norm=layer.pre_feedforward_layernorm if has_end_norms else layer.post_attention_layernorm,
         query_norm=getattr(attention, "q_norm", None),
@@ -262,7 +258,6 @@ def _read_modernbert_layer(layer: Any) -> LayerParts:
         activation=config.hidden_activation,
         outer=mlp.Wo,
         outer_dropout=mlp.drop,
-        outer_norm=None,
         feed_forward_norm=layer.mlp_norm,
         is_rotated=True,
     )

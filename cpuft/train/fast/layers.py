@@ -150,11 +150,7 @@ def _run_blocks(
     assert parts.packed is not None
     assert parts.packed_inner is not None
     packed = parts.packed(_norm(parts.attention_norm, x), int8=parts.int8)
-    norms = None
-    if parts.query_norm is not None and parts.key_norm is not None:
-        norms = HeadNorms(read_norm(parts.query_norm), read_norm(parts.key_norm))
-    if angles is not None or norms is not None:
-        packed = rotate(packed, angles, parts.heads, norms)
+    packed = rotate(packed, angles, parts.heads, HeadNorms(read_norm(parts.query_norm), read_norm(parts.key_norm)))
     context = attention(None, packed, None, parts.heads, masks[0], layout.grid)
     added = _norm(parts.attention_end_norm, linear(parts.attention_output, context, parts.int8))
     norm = read_norm(parts.feed_forward_norm)
@@ -165,5 +161,5 @@ def _run_blocks(
 
 
 def _norm(module: nn.Module | None, x: Tensor) -> Tensor:
-    norm = None if module is None else read_norm(module)
+    norm = read_norm(module)
     return x if norm is None else apply_norm(x, norm)

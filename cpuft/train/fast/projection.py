@@ -196,11 +196,21 @@ def _base_of(layer: Any) -> Any:
 
 
 def _find_weight(layers: Sequence[Any]) -> Tensor | FrozenWeight:
+    """Return the weights of layers, one after another, without gradients."""
     bases = [_base_of(layer) for layer in layers]
-    if isinstance(bases[0], FrozenLinear):
-        return FrozenWeight(bases)
-    weight: Tensor = layers[0].weight.detach()
-    return weight
+    return FrozenWeight(bases) if isinstance(bases[0], FrozenLinear) else _join([layer.weight for layer in layers])
+
+
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    """Return all parameters as one tensor: a view of their memory if they lie there in this order, else a copy."""
+    first, block = parameters[0].detach(), parameters[0].untyped_storage().data_ptr()
+    addresses = itertools.accumulate((p.nbytes for p in parameters[:-1]), initial=first.data_ptr())
+    if all(
+        p.data_ptr() == address and p.untyped_storage().data_ptr() == block and p.dtype == first.dtype
+        for p, address in zip(parameters, addresses, strict=True)
+    ):
+        return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
+    return torch.cat([p.detach() for p in parameters])
 
 
 def _lora_factors(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -285,18 +295,6 @@ class PackedLinear:
         for parameter, view in zip(parameters, torch.split(packed, [len(p) for p in parameters]), strict=True):
             parameter.data = view
 
-    @staticmethod
-    def _current(parameters: Sequence[Tensor]) -> Tensor:
-        """Return all parameters as one tensor: a view of their memory if they lie there in this order, else a copy."""
-        first, block = parameters[0].detach(), parameters[0].untyped_storage().data_ptr()
-        addresses = itertools.accumulate((p.nbytes for p in parameters[:-1]), initial=first.data_ptr())
-        if all(
-            p.data_ptr() == address and p.untyped_storage().data_ptr() == block and p.dtype == first.dtype
-            for p, address in zip(parameters, addresses, strict=True)
-        ):
-            return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
-        return torch.cat([p.detach() for p in parameters])
-
     def __call__(self, x: Tensor, first: int = 0, int8: bool = False) -> Tensor:
         """Return the outputs, side by side, of the layers from number `first` on; for `x` and `int8` see `linear`."""
         return self.branch(x, first, int8)[0]
@@ -312,8 +310,4 @@ class PackedLinear:
     def current(self, first: int = 0) -> tuple[Any, Tensor | None]:
         """Return weights, which may be a FrozenWeight, and biases, without gradients, of the layers from `first` on."""
         layers = self.layers[first:]
-        if isinstance(_base_of(layers[0]), FrozenLinear):
-            weight: Any = _find_weight(layers)
-        else:
-            weight = self._current([layer.weight for layer in layers])
-        return weight, None if layers[0].bias is None else self._current([layer.bias for layer in layers])
+        return _find_weight(layers), None if layers[0].bias is None else _join([layer.bias for layer in layers])

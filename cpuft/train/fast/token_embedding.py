@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cpuft.comm.compression.embedding_rows import find_embedding
-from cpuft.kernels import Kernels, kernels_for
+from cpuft.kernels import kernels_for
 from cpuft.train.fast.elementwise import apply_norm, read_norm
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -268,19 +268,10 @@ class FusedEmbeddings:
         ids = [one.expand(words.shape).contiguous().long() for one in (words, positions, types)[: len(tables)]]
         weights = [one.weight for one in tables]
         total = weights[0].new_empty(*words.shape, weights[0].shape[1])
-        if not _run_sum(kernels, [one.detach() for one in weights], ids, total):
-            return None
-        return _sum_of_rows(total, ids, self, *weights)
-
-
-def _run_sum(kernels: Kernels, tables: list[Tensor], ids: list[Tensor], total: Tensor) -> bool:
-    """Write the sums of the tables' rows to `total`; return whether all ids are rows of their table."""
-    outside = torch.zeros(1, dtype=torch.int64)
-    missing = [None] * (3 - len(tables))
-    sizes = (total[..., 0].numel(), total.shape[-1], *(len(table) for table in tables), *(0 for _ in missing))
-    arrays = (*tables, *missing, *ids, *missing, total, outside)
-    kernels.run("add_table_rows", total.dtype, *arrays, *sizes)
-    return not outside.item()
+        outside, missing = torch.zeros(1, dtype=torch.int64), [None] * (3 - len(weights))
+        sizes = (words.numel(), total.shape[-1], *map(len, weights), *(0 for _ in missing))
+        kernels.run("add_table_rows", total.dtype, *weights, *missing, *ids, *missing, total, outside, *sizes)
+        return None if outside.item() else _sum_of_rows(total, ids, self, *weights)
 
 
 def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
