@@ -65,9 +65,16 @@ class Graph(torch.nn.Module, abc.ABC):
         """Load the graph of a folder, for as many threads as torch has. Raises any exception of its library."""
         super().__init__()
 
-    @abc.abstractmethod
     def forward(self, **inputs: torch.Tensor) -> GraphOutput:
         """Return the logits in fp32 for the inputs of a batch."""
+        return GraphOutput(torch.from_numpy(self._run({name: inputs[name].numpy() for name in self._names})))
+
+    _names: list[str]
+    """Names of the inputs that the graph has."""
+
+    @abc.abstractmethod
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        """Return the logits, an array of NumPy, for the inputs of the graph, which are arrays of NumPy."""
 
 
 class OnnxGraph(Graph):
@@ -98,10 +105,8 @@ class OnnxGraph(Graph):
         )
         self._names = [one.name for one in self._session.get_inputs()]
 
-    def forward(self, **inputs: torch.Tensor) -> GraphOutput:
-        """See `Graph`."""
-        (logits,) = self._session.run(None, {name: inputs[name].numpy() for name in self._names})
-        return GraphOutput(torch.from_numpy(logits))
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        return self._session.run(None, inputs)[0]
 
 
 class OpenVinoGraph(Graph):
@@ -132,10 +137,8 @@ class OpenVinoGraph(Graph):
         self._compiled = openvino.Core().compile_model(folder / self.file_name, "CPU", settings)
         self._names = [one.get_any_name() for one in self._compiled.inputs]
 
-    def forward(self, **inputs: torch.Tensor) -> GraphOutput:
-        """See `Graph`."""
-        found = self._compiled({name: inputs[name].numpy() for name in self._names})
-        return GraphOutput(torch.from_numpy(found[0].copy()))
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        return self._compiled(inputs)[0].copy()
 
 
 GRAPHS: dict[str, type[Graph]] = {"onnx": OnnxGraph, "openvino": OpenVinoGraph}

@@ -90,8 +90,8 @@ RATE_FACTOR = "rate_factor"
 def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_decay: float = 1.0) -> list[dict[str, Any]]:
     """Return parameter groups of the trainable parameters: for each learning rate the matrices, then all others.
 
-    Biases and norms have no weight decay. Without layerwise decay there are two groups, of which one may be empty; with
-    it, groups come from the head down to the embeddings, none empty. Raises CpuftError: there is no stack of layers.
+    Biases and norms have no weight decay. Groups come from the head down to the embeddings, and none is empty. Raises
+    CpuftError: there is layerwise decay, and no stack of layers.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     factors = dict.fromkeys(parameters, 1.0)
@@ -103,10 +103,10 @@ def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_deca
             "weight_decay": weight_decay if is_matrix else 0.0,
             RATE_FACTOR: factor,
         }
-        for factor in sorted({*factors.values(), *([1.0] if layerwise_decay == 1 else [])}, reverse=True)
+        for factor in sorted({*factors.values()}, reverse=True)
         for is_matrix in (True, False)
     ]
-    return groups if layerwise_decay == 1 else [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]]
 
 
 def find_rate_factors(model: torch.nn.Module, names: Iterable[str], decay: float) -> dict[str, float]:

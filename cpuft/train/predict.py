@@ -202,30 +202,27 @@ def read_finished_run(run: str) -> FinishedRun:
         options = {name: value for name, value in header.options.items() if name in option_names(TrainConfig)}
         train = load(TrainConfig, options, "the record")
         settings = load(dict[str, Any], parse_json((model / "config.json").read_text(encoding="utf-8")))
-        if header.task in TASKS and find_task(header.task, train.causal).kind in DECODER_KINDS:
-            task = find_task(header.task, train.causal)
+        task = find_task(header.task, train.causal) if header.task in TASKS else None
+        if task and task.kind in DECODER_KINDS:
             return FinishedRun(model, train, last.precision, last.world_size, task)
         named = load(dict[str, str], settings.get("id2label", {}))
         labels = tuple(named[str(number)] for number in range(len(named)))
         (architecture,) = load(list[str], settings.get("architectures"))
     except (OSError, ValueError, KeyError) as error:
         raise CpuftError(f"{run} holds no model that was trained here ({error}): give a finished run") from None
-    if header.task in TASKS and TASKS[header.task].kind in EMBEDDING_KINDS:
+    if task and task.kind in EMBEDDING_KINDS:
         # How the model makes embeddings is in the files beside it, whatever the options of the training were.
         own = replace(train, model=str(model), pooling="auto", query_prompt="auto", document_prompt="auto")
-        return FinishedRun(model, own, last.precision, last.world_size, TASKS[header.task])
-    kind = (
-        "tags"
-        if architecture.endswith("ForTokenClassification")
-        else _TASK_KINDS.get(str(settings.get("problem_type")), "")
-    )
-    if header.task in TASKS and TASKS[header.task].kind == "relevance":
+        return FinishedRun(model, own, last.precision, last.world_size, task)
+    kind = _TASK_KINDS.get(str(settings.get("problem_type")), "")
+    if task and task.kind == "relevance":
         kind = "relevance"
-    if not kind or header.task not in TASKS:
+    elif architecture.endswith("ForTokenClassification"):
+        kind = "tags"
+    if not kind or not task:
         raise CpuftError(
             f"{run} trained a {architecture} on --task {header.task}, which predicts no labels: give another run"
         )
-    task = TASKS[header.task]
     if not task.folder:
         labels = () if kind in SCORE_KINDS else labels
         metrics = task.metrics if kind == "relevance" else choose_metrics(kind, labels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from cpuft.rank.world import parse_world
 from cpuft.record import (
     EarlierMeasurements,
     Header,
-    Line,
     RecordedRank,
     Writer,
     describe_products,
@@ -64,7 +63,7 @@ from cpuft.train.results import save_results
 from cpuft.train.run_warnings import RunWatch, find_early_warnings
 from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
-from cpuft.train.tracking import TrackerProcess
+from cpuft.train.tracking import run_trackers
 from cpuft.train.training import train_and_evaluate, train_independently
 
 
@@ -135,17 +134,16 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         checkpoints, done = begin(reporter, setup, worker, header, stack)
         if world.rank == 0:
             watch = RunWatch(setup.config, prepared, setup.updates, setup.global_batch, setup.best_metric)
-            earlier_lines: list[Line] = [*reporter.earlier_steps, *reporter.earlier_evaluations]
-            for line in earlier_lines:
+            for line in [*reporter.earlier_steps, *reporter.earlier_evaluations]:
                 watch.add(line)  # what it warns of was shown before the run was resumed
             reporter.watch = watch
         if reporter.record and not worker.independent:
             # Only ranks that work in a folder of their host, from which the launcher fetches, keep checkpoints.
             users_run_dir = "" if worker.keep_checkpoints else worker.run_dir
-            stack.enter_context(TrackerProcess(config.report_to, worker.run_dir, users_run_dir, progress.show))
+            stack.enter_context(run_trackers(config.report_to, worker.run_dir, users_run_dir, progress.show))
         baseline = None
         if reporter.record and not worker.independent and prepared.kind in KINDS:
-            baseline = stack.enter_context(BaselineProcess(config, worker.is_measured, progress.show))
+            baseline = stack.enter_context(closing(BaselineProcess(config, worker.is_measured, progress.show)))
             setup.observers.append(baseline)
         with setup.exchange.full_weights():
             prove_equal_parameters(model, "before the first step")

@@ -61,22 +61,20 @@ def train_and_evaluate(
         checksum, difference = compare_parameters(setup.model, "after the last step")
     # The last update may have been evaluated before it ended the training early. With --sync-every, the parameters of
     # that evaluation were the exact mean, and those of now have been rounded to be sent.
-    predictions, predicted_step = KeptPredictions(), -1
-    if not evaluations or evaluations[-1].step != last or config.sync_every > 1:
-        _show_evaluation_start(setup, reporter)
-        evaluations.append(evaluate(setup, last, predictions))
+    predictions = KeptPredictions()
+    is_predicted = not evaluations or evaluations[-1].step != last or config.sync_every > 1
+    if is_predicted:
+        evaluations.append(_evaluate_at_end(setup, reporter, last, predictions))
         reporter.add(evaluations[-1])
-        predicted_step = last
     saved = restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
     if saved is not evaluations[-1]:
         with exchange.full_weights():
             checksum, difference = compare_parameters(
                 setup.model, "after the weights of the best evaluation were restored"
             )
-    if setup.prepared.rows and saved.step != predicted_step:
+    if setup.prepared.rows and not (is_predicted and saved.step == last):
         predictions = KeptPredictions()
-        _show_evaluation_start(setup, reporter)
-        evaluations.append(evaluate(setup, saved.step, predictions))
+        evaluations.append(_evaluate_at_end(setup, reporter, saved.step, predictions))
         if evaluations[-1].metrics != saved.metrics:  # on another number of ranks, products are rounded differently
             saved = evaluations[-1]
             reporter.add(saved)
@@ -93,8 +91,11 @@ def train_and_evaluate(
     )
 
 
-def _show_evaluation_start(setup: TrainingSetup, reporter: RunReporter) -> None:
-    reporter.progress.show_evaluation_start(sum(len(tokens) for tokens in setup.prepared.validation.values()))
+def _evaluate_at_end(
+    setup: TrainingSetup, reporter: RunReporter, step: int, predictions: KeptPredictions
+) -> EvaluationLine:
+    reporter.progress.show_evaluation_start(sum(map(len, setup.prepared.validation.values())))
+    return evaluate(setup, step, predictions)
 
 
 def restore_best(

@@ -96,12 +96,17 @@ def make_levels(
     are hierarchical), which count if the word embedding is exchanged by rows. `ranks` are those of the all-reduce whose
     payload the bytes are, `coding_seconds` are for one number with int8, and `hosts` is 0 without hierarchical means.
     """
+    layers, row = _list_layers(model)
+    rows = RowSizes(round(tokens * row), round(own_tokens * row))
+    return list_levels(layers, rows, ranks, coding_seconds, hosts)
+
+
+def _list_layers(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], int]:
+    """Return the trained parameters without the word embedding that is exchanged by rows, and its width (0: none)."""
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
     layers = [p for p in model.parameters() if p.requires_grad and p is not weight]
-    row = 0 if weight is None else weight.shape[1]
-    rows = RowSizes(round(tokens * row), round(own_tokens * row))
-    return list_levels(layers, rows, ranks, coding_seconds, hosts)
+    return layers, 0 if embedding is None else embedding.embedding_dim
 
 
 def measure_link() -> LinkModel:
@@ -136,16 +141,11 @@ def count_sent_numbers(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared
 ) -> GradientSizes:
     """Count what an update of this model with these examples sends, as numbers of a gradient; not collective."""
-    embedding = find_embedding(model)
-    weight = None if embedding is None else embedding.weight
-    shapes = [
-        parameter.shape for parameter in model.parameters() if parameter.requires_grad and parameter is not weight
-    ]
-    numbers, factors = sum(shape.numel() for shape in shapes), sum(map(count_numbers, shapes))
-    if embedding is None:
-        return GradientSizes(numbers, factors=factors)
-    tokens = {str(ranks): _count_distinct_tokens(objective, config, prepared, ranks) for ranks in RANK_COUNTS}
-    return GradientSizes(numbers, embedding.embedding_dim, factors, tokens)
+    layers, row = _list_layers(model)
+    numbers, factors = sum(one.numel() for one in layers), sum(count_numbers(one.shape) for one in layers)
+    counts = RANK_COUNTS if row else ()
+    tokens = {str(ranks): _count_distinct_tokens(objective, config, prepared, ranks) for ranks in counts}
+    return GradientSizes(numbers, row, factors, tokens)
 
 
 def _count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:

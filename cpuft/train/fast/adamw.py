@@ -185,8 +185,7 @@ class _SwapHooks:
     """Hooks that put masters in the place of compute weights while an optimizer steps."""
 
     def __init__(self, masters: MasterWeights) -> None:
-        self.masters = masters
-        self.open: Any = None
+        self.masters, self.swapped = masters, ExitStack()
 
     def enter(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Swap the weights before `step`, and return its arguments, with another closure if there is one."""
@@ -197,14 +196,11 @@ class _SwapHooks:
         return (own, *others), kwargs
 
     def leave(self, *call: Any) -> None:
-        if self.open is not None:
-            self.open.__exit__(None, None, None)
-            self.open = None
+        self.swapped.close()
 
     def _swap(self, optimizer: Optimizer) -> None:
         self.leave()  # a step that has raised an error has left the masters in the groups
-        self.open = self.masters.in_optimizer(optimizer)
-        self.open.__enter__()
+        self.swapped.enter_context(self.masters.in_optimizer(optimizer))
 
     def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that runs with the compute weights: layers compute in bf16, and gradients go to these."""
