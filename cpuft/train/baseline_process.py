@@ -25,9 +25,8 @@ _QUIET_SECONDS = 10.0
 class BaselineProcess:
     """Computes the baseline of a run on its first rank, in a process of the lowest priority and with one thread.
 
-    It observes the updates (`UpdateObserver`): the process starts after the first one, so that it delays no start. With
-    `is_measured`, the process starts when the training has ended, so that it disturbs no measurement. After `close` no
-    process is left. No method raises an error because of a baseline.
+    It observes the updates (`UpdateObserver`), and starts after the first one, so that it delays no start, or with
+    `is_measured` after the training, so that it disturbs no measurement. It raises no error because of a baseline.
     """
 
     def __init__(self, config: TrainConfig, is_measured: bool, say: Callable[[str], None]) -> None:

@@ -30,8 +30,7 @@ _RESULT_DAYS = 30
 def _join_ranks() -> Iterator[Any]:
     """Form torch's default process group for the function, and yield a group of all ranks for the results.
 
-    Inside, the function may call init_process_group and destroy_process_group as a script does: these calls change
-    nothing, because cpuft has formed the group and ends it.
+    Inside, the function may call init_process_group and destroy_process_group as a script does, which changes nothing.
     """
     try:
         import torch.distributed as dist

@@ -26,9 +26,8 @@ _SECONDS = 1.0
 
 
 class ControlMessages:
-    """The updates of this rank whose lines are not complete yet, and what ranks request of each other.
-
-    A rank that trains alone sends nothing. `done` is the number of updates before this start of the run.
+    """The updates of this rank whose lines are not complete yet, and what ranks request of each other; a rank that
+    trains alone sends nothing. `done` is the number of updates before this start of the run.
     """
 
     def __init__(self, setup: TrainingSetup, checkpoints: Checkpoints, done: int) -> None:
@@ -65,11 +64,11 @@ class ControlMessages:
         return due
 
     def add(self, own: StepLine, terms: float, is_pause: bool) -> None:
-        """Add an update that this rank has made, and send a message if it is time.
+        """Add an update that this rank has made, with its sum of losses over `terms` terms; send a message if it is
+        time.
 
-        `own` has this rank's examples, tokens, seconds without communication, and its sum of losses over `terms`
-        examples, tagged words or masked tokens. With `is_pause`, an evaluation, a comparison, a checkpoint or the end
-        follows, so that all lines must be complete now, and no message under way.
+        With `is_pause`, an evaluation, a comparison, a checkpoint or the end follows, so that all lines must be
+        complete now, and no message under way.
         """
         self._unsent.append(own)
         self._numbers += [own.loss, terms, own.samples, own.tokens, *own.compute_seconds, own.step_seconds]

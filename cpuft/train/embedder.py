@@ -31,10 +31,10 @@ AMX, preparing the weights for each product would take a fifth of the time with 
 
 
 def pool(pooling: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return one vector for each text, fp32, shape (texts, hidden size), from the hidden states of the last layer.
+    """Return one vector for each text, fp32, (texts, hidden size), from the hidden states of the last layer.
 
-    `hidden` has the shape (texts, length, hidden size). `mask`, of shape (texts, length), is 1 for tokens and 0 for
-    padding, which is at the end of each row; each text has a token. Raises KeyError: `pooling` is none of POOLINGS.
+    `hidden` is (texts, length, hidden size), and `mask`, (texts, length), 1 for tokens and 0 for padding, which is at
+    the end; each text has a token. Raises KeyError: `pooling` is none of POOLINGS.
     """
     if pooling == "cls":
         return hidden[:, 0].float()
@@ -56,10 +56,10 @@ def normalize(embeddings: torch.Tensor) -> torch.Tensor:
 def plan_batches(
     lengths: NDArray[np.int64], threads: int, batch_size: int = 0, precision: str = "fp32"
 ) -> list[NDArray[np.int64]]:
-    """Return the numbers of the texts of each forward pass: texts of similar length together, the longest first.
+    """Return the numbers of the texts that have tokens, in the batches of all forward passes, the longest texts first.
 
-    Texts without tokens are in no batch. With `batch_size` 0, a batch has as many texts as have 1024 tokens together
-    (4096 in bf16), or fewer in a small job, so that all threads end at about the same time.
+    With `batch_size` 0, a batch has as many texts as have 1024 tokens together (4096 in bf16), or fewer in a small job,
+    so that all threads end at about the same time.
     """
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
@@ -77,7 +77,7 @@ def plan_batches(
 class Embedder:
     """An embedding model with the layers of the fast path, which computes embeddings of texts. Making one loads it.
 
-    The name is that of `find_embedding_model`. `max_length` 0 is that of the model's form, else its number of
+    The name is that of `find_embedding_model`; `max_length` 0 is that of the model's form, else its number of
     positions; an empty `pooling` is that of the form. Raises CpuftError: the model cannot be used.
     """
 
@@ -157,10 +157,9 @@ class Embedder:
             torch.set_num_threads(threads)
 
     def embed_tokens(self, ids: torch.Tensor, mask: torch.Tensor, model: torch.nn.Module | None = None) -> torch.Tensor:
-        """Return the embeddings of tokenised texts, fp32, shape (texts, dimensions).
+        """Return the embeddings of tokenised texts, fp32, (texts, dimensions), by this object's model or a copy of it.
 
-        `ids` (int64) and `mask` (1 for tokens, 0 for padding at the end) have the shape (texts, length). A `model`
-        other than this object's own is a copy that another thread uses.
+        `ids` (int64) and `mask` (1 for tokens, 0 for padding at the end) have the shape (texts, length).
         """
         with torch.inference_mode(), autocast(self.precision):
             hidden = (model or self.model)(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -68,9 +68,8 @@ def find_embedding_model(name: str) -> str:
 def read_form(source: str, pooling: str = "") -> EmbeddingForm:
     """Return how a model of `find_model`, a folder or hub name, makes embeddings, from its sentence-transformers files.
 
-    A model without these files gets the form that sentence-transformers gives to one: the mean of its hidden states. An
-    empty `pooling` is the model's own. Raises CpuftError: a file is damaged or cannot be fetched, or cpuft cannot
-    compute the form.
+    Without these files it is the mean of the hidden states, as in sentence-transformers. An empty `pooling` is the
+    model's own. Raises CpuftError: a file is damaged or cannot be fetched, or cpuft cannot compute the form.
     """
     modules = _read(source, _MODULES, list[dict[str, Any]])
     if modules is None:
@@ -207,10 +206,8 @@ def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
 
 
 def choose_form(config: TrainConfig) -> EmbeddingForm:
-    """Return how the model that these options train makes embeddings: as the model says, changed by the options.
-
-    --pooling, --query-prompt and --document-prompt replace what the model says, and a longer --max-length its length.
-    The longest of --matryoshka has no effect: the model keeps all dimensions. Raises as `read_form`.
+    """Return how the model that these options train makes embeddings: as the model says, but for --pooling, the prompts
+    of the options, and a longer --max-length. Raises as `read_form`.
     """
     pooling = "" if config.pooling == "auto" else config.pooling
     source = "" if config.from_config else find_model(config.model)

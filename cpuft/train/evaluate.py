@@ -70,9 +70,8 @@ def _compute_metrics(
 
 
 def _run_on_first(compute: Callable[[], dict[str, float]] | None, interval: float) -> dict[str, float]:
-    """Return on all ranks what `compute` returns, which only rank 0 has. Collective.
-
-    Other ranks get a message every `interval` seconds, so that --comm-timeout does not limit the computation.
+    """Return on all ranks what `compute` returns, which only rank 0 has. Other ranks get a message every `interval`
+    seconds, so that --comm-timeout does not limit the computation. Collective.
     """
     with ThreadPoolExecutor(1) as pool:
         task = pool.submit(compute) if compute else None
@@ -144,9 +143,8 @@ def predict_batches(
 
 
 def join(parts: Sequence[BatchPredictions]) -> Predictions:
-    """Return the predictions of all batches in the order of examples, fp32, shape (examples, longest, ...).
-
-    Shorter predictions are filled up with -1. The batches must contain each example of the split once.
+    """Return the predictions of all batches in the order of examples, fp32, (examples, longest, ...), shorter ones
+    filled up with -1. The batches must contain each example of the split once.
     """
     width = max(predictions.shape[1] for _, predictions in parts)
     whole = np.full((sum(len(examples) for examples, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)

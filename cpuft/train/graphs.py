@@ -54,10 +54,8 @@ class Graph(torch.nn.Module, abc.ABC):
     @classmethod
     @abc.abstractmethod
     def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
-        """Write an fp32 or int8 graph to `file_name` in a folder.
-
-        `onnx_file` is the fp32 graph in ONNX, in a folder of its own, which is removed afterwards. The weights of a
-        model above 2 GB are in files beside it.
+        """Write an fp32 or int8 graph to `file_name` in a folder; weights above 2 GB are in files beside it.
+        `onnx_file` is the fp32 graph in ONNX, in a folder of its own, which is removed afterwards.
         """
 
     @abc.abstractmethod
@@ -159,9 +157,8 @@ class SentenceEncoder(torch.nn.Module):
 
 
 class EmbeddingsAsStates(torch.nn.Module):
-    """A `SentenceEncoder`, or its graph, in the place of an encoder, for an objective of embeddings.
-
-    The hidden state of each token is the embedding of the text, so that any pooling returns the embedding.
+    """A `SentenceEncoder`, or its graph, in the place of an encoder, for an objective of embeddings: the hidden state
+    of each token is the embedding of the text, which so any pooling returns.
     """
 
     def __init__(self, embeds: torch.nn.Module) -> None:
@@ -200,10 +197,10 @@ def check_packages(format: str) -> None:
 
 
 def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str, precision: str) -> None:
-    """Write the graph of a model into a folder. It takes batches of any size and length.
+    """Write the graph of a model, which takes batches of any size and length, into a folder.
 
     The model is in evaluation mode and in fp32, without the fast path; the batch with which it is traced has at least
-    two examples and two tokens. Raises CpuftError: the model cannot be traced; for other failures the libraries raise
+    two examples and two tokens. Raises CpuftError: the model cannot be traced. For other failures the libraries raise
     exceptions of their own, such as OSError for a full disk.
     """
     traced = folder / "traced"
@@ -267,8 +264,8 @@ def _quiet() -> Iterator[None]:
 
 
 def find_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
-    """Return the largest difference of the logits of model and graph, and the model's largest absolute logit. The first
-    one is infinite if their shapes differ.
+    """Return the largest difference of the logits of model and graph, infinite if their shapes differ, and the model's
+    largest absolute logit.
     """
     with torch.inference_mode():
         wanted, found = model(**batch.inputs).logits.float(), graph(**batch.inputs).logits

@@ -95,9 +95,8 @@ def deal_examples(setup: TrainingSetup, examples: Indices) -> list[Indices]:
 
 
 def deal(examples: Indices, most: int) -> list[Indices]:
-    """Return `examples`, sorted by length, in as few parts of at most `most` as possible, at least one.
-
-    Each part has every n-th example. So all parts take about the same memory: that of `most` examples at random.
+    """Return `examples`, sorted by length, in as few parts of at most `most` as possible, at least one; each has every
+    n-th example, so that all take about the same memory.
     """
     count = max(1, math.ceil(len(examples) / most))
     return [examples[first::count] for first in range(count)]
@@ -171,9 +170,8 @@ def _backward_to_examples(
 
 
 def exchange_examples(own: torch.Tensor, counts: list[int], rank: int) -> torch.Tensor:
-    """Return the rows of all ranks, rank by rank; gradients go to this rank's own rows only. Collective.
-
-    `own` is fp32, of shape (counts[rank], numbers); `counts` is the same on all ranks.
+    """Return the fp32 rows of all ranks, (sum of counts, numbers); gradients go to the `own` ones of this rank only.
+    Collective.
     """
     largest = max(counts)
     # All ranks have to send equally many rows.

@@ -43,9 +43,8 @@ def _check_peft(wanted_by: str) -> None:
 def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> Any:
     """Add adapters to the linear layers of `find_target_layers` in place, freeze the rest, and return peft's model.
 
-    The head, and modules whose weights are new, are trained whole. `source` is the folder or hub name that is saved
-    with the adapters, and `new` has the names of the parameters that were not loaded from there. Raises CpuftError:
-    there are no such layers.
+    The head, and modules with parameters named in `new`, which were not loaded, are trained whole. `source` is the
+    folder or hub name that is saved with the adapters. Raises CpuftError: there are no such layers.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -83,10 +82,8 @@ def find_target_layers(model: Any) -> list[str]:
 
 
 def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
-    """Return the names of the modules that are trained whole: the head, and modules with weights of `new` (a pooler).
-
-    A head whose output layer shares the token embedding's weight is not trained: it is as large as the embedding, and
-    its weight was loaded.
+    """Return the names of the modules that are trained whole: the head, and modules with weights of `new` (a pooler),
+    but no head that shares the token embedding's weight, which is large and was loaded.
     """
     outputs = model.get_output_embeddings()
     heads = [
@@ -103,8 +100,8 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
 
 
 def merge_adapters(model: Any, folder: str) -> Any:
-    """Merge the adapters in a folder into the weights of `model`, in place, and return the model without adapters.
-    Raises CpuftError: peft is not installed, or they do not fit the model.
+    """Merge the adapters in a folder into `model`, in place, and return the model without adapters. Raises CpuftError:
+    peft is not installed, or they do not fit the model.
     """
     _check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel

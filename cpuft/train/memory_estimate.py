@@ -79,10 +79,10 @@ class Layer(NamedTuple):
 
 
 def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> Layer:
-    """Return the bytes of the activations of one layer: a fast one, or one of transformers.
+    """Return the bytes of the activations of one layer: a fast one, or one of transformers, whose size was measured.
 
     A fast layer keeps the inputs of products and norms; queries, keys and values, also before their norms; and what the
-    gradient of the activation needs. What a layer of transformers keeps was measured.
+    gradient of the activation needs.
     """
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
     tokens, positions, pairs = batch.tokens, batch.positions, batch.positions * batch.length
@@ -211,9 +211,9 @@ def estimate_rank(
 ) -> dict[str, int]:
     """Return the bytes that a rank holds at its peak, by part, with the largest batches of these examples.
 
-    The sum of all parts is the peak; a part that is not needed is 0. `checkpoint's copy` is of the state while this
-    rank writes a checkpoint, and `process` is the interpreter, libraries and gaps in the heap. With `shape.layers` 0,
-    activations are not estimated. The precision of `config` is fp32, bf16 or int8.
+    A part that is not needed is 0. `checkpoint's copy` is of the state while this rank writes a checkpoint, and
+    `process` is the interpreter, libraries and gaps in the heap. With `shape.layers` 0, activations are not estimated.
+    The precision of `config` is fp32, bf16 or int8.
     """
     size, adapts = 2 if config.precision == "bf16" else 4, config.lora_rank > 0
     weight_size = size if _is_fast(shape, config) else 4
@@ -283,10 +283,8 @@ class Shortage(NamedTuple):
 
 
 def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
-    """Raise CpuftError if a host has not enough memory for its ranks, with what would make the run fit.
-
-    A host passes if 90 % of the estimate fits into its free memory. Activations of models that the fast path does not
-    know are not counted.
+    """Raise CpuftError if 90 % of the estimate does not fit into a host's free memory, with what would make the run
+    fit. Activations of models that the fast path does not know are not counted.
     """
     shape, config = find_shape(config, prepared.vocab_size), replace(config, precision=memory.precision)
 
@@ -299,10 +297,10 @@ def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> Non
 
 
 def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, factor: float = 1.0) -> Shortage | None:
-    """Return the host or machine with the largest shortage of memory; None if all ranks fit.
+    """Return the host or machine with the largest shortage of memory; None if all ranks fit, with estimates times
+    `factor`.
 
-    Hosts on the same machine, such as simulated ones, must also fit together. Estimates are multiplied by `factor`
-    before they are compared; below 1, a small shortage is accepted.
+    Hosts on the same machine, such as simulated ones, must also fit together.
     """
     found, by_machine = list[Shortage](), dict[str | int, list[Shortage]]()
     total = 1 if memory.independent else sum(host.ranks for host in memory.hosts)

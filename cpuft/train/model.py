@@ -39,8 +39,8 @@ and an encoder as large as the largest GPT-2. What is not given is as in BERT-ba
 def find_model(name: str) -> str:
     """Return the folder of a model, or its hub name as it is, without checking that the hub has it.
 
-    The default model is in an installed package. A name that begins with `.`, `/` or `~`, or has more than one `/`,
-    must be a folder. Raises CpuftError: the folder or the package is missing, or the folder holds no model.
+    A name that begins with `.`, `/` or `~`, or has more than one `/`, must be a folder. Raises CpuftError: the folder,
+    or the package of the default model, is missing, or the folder holds no model.
     """
     if name == DEFAULT_MODEL:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
@@ -86,7 +86,7 @@ def _find_config(source: str) -> str:
 
 
 def read_config(source: str, **settings: Any) -> Any:
-    """Return the configuration of a model's folder or hub name with these settings; code in the folder never runs.
+    """Return the configuration of a model's folder or hub name with these settings, without running code from there.
     Raises OSError or ValueError: it is missing or not valid.
     """
     import transformers
@@ -95,10 +95,8 @@ def read_config(source: str, **settings: Any) -> Any:
 
 
 def read_config_file(config: TrainConfig) -> dict[str, Any]:
-    """Return the content of the model's config.json, or of the file that --from-config names, without transformers.
-
-    It is empty for a hub name, a size such as bert-base, and a file that cannot be read, which loading refuses. Raises
-    as `find_model`.
+    """Return the content of the model's config.json, or of the file of --from-config, without transformers; {} for a
+    hub name, a size such as bert-base, and a file that cannot be read. Raises as `find_model`.
     """
     path = Path(config.from_config or f"{_find_config(find_model(config.model))}/config.json")
     try:
@@ -115,10 +113,10 @@ def get_model_name(config: TrainConfig) -> str:
 def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 0, pad_id: int = -1) -> Any:
     """Return the configuration of the model in the form of transformers, with the settings of its head.
 
-    `head` has names of config.json. `vocab_size` is the tokenizer's, for an untrained model of `SIZES`; 0 is BERT's.
-    `pad_id` is the token of padding, by which some models find the last token of a text; -1 leaves a trained model's
-    own, and means 0 for an untrained one. For a hub name, the first call waits up to 3 s for the hub; if it does not
-    answer, only the cache of models is read. Raises CpuftError: the configuration is missing or not valid.
+    `head` has names of config.json. `vocab_size` is for an untrained model of `SIZES`; 0 is BERT's. `pad_id` is the
+    token of padding; -1 leaves a trained model's own, and means 0 for an untrained one. If the hub is needed and does
+    not answer within 3 s, only the cache of models is read. Raises CpuftError: the configuration is missing or not
+    valid.
     """
     import transformers
 
@@ -210,11 +208,11 @@ def load_model(
     """Load the model for a head of this kind, in fp32 on the CPU, and return it.
 
     `kind` names a class of transformers such as AutoModelForSequenceClassification. The head is new, unless one for
-    some of the labels was saved with the model. With --from-config the model is untrained, and torch's generator draws
-    its weights; with --lora-rank it is wrapped by peft. `head`, `vocab_size` and `pad_id` are those of `load_config`.
-    The `attention` eager computes all scores; auto is sdpa for models that support it. Messages and progress bars of
-    transformers are switched off for the process. Raises CpuftError: the model cannot be loaded, or it has no such head
-    or no attention for adapters.
+    some of the labels was saved with the model. With --from-config torch's generator draws all weights; with
+    --lora-rank the model is wrapped by peft. `head`, `vocab_size` and `pad_id` are those of `load_config`. The
+    `attention` eager computes all scores; auto is sdpa for models that support it. transformers' messages are switched
+    off for the process. Raises CpuftError: the model cannot be loaded, or it has no such head or no attention for
+    adapters.
     """
     # Imported here, because commands that only look at a model's files start faster without torch.
     import torch
@@ -288,9 +286,9 @@ def choose_attention(settings: Any) -> str | None:
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     """Load a model, merging adapters into their base model; return it in fp32, and the names of parameters not stored.
 
-    If the head there has other sizes, for other labels, the model gets a new head, and rank 0 says so on standard
-    error. `read` is `from_pretrained` of the model's class, whose exceptions pass through. Raises CpuftError: the
-    weights do not fit the model, or the base model of adapters cannot be found.
+    If the head there has other sizes, for other labels, the model gets a new head, which rank 0 says. `read` is
+    `from_pretrained` of the model's class, whose exceptions pass through. Raises CpuftError: the weights do not fit the
+    model, or the base model of adapters cannot be found.
     """
     chain = [source]
     while base := find_base_model(chain[-1]):
@@ -382,10 +380,8 @@ def find_base_model(source: str) -> str:
 
 
 def describe_load_failure(name: str, error: Exception) -> str:
-    """Return the message for a model or tokenizer that transformers cannot load, with what to do next.
-
-    For a hub name, this may wait up to 3 s to find out whether the hub answers. Raises CpuftError: `name` is a folder
-    that is missing or holds no model.
+    """Return the message for a model or tokenizer that transformers cannot load, with what to do next. Raises
+    CpuftError: `name` is a folder that is missing or holds no model.
     """
     source = _find_config(find_model(name))  # of adapters: their base model
     if not Path(source).is_dir() and (problem := find_hub_problem()):
@@ -429,10 +425,10 @@ def _set_dropout(settings: Any, rate: float) -> None:
 
 
 def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """Return the options with a LoRA rank, and a clause on what was chosen and why; empty if there was no choice.
+    """Return the options with a LoRA rank, and a clause on what was chosen and why; empty if there was no choice, and
+    for encoders and small decoders for tasks with labels, which are trained whole.
 
-    Only the sizes of the weights are read, or the configuration. There is no clause on encoders, which are trained
-    whole, and on small decoders for tasks with labels. Raises CpuftError: the model's configuration cannot be loaded;
+    Only the sizes of the weights are read, or the configuration. Raises CpuftError: the configuration cannot be loaded;
     or all weights are trained, and an option is for adapters only.
     """
     if not config.may_choose_lora:

@@ -54,8 +54,8 @@ class ModelShape:
 def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
     """Return the shape of the model that the options name; `vocab_size` is the tokenizer's, for an untrained model.
 
-    For an architecture that is not known, and for a model on the hub, it has no layers, and only the parameters in the
-    folder's safetensors files (0 if there are none). Raises CpuftError: the model or the configuration is missing.
+    For an unknown architecture, and a model on the hub, there are no layers, and only the parameters in the folder's
+    safetensors files (0 if there are none). Raises CpuftError: the model or the configuration is missing.
     """
     if config.from_config:
         return _read_shape(config, load_config(config, {}, vocab_size).to_dict()) or ModelShape(0, 0)

@@ -66,8 +66,7 @@ def tabulate_predictions(
     """Return the columns and rows of a file of predictions: a row for each example, or for each word that has a tag.
 
     `given` are columns of the input. Examples with labels have a column of them. Words that were cut off, or that the
-    tokenizer drops, have no prediction. `tokens` has effect for tags only: the tokens of these examples with the
-    numbers of words as labels, made from `number_words`.
+    tokenizer drops, have no prediction. `tokens`, for tags only, are made from `number_words`.
     """
     kind = {"labels": "list", **dict.fromkeys(SCORE_KINDS, "float64")}.get(task.kind, "string")
     # Nine digits tell all fp32 numbers apart, so that documents keep their order.
@@ -233,8 +232,8 @@ def read_finished_run(run: str) -> FinishedRun:
 def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[str, Examples]]:
     """Read the examples of --file, else of --split; for a run of --task files, that is its validation file.
 
-    Returns the task with the columns of the examples, and the examples of each split, by the suffix of its metrics'
-    names (`""`, and for MNLI also `_mismatched`). Raises CpuftError: they cannot be read, or do not fit the task.
+    Returns the task with the columns of the examples, and the examples of each split by the suffix of its metrics'
+    names. Raises CpuftError: they cannot be read, or do not fit the task.
     """
     glue_examples = None
     if request.file and not request.text_columns:
@@ -267,8 +266,8 @@ def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str])
 
 
 def predict(request: PredictConfig) -> None:
-    """Predict all examples, write the predictions of each split to its file, and print metrics and the names of the
-    files. Raises CpuftError: the run, the examples or the output cannot be used.
+    """Predict all examples, write the predictions of each split to its file, and print metrics and the files' names.
+    Raises CpuftError: the run, the examples or the output cannot be used.
     """
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
@@ -295,7 +294,7 @@ def choose_threshold(request: PredictConfig, task: Task) -> float:
     """Return the threshold of --threshold and say it, with the reason, on standard error.
 
     For "auto" it is the best one for the run's validation examples, or 0.5 if there is none. For a task of another kind
-    than `labels`, 0.5 is returned and nothing said. Raises CpuftError: --threshold is neither auto nor a number above 0
+    than `labels` it is 0.5, and nothing is said. Raises CpuftError: --threshold is neither auto nor a number above 0
     and below 1, or it is given for such a task.
     """
     if task.kind != "labels":
@@ -330,9 +329,8 @@ def _parse_threshold(text: str) -> float:
 
 
 def tokenize_splits(run: FinishedRun, task: Task, splits: dict[str, Examples]) -> Prepared:
-    """Tokenise splits of examples as the run did; return them as `Prepared.validation`, with the same suffixes.
-    `splits` must have the suffix "", whose tokens are also `Prepared.train`; the checksum is left empty. Raises
-    CpuftError: the tokenizer cannot be used.
+    """Tokenise splits of examples, one of them with the suffix "", as the run did; return them as
+    `Prepared.validation`, with the same suffixes, without a checksum. Raises CpuftError: the tokenizer cannot be used.
     """
     tokenizer = load_tokenizer(str(run.model), task.kind == "tags")
     tokens = {suffix: tokenize(split, tokenizer, run.train.max_length, task) for suffix, split in splits.items()}

@@ -190,8 +190,8 @@ class RunReporter:
         self.earlier_evaluations: list[EvaluationLine] = []
 
     def add(self, line: Line) -> None:
-        """Write a line to the record at once, and to the record of later checkpoints, where this rank has them. Show a
-        warning if the line gives reason for one.
+        """Write a line to the record, and to that of later checkpoints, where this rank has them; show a warning that
+        it gives.
         """
         if self.record:
             self.record.write(line)

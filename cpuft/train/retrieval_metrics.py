@@ -37,9 +37,8 @@ def rank_documents(
 ) -> NDArray[np.int64]:
     """Return the numbers of the `count` documents that score highest for each query by cosine or dot, best first.
 
-    The shape is (queries, count), or (queries, documents) if there are fewer documents. Documents with equal scores are
-    in the order of their numbers. Scores are computed in blocks, so that memory does not grow with the product of
-    queries and documents. Raises ValueError: the similarity is another one.
+    The shape is (queries, count), or (queries, documents) if there are fewer; equal scores are in the order of the
+    documents. Memory does not grow with queries times documents. Raises ValueError: the similarity is another one.
     """
     if similarity not in ("cosine", "dot"):
         raise ValueError(f"{similarity} is no similarity of embeddings")

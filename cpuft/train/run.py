@@ -70,9 +70,9 @@ from cpuft.train.training import train_and_evaluate, train_independently
 def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Sequence[UpdateObserver] = ()) -> None:
     """Run this rank of a training from start to end: train, evaluate, save the model and the record. Collective.
 
-    Rank 0 writes the record to `worker.run_dir`, and the model if `config.save_model` is set. With `worker.independent`
-    nothing is evaluated and no model is saved. Without a run folder, nothing is saved. All ranks return when all have
-    ended. `started` is the perf_counter value at which this process began.
+    Rank 0 writes the record to `worker.run_dir`, if there is one, and the model if `config.save_model` is set. With
+    `worker.independent` nothing is evaluated and no model is saved. `started` is the perf_counter value at which this
+    process began.
 
     Raises CpuftError: the run is not possible, its loss is not finite, the ranks' parameters differ, or the disk is
     full while the model is saved. Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written.
@@ -165,11 +165,9 @@ def begin(
     """Restore the newest checkpoint if the run is resumed; then open the record and prepare checkpoints. Collective.
 
     Checkpoints are written only in a run folder, with --engine torch, and by ranks that train together; then SIGUSR1
-    asks the run to stop from here on. `stack` closes the record, and `reporter` gets it, the writer of checkpoints and
-    the earlier steps. Returns the checkpoints, and the number of updates that are done (0 if no checkpoint is found).
-
-    Raises CpuftError on all ranks: the checkpoint is of another job, or all checkpoints are damaged. Raises OSError: a
-    new run finds a record in its folder, or it cannot be written.
+    asks the run to stop from here on. `stack` closes the record. Returns the checkpoints, and the number of updates
+    that are done (0 if no checkpoint is found). Raises CpuftError on all ranks: the checkpoint is of another job, or
+    all are damaged. Raises OSError: a new run finds a record in its folder, or it cannot be written.
     """
     config, world, exchange = setup.config, setup.world, setup.exchange
     is_resumed = worker.recorded_updates >= 0
@@ -217,12 +215,12 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
 
 
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:
-    """Compile or load the C++ kernels on every rank, before anything is timed; return `describe_kernels`. Collective.
+    """Compile or load the C++ kernels on every rank, before anything is timed; return `describe_kernels`, or empty
+    texts if neither layers nor gradients may need kernels. Collective.
 
     Ranks that train together must round alike in an update, or their parameters drift apart. So if a rank has no
-    kernels, the caller lets no rank use them, and all ranks' torch must use the same instructions, or CpuftError is
-    raised on all ranks. Both texts are empty, and nothing is compiled, if neither layers nor gradients may need
-    kernels.
+    kernels, the caller lets no rank use them, and if then torch uses other instructions on a rank, CpuftError is raised
+    on all.
     """
     uses_fast_path = config.fast_path and not config.compile and config.engine == "torch"
     may_encode = len(ranks) > 1 and config.grad_compression in ("auto", *COMPRESSIONS_WITH_FEEDBACK)
@@ -251,10 +249,7 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
     """Return what the header records, `compiled` if all ranks have kernels, else `absent`; then a warning that names
-    the hosts without them, "" for none.
-
-    Each rank's status is `on`, or `off: ` and the reason. `independent` ranks use their kernels all the same, and only
-    the warning differs.
+    the hosts without them, "" for none. Each rank's status is `on`, or `off: ` and the reason.
     """
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:

@@ -91,8 +91,8 @@ def find_early_warnings(config: TrainConfig, prepared: Prepared) -> Iterator[str
 
 
 def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
-    """Return the smallest mean training loss of one and the same answer for every example, with the options of the
-    loss; nan if the loss depends on the other examples of a batch. Where tokens are predicted, all are equally likely.
+    """Return the smallest mean training loss of one and the same answer for every example, or token; nan if the loss
+    depends on the other examples of a batch.
     """
     labels = prepared.train.labels
     if prepared.kind in TEXT_KINDS:
@@ -132,8 +132,8 @@ def _count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
 class RunWatch:
     """Looks at the lines of a run while it trains, and warns of each problem once.
 
-    `updates` is the number of updates of the whole run, `global_batch` that of examples in an update, and `metric` the
-    one that compares evaluations. Losses are those of the record: means over all ranks.
+    `updates` are those of the whole run, `global_batch` is the number of examples in an update, and `metric` the one
+    that compares evaluations.
     """
 
     def __init__(self, config: TrainConfig, prepared: Prepared, updates: int, global_batch: int, metric: str) -> None:
@@ -253,8 +253,8 @@ def _advise_rate(config: TrainConfig) -> str:
 def find_standard_error(prepared: Prepared, metric: str, value: float) -> float:
     """Return the standard error of a metric's value on its validation split, rather too large than too small.
 
-    That of a mean of numbers from 0 to 1 is at most that of a share. As in Agresti and Coull's interval, 2 rows are
-    added to both sides, so that it is not 0 for the values 0 and 1. Of perplexity, nobody knows it: a hundredth.
+    That of a mean of numbers from 0 to 1 is at most that of a share, here with 2 rows added to both sides as in Agresti
+    and Coull's interval. Of perplexity, nobody knows it: a hundredth.
     """
     suffix = max((suffix for suffix in prepared.validation if metric.endswith(suffix)), key=len)
     tokens, name = prepared.validation[suffix], metric.removesuffix(suffix)
@@ -315,9 +315,8 @@ def find_result_warning(
     baseline: Mapping[str, float] | None = None,
 ) -> str:
     """Return a warning if a model gives (nearly) one answer for all rows, or if its metrics are not clearly better than
-    those of one answer or of the baseline; else an empty text.
-
-    `columns` are those of `Objective.list_predictions` for the first validation split, or none.
+    those of one answer or of the baseline; else "". `columns` are those of `Objective.list_predictions` for the first
+    validation split, or none.
     """
     if len(prepared.validation[""]) < _LEAST_ROWS:
         return ""
@@ -372,9 +371,8 @@ def _describe_hardly_better(prepared: Prepared, metrics: Mapping[str, float], ot
 
 
 def _find_constant_answer(objective: Objective, prepared: Prepared) -> tuple[str, dict[str, float]]:
-    """Return the commonest label of the first validation split, and the metrics of this answer for all rows.
-
-    Both are empty for tasks without labels, or if too few rows have another label.
+    """Return the commonest label of the first validation split, and the metrics of this answer for all rows; empty for
+    tasks without labels, or if too few rows have another label.
     """
     tokens = prepared.validation[""]
     if prepared.kind not in LABEL_KINDS:

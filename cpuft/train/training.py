@@ -21,12 +21,10 @@ def train_and_evaluate(
 ) -> TrainingResult:
     """Train all ranks as one job after `done` updates, evaluate the model, and record everything. Collective.
 
-    Steps and metrics are shown and recorded as they come. The result has all steps of the run, also of those before it
-    was resumed, and the model is that of the best evaluation with --save-best.
-
-    Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written. Raises CpuftError: the loss is
-    not finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If they differ only at the end, the
-    result says so, because the model can be saved all the same.
+    The result has all steps of the run, also of those before it was resumed, and the model is that of the best
+    evaluation with --save-best. Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written.
+    Raises CpuftError: the loss is not finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If
+    they differ only at the end, the result says so, because the model can be saved all the same.
     """
     config, exchange, updates = setup.config, setup.exchange, setup.updates
     steps, evaluations = list[StepLine](), list(reporter.earlier_evaluations)
@@ -101,10 +99,9 @@ def _evaluate_at_end(
 def restore_best(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, evaluations: list[EvaluationLine]
 ) -> EvaluationLine:
-    """Give the model the weights of the best of the evaluations, at least one, if that is not the last. Collective.
+    """Give the model the weights of the best of the evaluations and return it, if it is not the last. Collective.
 
-    Returns the evaluation of the weights that the model has then: the last one, with a warning, if the best are on no
-    disk.
+    If the best weights are on no disk, there is a warning, and the last evaluation is returned.
     """
     last, best = evaluations[-1], find_best(evaluations, setup.best_metric)
     if best is None or best.step == last.step:

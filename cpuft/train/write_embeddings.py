@@ -106,8 +106,8 @@ def _open_parquet(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]
 
 @contextmanager
 def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
-    """Yield what writes a .npy file, or a .parquet file with ids (row numbers without `has_ids`). It gets its name when
-    the block has ended without an error. Raises CpuftError: `path` is a folder, a device or a pipe.
+    """Yield what writes a .npy file, or a .parquet file with ids (row numbers without `has_ids`), which gets its name
+    after the block. Raises CpuftError: `path` is a folder, a device or a pipe.
     """
     with write_atomically(path) as beside:
         is_npy = path.suffix == ".npy"
@@ -236,10 +236,8 @@ def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
 def compute_in_turn(
     windows: Iterator[Window], starts: Sequence[Callable[[list[str]], Callable[[], Embeddings]]], ahead: int
 ) -> Iterator[Computed]:
-    """Yield windows with their embeddings, in their order, which several processes compute in turn.
-
-    Each of `starts` sends texts to a process, and returns a function that waits for their embeddings; a process has at
-    most `ahead` windows at a time.
+    """Yield windows with their embeddings, in their order, which processes with at most `ahead` windows each compute in
+    turn. Each of `starts` sends texts to one, and returns a function that waits for their embeddings.
     """
     waiting = deque[tuple[Window, Callable[[], "Embeddings"]]]()
     for window, start in zip(windows, itertools.cycle(starts)):
@@ -314,9 +312,8 @@ def _start_worker(request: PredictConfig, cores: list[int]) -> Iterator[_Worker]
 
 
 def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> None:
-    """Compute the embeddings of the lists of texts that come, on these cores, until the parent closes the connection.
-
-    The first message to the parent is the number of dimensions; a text is the message of a CpuftError.
+    """Compute the embeddings of the lists of texts that come, on these cores, until the parent closes the connection;
+    first send the number of dimensions, or at any time a text, the message of a CpuftError.
     """
     os.sched_setaffinity(0, cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))

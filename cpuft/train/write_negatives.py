@@ -108,8 +108,7 @@ def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
 
 def write_negatives(request: MineConfig) -> None:
     """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file.
-    Makes the output's folder. Raises CpuftError: file, model or output cannot be used, or no anchor has enough
-    negatives.
+    Raises CpuftError: file, model or output cannot be used, or no anchor has enough negatives.
     """
     path = Path(request.output)
     check_output(path, request.overwrite)

@@ -48,13 +48,12 @@ def choose_compression(
 ) -> tuple[str, str]:
     """Choose the compression of gradients for `--grad-compression auto`, the same on all ranks. Collective.
 
-    It is called when the model has its fast layers. A measurement takes the time of some all-reduces and, if the link
-    is slow, of two forward and backward passes, which leave the model in training mode without gradients. `earlier` is
-    what was chosen when the run began, if it is being resumed.
+    Returns it, for example int8, and the reason in one line; both are "" if there was nothing to choose. It is the most
+    exact one with which a step is estimated to be as short as the shortest within 2 %; if the link sends gradients as
+    they are within 20 ms, bf16 or none, without a reason. `earlier` is what was chosen when a resumed run began.
 
-    Returns the compression, for example int8, and the reason in one line. Both are "" if there was nothing to choose.
-    The most exact compression is chosen with which a step is estimated to be as short as the shortest within 2 %; if
-    the link sends gradients as they are within 20 ms, that is bf16 or none, without a reason.
+    Call it when the model has its fast layers. A measurement takes some all-reduces and, if the link is slow, two
+    forward and backward passes, which leave the model in training mode without gradients.
     """
     base = resolve_compression(config.grad_compression, precision)
     has_choice = config.grad_compression == "auto" and choose_exchange(config, world.size).sends_gradients
@@ -93,8 +92,8 @@ def make_levels(
     """Return what an update of a model sends with each compression, from none to powersgd.
 
     `tokens` and `own_tokens` are the distinct tokens in an update of all ranks and of one rank (of one host if means
-    are hierarchical), which count if the word embedding is exchanged by rows. `ranks` are those of the all-reduce whose
-    payload the bytes are, `coding_seconds` are for one number with int8, and `hosts` is 0 without hierarchical means.
+    are hierarchical). `ranks` are those of the all-reduce whose payload the bytes are, `coding_seconds` are for one
+    number with int8, and `hosts` is 0 without hierarchical means.
     """
     layers, row = _list_layers(model)
     rows = RowSizes(round(tokens * row), round(own_tokens * row))

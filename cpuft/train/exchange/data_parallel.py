@@ -72,10 +72,8 @@ class GradientExchange(Exchange, ABC, Generic[B]):
         self._seconds += time.perf_counter() - start
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
-        """Wait for the mean of the buckets, and average the gradient rows of the word embedding.
-
-        It blocks until the rows of all ranks are there, or with late rows those of the update before. Returns the
-        seconds of the last backward pass in which this rank encoded gradients, or waited for messages.
+        """Wait for the mean of the buckets, and average the gradient rows of the word embedding, see `Exchange`. With
+        late rows, those of the update before are waited for.
         """
         seconds = self._seconds
         self._gradients.send_rest()

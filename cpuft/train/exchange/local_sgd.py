@@ -45,9 +45,8 @@ class LocalSGDExchange(Exchange):
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Give the model the mean of all ranks' parameters inside this context, and its own ones afterwards.
-
-        Collective at its beginning. Averages that are under way, and later updates, stay as they are without it.
+        """Give the model the mean of all ranks' parameters inside this context, and its own ones afterwards. Collective
+        at its beginning; averages that are under way, and later updates, stay as they are without it.
         """
         with fp32_weights(self.bare_model, self.trained) as weights, torch.no_grad():
             own = [weight.detach().clone() for weight in weights]

@@ -63,9 +63,8 @@ class MasterWeights:
         return master
 
     def hand_over(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Remove and return these parameters' masters: the caller updates both from now on.
-
-        Until `take_back`, saving the model's state raises KeyError, and values that are loaded are rounded to bf16.
+        """Remove and return these parameters' masters: the caller updates both from now on. Until `take_back`, saving
+        the model's state raises KeyError, and values that are loaded are rounded to bf16.
         """
         return {parameter: self._masters.pop(parameter) for parameter in parameters if parameter in self._masters}
 
@@ -346,11 +345,11 @@ def clip_gradients(
 ) -> float:
     """Clip the gradients of `parameters` for the optimizer's next step; return their L2 norm before clipping.
 
-    If the optimizer is a `FusedStep` that holds all these parameters, and the kernels can read all gradients, these
-    stay as they are and the next step scales them, which saves a pass over memory. Where this rank holds only a shard
-    of the gradients, `sum_over_ranks` sums the squared norm, an fp64 scalar, in place. Where all ranks have the same
-    gradients, `share_plain` gives them one rank's squared norm, in place, if torch computes it: unlike the kernels'
-    sums, torch's depend on the CPU and the number of threads.
+    If the kernels can read all gradients, and the optimizer is a `FusedStep` with all these parameters, its next step
+    scales the gradients, which saves a pass over memory. Where this rank holds a shard of the gradients,
+    `sum_over_ranks` sums the squared norm, an fp64 scalar, in place. Where all ranks have the same gradients,
+    `share_plain` gives them one rank's squared norm, in place, if torch computes it: its sums depend on the CPU and the
+    number of threads.
     """
     found = [(p, p.grad) for p in parameters if p.grad is not None]
     parameters = [p for p, _ in found]
@@ -393,10 +392,10 @@ def _can_fuse(optimizer: Optimizer) -> bool:
 
 
 def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
-    """Make `optimizer` update the masters of its bf16 parameters and round them into these parameters.
+    """Make `optimizer` update the masters of its bf16 parameters, also another model's, and round them into these
+    parameters.
 
-    It stays the same object, so that a scheduler or a trainer that holds it goes on as before; only its class becomes a
-    subclass with `FusedStep` or `MasterStep`. A call with another model's masters adds these.
+    It stays the same object, for schedulers and trainers that hold it; its class becomes a subclass of `MasterStep`.
     """
     known = vars(optimizer).setdefault("masters", [])
     if any(one is masters for one in known):

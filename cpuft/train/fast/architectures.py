@@ -476,9 +476,8 @@ def find_architecture(layer: object) -> Architecture | None:
 
 
 def reads_first_token(model: Any) -> bool:
-    """Return whether a model's output depends only on the first token of the encoder's output.
-
-    True for the sequence classifiers of `POST_NORM_ARCHITECTURES`, also inside of a model of peft or a CrossEncoder.
+    """Return whether a model's output depends only on the first token of the encoder's output: that of a sequence
+    classifier of `POST_NORM_ARCHITECTURES`, also inside of a model of peft or a CrossEncoder.
     """
     if type(model).__name__ == "Transformer" and type(model).__module__.startswith("sentence_transformers."):
         model = getattr(model, "model", model)  # the module calls its forward without hooks

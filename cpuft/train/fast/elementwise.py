@@ -51,8 +51,8 @@ NO_MASK = Mask(seed=0, threshold=0)
 def draw_mask(p: float, training: bool) -> Mask:
     """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536; `p` = 1 becomes 65535/65536.
 
-    The seed comes from torch's generator: `torch.manual_seed` repeats a run, and gradient checkpointing, which restores
-    the generator, repeats a mask. `NO_MASK` draws no number.
+    torch's generator makes the seed, so that `manual_seed` and gradient checkpointing repeat it. `NO_MASK` draws no
+    number.
     """
     threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
     if threshold == 0:

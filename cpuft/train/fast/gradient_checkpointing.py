@@ -30,8 +30,7 @@ def run_once(part: Callable[..., Any], *tensors: Any) -> Any:
 def run_with_recompute(part: Callable[..., Any], *tensors: Any) -> Any:
     """Return `part(ForwardPass.FIRST, *tensors)`, and keep only `tensors` until backward, which recomputes the part.
 
-    The part must draw no random numbers, because the generator's state is not restored. The checkpoint is not
-    re-entrant, so that each parameter gets its gradient at once.
+    The part must draw no random numbers, because the generator's state is not restored.
     """
     passes = itertools.chain([ForwardPass.FIRST], itertools.repeat(ForwardPass.RECOMPUTE))
     return checkpoint(

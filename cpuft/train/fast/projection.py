@@ -177,8 +177,8 @@ def is_adapted(layer: Any) -> bool:
 def can_pack(layers: Sequence[Any], adapters: bool) -> bool:
     """Return whether the outputs of these linear layers, which have the same input, can be one product.
 
-    Either all or none have a bias, and either all or none are a FrozenLinear. All are plain, or with `adapters` also
-    adapted; the plain ones beside adapted ones are frozen.
+    All or none have a bias, and all or none are a FrozenLinear. All are plain, or with `adapters` some are adapted, and
+    the plain ones beside them frozen.
     """
     if len({layer.bias is None for layer in layers if hasattr(layer, "bias")}) != 1:
         return False
@@ -276,8 +276,8 @@ def feed_forward(x: Tensor, inner: nn.Linear, outer: nn.Linear, forward_pass: Fo
 class PackedLinear:
     """Linear layers with the same input whose weights become views of one tensor, so that one product serves all.
 
-    `can_pack` must hold. Weights that get other storage are concatenated at each call. Those of FrozenLinear layers
-    stay where they are, which may be a mapped file, and are expanded into one buffer at each call.
+    `can_pack` must hold. Weights that get other storage are concatenated at each call, and those of FrozenLinear
+    layers, which may be in a mapped file, are expanded into one buffer.
     """
 
     def __init__(self, layers: list[Any]) -> None:
@@ -302,8 +302,7 @@ class PackedLinear:
     def branch(self, x: Tensor, first: int = 0, int8: bool = False) -> tuple[Tensor, Tensor]:
         """Return what calling this object returns, and `x` for what else needs it, such as a residual connection.
 
-        If the second result is used instead of `x`, the product that makes the gradient of `x` adds the gradient from
-        there, and no pass over memory is needed for it.
+        The product that makes the gradient of `x` adds that of the second result, which takes no pass over memory.
         """
         return _project(x, self.layers[first:], *self.current(first), ForwardPass.ONLY, int8)
 

@@ -29,10 +29,8 @@ class FastLayer:
     fast_stack: Stack
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer with the layout of this batch among its arguments.
-
-        Gradient checkpointing of transformers keeps the arguments, and runs the layer again in backward, when the stack
-        has no layout any more, or that of another batch.
+        """Run the layer with the layout of this batch among its arguments, which gradient checkpointing of transformers
+        keeps for backward, when the stack has no layout any more, or that of another batch.
         """
         stack = self.fast_stack
         if stack.layout is not None:
@@ -66,10 +64,11 @@ class FastLayer:
 
 
 class Stack:
-    """The layers of one encoder or decoder, and hooks which make the layout of each batch.
+    """The layers of one encoder or decoder, in `runs` as often as they run, and hooks which make the layout of each
+    batch.
 
     `owner` gets the hooks: the `holder` of the layers, or the model around it, see `Architecture.is_entered_at_model`.
-    Hooks are methods, so that a deep copy of the model copies them along. `runs` are the layers as often as they run.
+    Hooks are methods, so that a deep copy of the model copies them along.
     """
 
     def __init__(self, owner: nn.Module, holder: nn.Module, runs: list[Any], architecture: Architecture) -> None:

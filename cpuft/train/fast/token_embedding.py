@@ -22,10 +22,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class EmbeddingGradient:
-    """The gradient of one embedding, and which of its rows may be other than zero.
-
-    If anything writes to the gradient by torch's operators, the version that torch counts for it changes, and the rows
-    are unknown until the next gradient.
+    """The gradient of one embedding, and which of its rows may be other than zero; unknown, until the next gradient, if
+    anything writes to it by torch's operators, because that changes its version.
     """
 
     def __init__(self, embedding: nn.Embedding) -> None:
@@ -275,10 +273,9 @@ class FusedEmbeddings:
 
 
 def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
-    """Give a model's token embedding the fast look-up, and return the object that keeps its gradient, or None.
-
-    The embedding, and the module around it if `FusedEmbeddings` knows that, get another `forward`, a bound method, so
-    that a deep copy of the model copies it along.
+    """Give a model's token embedding, and the module around it if `FusedEmbeddings` knows that, the fast look-up, and
+    return the object that keeps the gradient, or None. The new `forward` is a bound method: a deep copy of the model
+    copies it along.
     """
     embedding = find_embedding(model)
     if embedding is None or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
