@@ -77,11 +77,11 @@ def plan_batches(
 class Embedder:
     """An embedding model with the layers of the fast path, which computes embeddings of texts. Making one loads it.
 
-    The name is that of `find_embedding_model`; `max_length` 0 is that of the model's form, else its number of
-    positions; an empty `pooling` is that of the form. Raises CpuftError: the model cannot be used.
+    The name is that of `find_embedding_model`, and an empty `pooling` that of the model's form. Texts are cut at the
+    length of the form, else at the number of positions. Raises CpuftError: the model cannot be used.
     """
 
-    def __init__(self, name: str, precision: str = "auto", max_length: int = 0, pooling: str = "") -> None:
+    def __init__(self, name: str, precision: str = "auto", pooling: str = "") -> None:
         import transformers
 
         self.source = find_embedding_model(name)
@@ -91,7 +91,7 @@ class Embedder:
         self.tokenizer = load_tokenizer(self.source)
         self.model, settings = load_encoder(self.source)
         positions = getattr(settings, "max_position_embeddings", 0) or 0
-        self.max_length = max_length or self.form.max_length or positions or 512
+        self.max_length = self.form.max_length or positions or 512
         self.precision = choose_precision(precision, False, read_cpu().flags).name
         # Otherwise the fast layers would compute what only a backward pass needs.
         self.model.requires_grad_(False)

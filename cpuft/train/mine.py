@@ -128,18 +128,15 @@ def search_negatives(
     count: int,
     rules: MiningRules,
     say: Callable[[int], None] = lambda done: None,
-    part: slice = slice(None),
 ) -> Negatives:
-    """Return the negatives of the anchors in `part`, from embeddings of any length above 0, which may be memory maps;
-    `say` gets the number of anchors that are done after each block.
+    """Return the negatives of all anchors, from embeddings of any length above 0, which may be memory maps; `say` gets
+    the number of anchors that are done after each block.
     """
-    wanted = np.arange(len(task.anchors))[part]
-    numbers = np.full((len(wanted), count), -1, np.int64)
-    scores = np.full((len(wanted), count), -np.inf, np.float32)
-    for start in range(0, len(wanted), _ANCHORS_AT_ONCE):
-        block = wanted[start : start + _ANCHORS_AT_ONCE]
-        rows = slice(start, start + len(block))
-        numbers[rows], scores[rows] = _search_block(anchors, documents, task, block, count, rules)
+    numbers = np.full((len(task.anchors), count), -1, np.int64)
+    scores = np.full((len(task.anchors), count), -np.inf, np.float32)
+    for start in range(0, len(task.anchors), _ANCHORS_AT_ONCE):
+        block = np.arange(start, min(start + _ANCHORS_AT_ONCE, len(task.anchors)))
+        numbers[block], scores[block] = _search_block(anchors, documents, task, block, count, rules)
         say(start + len(block))
     return Negatives(numbers, scores)
 

@@ -335,11 +335,7 @@ def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) 
 
 
 def check_weights(source: str) -> None:
-    """Raise CpuftError if a safetensors file in a folder is damaged or cut off, or any file is a Git LFS pointer."""
-    for path in filter(Path.is_file, sorted(Path(source).glob("*"))):
-        with path.open("rb") as file:
-            if problem := describe_lfs_pointer(path, file.read(64)):
-                raise CpuftError(problem)
+    """Raise CpuftError if a safetensors file in a folder is damaged or cut off."""
     for path in sorted(Path(source).glob("*.safetensors")):
         read_stored_tensors(path)
 
@@ -444,28 +440,23 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
             f"LoRA adapters of rank {chosen.lora_rank} are trained, because {size}, more than {limit}; --lora-rank 0 "
             f"trains all weights"
         )
-    why = "the model is untrained" if config.from_config else f"{size}, at most {limit}"
-    if not count and not config.from_config:
-        why = f"the model is not known to be a decoder of more than {limit} parameters"
-    for flag, is_given in (
-        (f"--base-precision {config.base_precision}", config.base_precision != "auto"),
-        ("--lora-merge", config.lora_merge and not predicts_tokens),
-    ):
-        if is_given and config.from_config:
-            raise CpuftError(
-                f"{flag} needs LoRA adapters, and a model made by --from-config has none: leave {flag} out, or give a "
-                f"pretrained --model"
-            )
-        if is_given:
-            raise CpuftError(
-                f"{flag} needs LoRA adapters, and this run trains all weights, because {why}: add --lora-rank "
-                f"{DEFAULT_LORA_RANK}, or leave {flag} out"
-            )
-    if not predicts_tokens:
-        return chosen, ""
+    why, advice = f"{size}, at most {limit}", f"; --lora-rank {DEFAULT_LORA_RANK} trains LoRA adapters"
     if config.from_config:
-        return chosen, f"all weights are trained, because {why}"
-    return chosen, f"all weights are trained, because {why}; --lora-rank {DEFAULT_LORA_RANK} trains LoRA adapters"
+        why, advice = "the model is untrained", ""
+    elif not count:
+        why = f"the model is not known to be a decoder of more than {limit} parameters"
+    flag = "--lora-merge" if config.lora_merge and not predicts_tokens else ""
+    if config.base_precision != "auto":
+        flag = f"--base-precision {config.base_precision}"
+    if flag:
+        raise CpuftError(
+            f"{flag} needs LoRA adapters, and a model made by --from-config has none: leave {flag} out, or give a "
+            f"pretrained --model"
+            if config.from_config
+            else f"{flag} needs LoRA adapters, and this run trains all weights, because {why}: add --lora-rank "
+            f"{DEFAULT_LORA_RANK}, or leave {flag} out"
+        )
+    return chosen, f"all weights are trained, because {why}{advice}" if predicts_tokens else ""
 
 
 def _may_be_large_decoder(config: TrainConfig) -> bool:

@@ -184,12 +184,10 @@ def share_random_weights(model: torch.nn.Module) -> None:
             dist.broadcast(state[name], 0)
 
 
-def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
-    """Return the checksum of `compare_parameters`; raise CpuftError on all ranks if parameters differ. Collective."""
-    checksum, difference = compare_parameters(model, when)
-    if difference:
+def prove_equal_parameters(model: torch.nn.Module, when: str) -> None:
+    """Raise CpuftError on all ranks if parameters differ, as `compare_parameters` says. Collective."""
+    if difference := compare_parameters(model, when)[1]:
         raise CpuftError(difference)
-    return checksum
 
 
 def compare_parameters(model: torch.nn.Module, when: str) -> tuple[str, str]:

@@ -359,21 +359,30 @@ def write_embeddings(request: PredictConfig) -> None:
 
 def write_all(write: Write, computed: Iterator[Computed]) -> int:
     """Write embeddings as they come, and return their number; tell the speed every 10 s and at the end."""
-    start = said = time.perf_counter()
-    rows, told = 0, -1
+    rows, tell = 0, make_progress(lambda done, speed: f"{counted(done, 'text')} embedded, {speed:.1f} texts/s")
     for window, embeddings in computed:
         write(embeddings, window.ids)
         rows += len(embeddings)
-        if time.perf_counter() - said > _PROGRESS_SECONDS:
-            said, told = time.perf_counter(), rows
-            _tell_speed(rows, said - start)
-    if told != rows:
-        _tell_speed(rows, time.perf_counter() - start)
+        tell(rows)
+    tell(rows, is_end=True)
     return rows
 
 
-def _tell_speed(rows: int, seconds: float) -> None:
-    print(f"{counted(rows, 'text')} embedded, {rows / seconds:.1f} texts/s", file=sys.stderr, flush=True)
+def make_progress(describe: Callable[[int, float], str]) -> Callable[..., None]:
+    """Return a function of (how much is done, is_end=False), which prints on standard error what `describe` returns for
+    what is done and the speed per second: at most every 10 s, and once at the end.
+    """
+    start = said = time.perf_counter()
+    told = -1
+
+    def tell(done: int, is_end: bool = False) -> None:
+        nonlocal said, told
+        now = time.perf_counter()
+        if done != told and (is_end or now - said > _PROGRESS_SECONDS):
+            said, told = now, done
+            print(describe(done, done / (now - start)), file=sys.stderr, flush=True)
+
+    return tell
 
 
 if __name__ == "__main__":
