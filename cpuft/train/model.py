@@ -132,7 +132,9 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
             if pad_id >= 0:
                 settings.pad_token_id = pad_id
             return settings
-        values = SIZES[name] if name in SIZES else _read_json(name)
+        values = SIZES.get(name)
+        if values is None:
+            values = load(dict[str, Any], parse_json(Path(name).read_text(encoding="utf-8")), name)
         size = {"vocab_size": vocab_size} if name in SIZES and vocab_size else {}
         return transformers.AutoConfig.for_model(
             **{"model_type": "bert", **values, "pad_token_id": max(pad_id, 0), **size, **head}
@@ -142,10 +144,6 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
         raise CpuftError(message) from None
     except Exception as error:  # transformers' checks of settings raise errors of their own classes
         raise CpuftError(_describe_bad_config(name or config.model, error)) from None
-
-
-def _read_json(name: str) -> dict[str, Any]:
-    return load(dict[str, Any], parse_json(Path(name).read_text(encoding="utf-8")), name)
 
 
 def check_untrained(config: TrainConfig) -> None:
@@ -228,7 +226,9 @@ def load_model(
     ):
         settings = stored_settings  # of the head as it is stored, whose outputs then follow the names of labels
     _refuse_quantised(getattr(settings, "quantization_config", None), get_model_name(config))
-    _set_dropout(settings, config.dropout)
+    for name in DROPOUT_SETTINGS if config.dropout >= 0 else ():
+        if getattr(settings, name, None) is not None:
+            setattr(settings, name, config.dropout)
     model_class = getattr(transformers, kind)
     implementation = choose_attention(settings) if attention == "auto" else attention
     try:
@@ -246,8 +246,9 @@ def load_model(
             model, new = load_weights(read, source)
         if rows:
             follow_labels(model, config.model, rows, head, new)
-        if pad_id >= 0:
-            _train_padding_row(model, load_config(config, head).pad_token_id)
+        embedding = model.get_input_embeddings()
+        if pad_id >= 0 and hasattr(embedding, "padding_idx") and load_config(config, head).pad_token_id is None:
+            embedding.padding_idx = None  # the token that ends a text pads then, and texts may contain it
     except CpuftError:
         raise
     except Exception as error:  # safetensors, pickle and zipfile raise errors of their own classes
@@ -267,14 +268,6 @@ def _list_weight_files(source: str) -> list[Path]:
 
     base = find_base_model(source)
     return find_weight_files(source) + (_list_weight_files(base) if base and base != source else [])
-
-
-def _train_padding_row(model: Any, own_pad_id: int | None) -> None:
-    """Let the token embedding have a gradient in all rows if the model has no padding token of its own."""
-    # The token that ends a text pads then, and texts may contain it.
-    embedding = model.get_input_embeddings()
-    if own_pad_id is None and hasattr(embedding, "padding_idx"):
-        embedding.padding_idx = None
 
 
 def choose_attention(settings: Any) -> str | None:
@@ -409,15 +402,6 @@ def describe_load_failure(name: str, error: Exception) -> str:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     hint = suggest_names(name, [DEFAULT_MODEL]) if "/" not in name else f"or use --model {DEFAULT_MODEL}"
     return f"model {name} cannot be loaded ({reason}): give a folder or a hub model that you can reach; {hint}"
-
-
-def _set_dropout(settings: Any, rate: float) -> None:
-    """Set all dropout rates of a configuration; a negative rate leaves them."""
-    if rate < 0:
-        return
-    for name in DROPOUT_SETTINGS:
-        if getattr(settings, name, None) is not None:
-            setattr(settings, name, rate)
 
 
 def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:

@@ -200,11 +200,6 @@ class RunReporter:
         if self.watch and (warning := self.watch.add(line)):
             self.progress.show(warning)
 
-    def add_step(self, line: StepLine, updates: int) -> None:
-        """Show and record a step, out of `updates`."""
-        self.progress.show_step(line, updates)
-        self.add(line)
-
 
 def make_header(
     setup: TrainingSetup, worker: WorkerConfig, ranks: list[RecordedRank], backend: str, cpu: Cpu, kernels: str

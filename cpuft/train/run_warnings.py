@@ -208,15 +208,13 @@ class RunWatch:
         # Scores far from 0 take many updates until their mean is learned, which one answer knows.
         if self.prepared.kind == "score" and now < (1 - _PRECISE) * statistics.fmean(self._losses[:_LEAST_WINDOW]):
             return ""
+        what = "that of one answer for every example"
+        if self.prepared.kind in TEXT_KINDS:
+            what = "without any knowledge of the texts it"
         return (
             f"warning: the model has learned nothing in {len(self._losses):,} updates: the loss is {now:.4g}, and "
-            f"{self._describe_chance()}: {_advise_rate(self.config)}"
+            f"{what} is {self._chance:.4g}: {_advise_rate(self.config)}"
         )
-
-    def _describe_chance(self) -> str:
-        if self.prepared.kind in TEXT_KINDS:
-            return f"without any knowledge of the texts it is {self._chance:.4g}"
-        return f"that of one answer for every example is {self._chance:.4g}"
 
     def _look_at_evaluations(self) -> str:
         """Return a warning if the metric has become worse since the best evaluation, and the last weights are kept."""

@@ -67,7 +67,8 @@ class TrainingSetup:
         self.global_batch = global_batch or config.batch_size * config.gradient_accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
         """Number of updates of the whole run."""
-        self.evaluation_interval = _find_evaluation_interval(config, len(prepared.train), self.global_batch)
+        intervals = {"none": 0, "epoch": math.ceil(len(prepared.train) / self.global_batch)}
+        self.evaluation_interval = int(intervals.get(config.eval_every, config.eval_every))
         """Number of updates between two evaluations while training; 0: there are none."""
         self.best_metric = find_best_metric(config, prepared)
         """Name of the metric that compares evaluations."""
@@ -98,13 +99,6 @@ def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None
             "--batch-size 1 leaves an anchor no text to tell its positive from: give a larger --batch-size, or a "
             "--train-file with a column of negatives"
         )
-
-
-def _find_evaluation_interval(config: TrainConfig, examples: int, global_batch: int) -> int:
-    """Return the number of updates between two evaluations while training; 0 for none."""
-    if config.eval_every == "none":
-        return 0
-    return math.ceil(examples / global_batch) if config.eval_every == "epoch" else int(config.eval_every)
 
 
 def try_model(

@@ -33,7 +33,8 @@ def train_and_evaluate(
         # A resumed run may have stopped early already.
         for line in () if stops() else train(setup, checkpoints, done):
             steps.append(line)
-            reporter.add_step(line, updates)
+            reporter.progress.show_step(line, updates)
+            reporter.add(line)
             if compares_parameters_after(setup, line.step, done):
                 with exchange.full_weights():
                     prove_equal_parameters(setup.model, f"after update {line.step}")

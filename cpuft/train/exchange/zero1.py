@@ -62,8 +62,11 @@ class ShardedExchange(GradientExchange[ShardedBucket]):
         super()._apply_rows(rows)
         self._shards.mark_rows(rows)
         if self._rows and self._shards.embedding_bucket:
-            bucket = self._shards.embedding_bucket
-            bucket.shard.grad = _slice_gradient(self._rows.weight, bucket)
+            bucket, weight = self._shards.embedding_bucket, self._rows.weight
+            assert weight.grad is not None
+            own = weight.grad.view(-1)[bucket.own]
+            missing = len(bucket.shard) - len(own)
+            bucket.shard.grad = torch.nn.functional.pad(own, (0, missing)) if missing else own
 
     def clip_gradients(self) -> None:
         """Scale gradients down to `--max-grad-norm` if it is set, by the norm of all ranks' shards. Collective then."""
@@ -79,11 +82,3 @@ class ShardedExchange(GradientExchange[ShardedBucket]):
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
         """Give all ranks the weights of all shards, after every update and whatever `wait` is. Collective."""
         self._shards.gather_weights()
-
-
-def _slice_gradient(weight: Tensor, bucket: ShardedBucket) -> Tensor:
-    """Return this rank's shard of the gradient of a weight that is alone in its bucket; a copy only if it is padded."""
-    assert weight.grad is not None
-    own = weight.grad.view(-1)[bucket.own]
-    missing = len(bucket.shard) - len(own)
-    return torch.nn.functional.pad(own, (0, missing)) if missing else own
