@@ -28,7 +28,7 @@ from cpuft.train.fast.elementwise import (
     read_norm,
 )
 from cpuft.train.fast.encoder_layer import attention_half, can_run_halves, feed_forward_half
-from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
+from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_with_recompute
 from cpuft.train.fast.layout import Layout
 from cpuft.train.fast.projection import can_feed_forward, feed_forward, linear, product
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
@@ -73,7 +73,7 @@ class _Run:
     def checkpoint(self, part: Callable[..., Any], *tensors: Any) -> Any:
         """Run a part, which gets its `ForwardPass` first, as often as gradient checkpointing needs it."""
         recomputes = self.parts.recomputes and self.parts.attention_module.training
-        return (run_with_recompute if recomputes else run_once)(part, *tensors)
+        return run_with_recompute(part, *tensors) if recomputes else part(ForwardPass.ONLY, *tensors)
 
     def post_norm(self, x: Tensor, embeddings: Tensor | None) -> Tensor:
         parts, layout = self.parts, self.layout

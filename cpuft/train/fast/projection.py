@@ -201,6 +201,10 @@ def _find_weight(layers: Sequence[Any]) -> Tensor | FrozenWeight:
     return FrozenWeight(bases) if isinstance(bases[0], FrozenLinear) else _join([layer.weight for layer in layers])
 
 
+def _find_bias(layers: Sequence[Any]) -> Tensor | None:
+    return None if layers[0].bias is None else _join([layer.bias for layer in layers])
+
+
 def _join(parameters: Sequence[Tensor]) -> Tensor:
     """Return all parameters as one tensor: a view of their memory if they lie there in this order, else a copy."""
     first, block = parameters[0].detach(), parameters[0].untyped_storage().data_ptr()
@@ -222,14 +226,10 @@ def _lora_factors(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _project(
-    x: Tensor,
-    layers: Sequence[Any],
-    weight: Tensor | FrozenWeight,
-    bias: Tensor | None,
-    forward_pass: ForwardPass,
-    int8: bool,
+    x: Tensor, layers: Sequence[Any], int8: bool, forward_pass: ForwardPass = ForwardPass.ONLY, adds_bias: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of `layers` side by side, given their weights and biases, and `x`, as `branch` does."""
+    """Return the outputs of `layers` side by side, and `x`, as `PackedLinear.branch` does."""
+    weight, bias = _find_weight(layers), _find_bias(layers) if adds_bias else None
     if all(map(is_plain, layers)):
         if isinstance(weight, FrozenWeight):
             return frozen_linear(x, weight, bias, forward_pass), x
@@ -246,8 +246,7 @@ def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
     `x` has the dtype of the layer's weight, unless that is a FrozenLinear's. `int8` multiplies 8-bit numbers, if the
     layer is a torch.nn.Linear in training with fp32 weights and there are at least `MIN_ROWS` tokens.
     """
-    bias = None if layer.bias is None else layer.bias.detach()
-    return _project(x, [layer], _find_weight([layer]), bias, ForwardPass.ONLY, int8)[0]
+    return _project(x, [layer], int8)[0]
 
 
 def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass = ForwardPass.ONLY) -> Tensor:
@@ -255,7 +254,7 @@ def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass
 
     A part that gives its `forward_pass` must end with this product, which is undefined in the pass RECOMPUTE.
     """
-    return _project(x, [layer], _find_weight([layer]), None, forward_pass, int8)[0]
+    return _project(x, [layer], int8, forward_pass, adds_bias=False)[0]
 
 
 def can_feed_forward(inner: Any, outer: Any, x: Tensor) -> bool:
@@ -304,9 +303,8 @@ class PackedLinear:
 
         The product that makes the gradient of `x` adds that of the second result, which takes no pass over memory.
         """
-        return _project(x, self.layers[first:], *self.current(first), ForwardPass.ONLY, int8)
+        return _project(x, self.layers[first:], int8)
 
-    def current(self, first: int = 0) -> tuple[Any, Tensor | None]:
-        """Return weights, which may be a FrozenWeight, and biases, without gradients, of the layers from `first` on."""
-        layers = self.layers[first:]
-        return _find_weight(layers), None if layers[0].bias is None else _join([layer.bias for layer in layers])
+    def current(self) -> tuple[Any, Tensor | None]:
+        """Return weights, which may be a FrozenWeight, and biases, without gradients, of the layers."""
+        return _find_weight(self.layers), _find_bias(self.layers)
