@@ -59,8 +59,7 @@ _CLASSES_AT_ONCE = 10
 
 def find_baseline(config: TrainConfig) -> Baseline:
     """Return the baseline of a task on its own rows, from the user's cache folder if it is there. Raises CpuftError:
-    there is none for the kind of task or the number of classes, there is too much to search, or the examples cannot be
-    read.
+    the task has none, there are too many classes or texts, or the examples cannot be read.
     """
     data = _read(config)
     train = _select_rows(data)

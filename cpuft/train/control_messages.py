@@ -2,8 +2,7 @@
 
 A message has a rank's numbers of all updates since the last one, for the record, and what the rank requests: a
 checkpoint or the end. It is sent in the background after an update that all ranks compute alike from the last message,
-and read within the next update, so that nothing waits behind larger messages on the same link. All ranks carry out
-requests after the update in which they have read them.
+and read within the next update, after which all ranks carry out the requests.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ class ControlMessages:
         """Updates and the numbers of all ranks, (ranks, 6)."""
 
     def find_due(self, may_save: bool) -> Requests:
-        """Read the message under way, and return what all ranks carry out after the update that is being made.
-
-        Without `may_save`, a requested checkpoint is kept for a later update; a stop is carried out after any update.
+        """Read the message under way, and return what all ranks carry out after this update; without `may_save`, a
+        requested checkpoint waits for a later one.
         """
         self._receive()
         if self._is_alone:

@@ -52,8 +52,8 @@ _TIMEOUT_SECONDS = 3600.0
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
     """Compute embeddings as one of the ranks; rank 0 writes the file of `choose_embeddings_file`. Collective.
 
-    The request is the same on all ranks, but only rank 0 needs its --file. Raises CpuftError: the file, the model or
-    the backend cannot be used, the ranks have different models, or one is not where the plan put it.
+    Only rank 0 needs the request's --file. Raises CpuftError: the file, the model or the backend cannot be used, the
+    ranks have different models, or one is not where the plan put it.
     """
     import torch.distributed as dist
 
@@ -89,9 +89,8 @@ def refuse_other_models(found: list[tuple[str, str, str]]) -> None:
 
 
 def _compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Window], ranks: int) -> Iterator[Computed]:
-    """Yield windows and their embeddings in the order of the windows, which all ranks compute in turn. Rank 0 calls it.
-
-    The other ranks have to be in `_compute_for_rank_0`, and leave it after the last window.
+    """Yield windows and their embeddings in the order of the windows, which all ranks compute in turn. Rank 0 calls it;
+    the others have to be in `_compute_for_rank_0`, and leave it after the last window.
     """
     import torch
     import torch.distributed as dist

@@ -26,8 +26,7 @@ Embeddings = NDArray[np.float32]
 
 _BATCH_TOKENS, _LEAST_TOKENS = {"fp32": 1024, "bf16": 4096}, 128
 """Most tokens of a forward pass of one thread by precision, and the fewest to which a small job is divided. In fp32,
-products of 1024 tokens are as fast as larger ones, and the activations stay in the cache. Where bf16 is multiplied by
-AMX, preparing the weights for each product would take a fifth of the time with 1024 tokens."""
+the activations stay in the cache. With AMX, preparing the weights would take a fifth of the time with 1024 tokens."""
 
 
 def pool(pooling: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -104,9 +103,8 @@ class Embedder:
         return self.form.dimensions or int(self.model.config.hidden_size)
 
     def embed(self, texts: Sequence[str], prompt: str = "", batch_size: int = 0) -> Embeddings:
-        """Return the embeddings of texts, with the prompt in front of each, in order: fp32, shape (texts, dimensions).
-
-        A text without any token, also no special one, has zeros. `batch_size` is that of `plan_batches`.
+        """Return the embeddings of texts after the prompt, in order: fp32, (texts, dimensions), zeros for a text
+        without any token, also no special one. `batch_size` is that of `plan_batches`.
         """
         return self.embed_encoded(self.encode(texts, prompt), batch_size)
 
@@ -158,8 +156,7 @@ class Embedder:
 
     def embed_tokens(self, ids: torch.Tensor, mask: torch.Tensor, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Return the embeddings of tokenised texts, fp32, (texts, dimensions), by this object's model or a copy of it.
-
-        `ids` (int64) and `mask` (1 for tokens, 0 for padding at the end) have the shape (texts, length).
+        `ids` (int64) and `mask` (1 for tokens, 0 for padding at the end) are (texts, length).
         """
         with torch.inference_mode(), autocast(self.precision):
             hidden = (model or self.model)(input_ids=ids, attention_mask=mask).last_hidden_state

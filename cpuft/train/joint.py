@@ -4,9 +4,9 @@ Each rank sends what the loss needs of its examples (embeddings or cosines) to a
 all examples. The gradient goes to its own examples only: added up over the ranks, that is the gradient of the whole
 batch, the same as on one rank, and nothing has to be sent back.
 
-With gradient caching (Gao and others 2021, arXiv:2101.06983) a rank computes its examples without gradients,
-`--micro-batch` at a time, then the gradient of the loss with respect to them, and then takes it through the model by
-running each micro-batch again. So the batch of the loss may be larger than memory.
+With gradient caching (Gao and others 2021, arXiv:2101.06983), for batches larger than memory, a rank computes its
+examples without gradients, `--micro-batch` at a time, then the gradient of the loss with respect to them, and then
+takes it through the model by running each micro-batch again.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def run_joint_batch(
 ) -> float:
     """Run the forward and backward passes of a batch; return the sum of the losses of this rank's examples. Collective.
 
-    The gradient of the sum of all ranks' losses with respect to this rank's examples (0 without any) is multiplied by
-    `factor`, and added to the gradients that are there. `is_last` marks the update's last batch, in whose last pass
-    gradients are sent. `clock` gets laps of the phases forward, communication and backward.
+    The gradient of the sum of all ranks' losses with respect to this rank's examples is multiplied by `factor`, and
+    added to what is there. `is_last` marks the update's last batch, in whose last pass gradients are sent. `clock` gets
+    laps.
     """
     model, states, lap = setup.exchange.forward_model, list[torch.Tensor](), clock.lap
     # A rank with one part does the same as the others.

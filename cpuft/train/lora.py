@@ -1,11 +1,9 @@
 """LoRA (`--lora-rank N`): train small adapters of rank N, made by peft, instead of the whole model.
 
-Only the adapters and the head are trained, sent between ranks and saved. Their learning rate is ten times that of
-training the whole model, which is best for LoRA whatever the rank (Schulman and others, LoRA Without Regret, 2025).
-Adapters are scaled by 2: alpha is twice the rank, as in peft's example for MRPC. Of encoders, the linear layers of
-attention are adapted: with those of feed-forward, too, MiniLM at rank 16 would send 6 % of the bytes of the whole model
-per update, instead of 2.6 %. Of decoders all but the head are: in the report above, attention alone learns less than
-feed-forward alone.
+Only the adapters and the head are trained, sent and saved, at ten times the learning rate of the whole model, which is
+best whatever the rank (Schulman and others, LoRA Without Regret, 2025), and scaled by 2, as in peft's example for MRPC.
+Of encoders, the linear layers of attention are adapted: with those of feed-forward, MiniLM at rank 16 would send 6 %
+of the bytes of the whole model, not 2.6 %. Of decoders all but the head are: attention alone learns less.
 """
 
 from __future__ import annotations

@@ -158,9 +158,8 @@ def measure_activations(shape: ModelShape, config: TrainConfig, batch: LargestBa
 
 
 def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: bool = True) -> int:
-    """Return the most bytes that predicting `targets` tokens takes: logits with gradients, and those of the weight.
-
-    Decoders compute a chunk of the logits at once. The head's weight is as large as the embedding.
+    """Return the most bytes that predicting `targets` tokens takes: logits, of decoders in chunks, with gradients, and
+    those of the weight, which is as large as the embedding.
     """
     if not targets:
         return 0
@@ -176,9 +175,8 @@ def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: boo
 
 
 def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[LargestBatch, LargestBatch]:
-    """Return rank 0's batch with the most tokens in the first epoch, and the batch of evaluation with the most.
-
-    Examples of an embedding model are its texts, of which only those of --micro-batch rows are in memory at a time.
+    """Return rank 0's batch with the most tokens in the first epoch, and the batch of evaluation with the most; of an
+    embedding model, examples are the texts of --micro-batch rows.
     """
     lengths, texts = prepared.train.lengths, 1
     if prepared.kind in EMBEDDING_KINDS:

@@ -77,9 +77,8 @@ def _read_size(settings: Mapping[str, Any], *names: str) -> int:
 
 
 def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape | None:
-    """Return the shape of an encoder by its config.json; None if the fast path does not know it or a size is missing.
-
-    A `dropout` below 0 stands for the configuration's own rate.
+    """Return the shape of an encoder by its config.json; None if the fast path does not know it or a size is missing. A
+    `dropout` below 0 stands for the configuration's own rate.
     """
     sizes = [_read_size(settings, *names) for names in SIZE_SETTINGS.values()]
     architecture = next((one for one in POST_NORM_ARCHITECTURES if one.model_type == settings.get("model_type")), None)
@@ -121,9 +120,8 @@ def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Mo
 
 
 def read_decoder_shape(settings: Mapping[str, Any], predicts_tokens: bool = True) -> ModelShape | None:
-    """Return the shape of a decoder by its config.json; None if it is none like Llama or a size is missing.
-
-    Without `predicts_tokens`, the decoder predicts labels, and its head is small.
+    """Return the shape of a decoder by its config.json; None if it is none like Llama or a size is missing. Without
+    `predicts_tokens`, its head is small.
     """
     *sizes, _ = (_read_size(settings, *names) for names in SIZE_SETTINGS.values())
     if not all(sizes) or "num_key_value_heads" not in settings:

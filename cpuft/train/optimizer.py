@@ -49,7 +49,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
 
 
 def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
-    """Return how many layers of a model the fast path has replaced in `make_optimizer`, or why it has replaced none."""
+    """Return how many layers of a model `make_optimizer` has replaced by fast ones, or why it has replaced none."""
     reasons = {
         "--no-fast-path": not config.fast_path,
         "--compile": config.compile,

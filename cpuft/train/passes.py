@@ -52,10 +52,8 @@ class Passes:
     """The forward and backward passes of one rank for one update."""
 
     functions: list[Callable[[float, bool, Clock], float]]
-    """Functions that each run a forward and a backward pass, and return the sum of the examples' losses. They multiply
-    the gradient by the first argument, and add it to the gradients that are there: the exchange averages gradients over
-    ranks, so that ranks / terms makes it the gradient of the mean over all terms of the update. The second argument
-    says whether the pass is the last one of the update, in which gradients are sent. Every rank has equally many
-    functions."""
+    """Functions, as many on every rank, that each run a forward and a backward pass, and return the sum of the
+    examples' losses. They multiply the gradient by the first argument, and add it to the gradients that are there. The
+    second argument says whether the pass is the last one of the update, in which gradients are sent."""
     tokens: int
     """Number of tokens of this rank's examples, without padding."""

@@ -57,10 +57,7 @@ def format_products(products: dict[str, Any]) -> str:
 
 
 def parse_kernel(text: str) -> str:
-    """Return the implementation of the first matrix product in oneDNN's verbose output; empty if there is none.
-
-    Fields, by oneDNN's documentation: onednn_verbose,v1,primitive,exec,engine,primitive,implementation,...
-    """
+    """Return the implementation of the first matrix product in oneDNN's verbose output; empty if there is none."""
     found = re.search(r"primitive,exec,cpu,(?:matmul|inner_product),([^,]+),", text)
     return found[1] if found else ""
 

@@ -1,8 +1,7 @@
 """Warnings of a run that does not fail: before it trains, while it trains, and of what it has reached.
 
-Each is one line that says what was seen, by which numbers, and what to do. A warning that is wrong makes people ignore
-those that are right. So losses are compared with `find_chance_loss`, metrics by their standard errors, and nothing is
-said where there are too few updates or rows to know.
+A warning that is wrong makes people ignore those that are right. So losses are compared with `find_chance_loss`,
+metrics by their standard errors, and nothing is said where there are too few updates or rows to know.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ HUB_SECONDS = 3.0
 
 
 def pause_garbage_collection() -> None:
-    """Stop Python's garbage collection until `resume_garbage_collection`. Call it before torch is imported.
-
-    Most of a rank's start are imports: with collection, those of torch and transformers take 3.9 s of a core, not 3.1.
+    """Stop Python's garbage collection until `resume_garbage_collection`; call it before torch is imported. With
+    collection, a rank's imports of torch and transformers take 3.9 s of a core, not 3.1.
     """
     gc.disable()
 

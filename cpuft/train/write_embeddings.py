@@ -313,7 +313,7 @@ def _start_worker(request: PredictConfig, cores: list[int]) -> Iterator[_Worker]
 
 def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> None:
     """Compute the embeddings of the lists of texts that come, on these cores, until the parent closes the connection;
-    first send the number of dimensions, or at any time a text, the message of a CpuftError.
+    send the number of dimensions first. A text that is sent is the message of a CpuftError.
     """
     os.sched_setaffinity(0, cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))

@@ -14,9 +14,8 @@ from cpuft.train.fast.acceleration import keep_freed_memory
 
 
 class DeepSpeedExchange(Exchange):
-    """DeepSpeed's engine around the model, and its optimizer, which also clips, around the given one.
-
-    It reduces gradients during the backward pass, over the existing process group.
+    """DeepSpeed's engine around the model, which reduces gradients during the backward pass, and its optimizer, which
+    also clips, around the given one.
     """
 
     allows_warm_up = False  # DeepSpeed counts every backward pass as a part of an update

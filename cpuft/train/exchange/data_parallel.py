@@ -30,10 +30,7 @@ from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
 
 class GradientExchange(Exchange, ABC, Generic[B]):
-    """An exchange that sends gradients in every update. Making it is collective; parameters must be equal.
-
-    Subclasses say what the buckets are, and how the mean of one is made.
-    """
+    """An exchange that sends gradients in every update, in buckets of its subclass. Making it is collective."""
 
     sends_gradients = True
 

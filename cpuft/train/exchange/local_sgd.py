@@ -17,9 +17,8 @@ from cpuft.train.fast.adamw import fp32_weights
 
 
 class LocalSGDExchange(Exchange):
-    """Average the ranks' parameters when `plan_averages` says so: fp32 master weights if the model has them.
-
-    Making it is collective, and raises CpuftError for a `--grad-compression` that cannot send changes of parameters.
+    """Average the ranks' parameters, or their fp32 masters, when `plan_averages` says so. Making it is collective, and
+    raises CpuftError for a `--grad-compression` that cannot send changes of parameters.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
@@ -61,9 +60,8 @@ class LocalSGDExchange(Exchange):
                     weight.copy_(value)
 
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
-        """Start to send this rank's changes in the background if an average is due; with `wait`, finish it now.
-
-        Without `wait`, the mean of the changes is waited for and applied `--sync-every` updates after they were sent.
+        """Start to send this rank's changes in the background if an average is due; their mean is applied
+        `--sync-every` updates later, or with `wait` now.
         """
         self._updates_since_sent += 1
         is_mean_due = self._updates_since_sent == self.config.sync_every

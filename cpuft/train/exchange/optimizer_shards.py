@@ -145,9 +145,8 @@ class OptimizerShards:
 
     @contextmanager
     def full_weights(self) -> Iterator[None]:
-        """Inside this context, the model has all of its fp32 weights on this rank, to read or save.
-
-        Collective at its beginning if the model has fp32 masters, whose changes inside are lost; else nothing happens.
+        """Inside this context, the model has all of its fp32 weights on this rank, to read or save. Collective at its
+        beginning if the model has fp32 masters.
         """
         if self._masters is None:
             yield
@@ -166,9 +165,7 @@ class OptimizerShards:
 
     def gather_state(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yield all that is sharded, as (kind, parameter, value), one bucket in memory at a time. Collective, to the
-        end.
-
-        The kind is "exp_avg", "exp_avg_sq" or, for bf16 parameters, "model"; the value is fp32, in the parameter's
+        end. The kind is "exp_avg", "exp_avg_sq" or, for bf16 parameters, "model"; the value is fp32, in the parameter's
         shape.
         """
         for bucket in self.buckets:

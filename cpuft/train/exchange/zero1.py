@@ -1,11 +1,10 @@
 """ZeRO stage 1: each rank updates a shard of all parameters (`--shard optimizer`).
 
 In an update, each rank receives the other ranks' gradients of its shards, during the backward pass, and afterwards all
-ranks receive the updated weights of all shards. A rank adds up gradients in the order of ranks and in fp32, on any
-backend, after an all-to-all, which costs half of an all-reduce everywhere; gloo's own reduce-scatter costs a whole one.
-Gradients of word embeddings are still exchanged by rows: that is a tenth of their whole gradient. Of the embedding's
-weights, only rows that ever had a gradient are sent, since moments change them in later updates, too; with weight decay
-all rows change, and all are sent.
+ranks receive the updated weights of all shards. A rank adds up gradients in the order of ranks and in fp32, after an
+all-to-all, which costs half of an all-reduce; gloo's own reduce-scatter costs a whole one. Gradients of word embeddings
+are still exchanged by rows. Of the embedding's weights, rows that ever had a gradient are sent, since moments change
+them in later updates, too; with weight decay, all rows.
 """
 
 from __future__ import annotations

@@ -152,9 +152,8 @@ def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Para
 
 @contextmanager
 def fp32_weights(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Give the parameters of a model, fp32 masters in place of bf16 ones, to write to; on leaving, these are rounded.
-
-    They are the same memory every time, so that they may be kept and written to in a later context.
+    """Give the parameters of a model, fp32 masters in place of bf16 ones, the same memory every time, to write to; on
+    leaving, they are rounded.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters is None:
@@ -168,8 +167,7 @@ def fp32_weights(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterat
 
 def set_gradient_rows(model: nn.Module, rows: Tensor) -> None:
     """State, after writing to the token embedding's gradient, the rows outside of which it is zero: int64, ascending.
-
-    Otherwise all its rows count as unknown, and clipping and AdamW process them all.
+    Otherwise clipping and AdamW process all rows.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters and masters.embedding:
@@ -318,9 +316,8 @@ class FusedStep(MasterStep):
 def _run_adamw(
     kernels: Kernels, updates: list[ParameterUpdate], count: float, group: dict[str, Any], factor: float = 1.0
 ) -> None:
-    """Make one step of AdamW, or of Adam, by the kernel, in place; the formulas are those of torch.optim.
-
-    The updates are of one group, with gradients of one dtype; `count` is the number of this step, from 1.
+    """Make one step of AdamW, or of Adam, as in torch.optim, by the kernel, for updates of one group with gradients of
+    one dtype; `count` is the number of this step, from 1.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     rate, decay = float(group["lr"]), float(group["weight_decay"])

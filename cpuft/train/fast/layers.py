@@ -39,8 +39,8 @@ def run_layer(parts: LayerParts, x: Tensor, layout: Layout, is_last: bool, given
     """Return the output of one patched layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
 
     If it `is_last` and the layout is `first_only`, the output is (batch, hidden). `x` has the dtype of the linear
-    weights. `given` is what transformers passes to the layer by name: of this, `position_embeddings` (rotary positions)
-    and `rel_embeddings` (of disentangled attention, (embeddings, hidden), fp32) are read.
+    weights. `given` is what transformers passes to the layer by name, such as `position_embeddings` (rotary) and
+    `rel_embeddings` (of disentangled attention, (embeddings, hidden), fp32).
     """
     training = parts.attention_module.training
     dropouts = (parts.attention_dropout, parts.attention_output_dropout, parts.outer_dropout)

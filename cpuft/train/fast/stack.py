@@ -64,8 +64,7 @@ class FastLayer:
 
 
 class Stack:
-    """The layers of one encoder or decoder, in `runs` as often as they run, and hooks which make the layout of each
-    batch.
+    """The layers of one encoder or decoder, as often as they run, and hooks which make the layout of each batch.
 
     `owner` gets the hooks: the `holder` of the layers, or the model around it, see `Architecture.is_entered_at_model`.
     Hooks are methods, so that a deep copy of the model copies them along.

@@ -71,10 +71,10 @@ class EmbeddingGradient:
         return self._touched
 
     def accumulate(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Return what backward has to return for the weight, and record which rows its gradient has then.
+        """Return what backward has to return for the weight, and record which rows its gradient has then: the buffer,
+        or if there is a gradient a sparse tensor, which autograd adds to it.
 
-        Without a gradient, that is the buffer; else a sparse tensor that autograd adds to the gradient. `rows` are
-        (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
+        `rows` are (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
         """
         if self.weight.grad is None:
             buffer = self._buffer = self._cleared_buffer()
@@ -213,9 +213,8 @@ of padding, too."""
 
 
 class FusedEmbeddings:
-    """A module of transformers that adds word, position and token type embeddings, with its norm and dropout.
-
-    Its own forward makes eight passes over memory in fp32, and torch's backward of each embedding is serial.
+    """A module of transformers that adds word, position and token type embeddings, with its norm and dropout: its own
+    forward makes eight passes over memory in fp32, and torch's backward of each embedding is serial.
     """
 
     def __init__(self, module: nn.Module, gradient: EmbeddingGradient) -> None:
