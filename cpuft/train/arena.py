@@ -90,10 +90,8 @@ class Bucket:
         self.clear()
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Let the gradient of a parameter be a view of the buffer: copied unless a kernel wrote it there; zeros without
-        one.
-
-        Zeroing the buffer, and adding the first gradient to it, would take three times as long as the copy.
+        """Let the gradient of a parameter be a view of the buffer: copied unless a kernel wrote it there, which takes a
+        third of adding it to zeros; zeros without one.
         """
         withdraw_place(parameter)
         view, grad = self._views[parameter], parameter.grad

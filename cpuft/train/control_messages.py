@@ -63,10 +63,8 @@ class ControlMessages:
 
     def add(self, own: StepLine, terms: float, is_pause: bool) -> None:
         """Add an update that this rank has made, with its sum of losses over `terms` terms; send a message if it is
-        time.
-
-        With `is_pause`, an evaluation, a comparison, a checkpoint or the end follows, so that all lines must be
-        complete now, and no message under way.
+        time, and before a pause (an evaluation, a comparison, a checkpoint or the end) wait until all lines are
+        complete.
         """
         self._unsent.append(own)
         self._numbers += [own.loss, terms, own.samples, own.tokens, *own.compute_seconds, own.step_seconds]

@@ -50,10 +50,9 @@ _TIMEOUT_SECONDS = 3600.0
 
 
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
-    """Compute embeddings as one of the ranks; rank 0 writes the file of `choose_embeddings_file`. Collective.
-
-    Only rank 0 needs the request's --file. Raises CpuftError: the file, the model or the backend cannot be used, the
-    ranks have different models, or one is not where the plan put it.
+    """Compute embeddings as one of the ranks; rank 0, which alone needs --file, writes `choose_embeddings_file`.
+    Collective. Raises CpuftError: the file, the model or the backend cannot be used, or a rank has another model or
+    place.
     """
     import torch.distributed as dist
 

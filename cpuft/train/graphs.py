@@ -200,8 +200,8 @@ def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str,
     """Write the graph of a model, which takes batches of any size and length, into a folder.
 
     The model is in evaluation mode and in fp32, without the fast path; the batch with which it is traced has at least
-    two examples and two tokens. Raises CpuftError: the model cannot be traced. For other failures the libraries raise
-    exceptions of their own, such as OSError for a full disk.
+    two examples and two tokens. Raises CpuftError: it cannot be traced. The libraries raise other exceptions, such as
+    OSError.
     """
     traced = folder / "traced"
     traced.mkdir()

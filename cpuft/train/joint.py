@@ -55,10 +55,8 @@ class JointBatch:
 def make_joint_batches(
     objective: EmbeddingObjective, setup: TrainingSetup, examples: Indices, epoch: int
 ) -> list[JointBatch]:
-    """Return the batches of an update: as many on every rank, each with as many examples of each rank, or one fewer.
-
-    There has to be an example. A rank's examples of a batch are in several parts if they are more than --micro-batch,
-    or, in a run that was resumed on fewer ranks, more than --batch-size.
+    """Return the batches of an update with an example: as many on every rank, each with as many examples of each rank,
+    or one fewer, in parts of at most --micro-batch, or --batch-size.
     """
     config, world, tokens = setup.config, setup.world, setup.prepared.train
     batches = []
@@ -113,9 +111,8 @@ def run_joint_batch(
 ) -> float:
     """Run the forward and backward passes of a batch; return the sum of the losses of this rank's examples. Collective.
 
-    The gradient of the sum of all ranks' losses with respect to this rank's examples is multiplied by `factor`, and
-    added to what is there. `is_last` marks the update's last batch, in whose last pass gradients are sent. `clock` gets
-    laps.
+    The gradient of the sum of all ranks' losses with respect to this rank's examples, times `factor`, is added to what
+    is there. `is_last` marks the update's last batch, in whose last pass gradients are sent. `clock` gets laps.
     """
     model, states, lap = setup.exchange.forward_model, list[torch.Tensor](), clock.lap
     # A rank with one part does the same as the others.

@@ -170,10 +170,8 @@ def _plan_all_updates(setup: TrainingSetup) -> Iterator[tuple[int, Indices]]:
 
 
 def _run_untimed_pass(setup: TrainingSetup, done: int) -> None:
-    """Run one forward and one backward pass on the examples of the first update, and drop their gradients. Collective.
-
-    This compiles kernels (and the model with --compile) and fills caches, which may take seconds, before the first
-    timed step.
+    """Run one forward and one backward pass on the examples of the first update without effect, to compile kernels (and
+    the model with --compile) and fill caches before the first timed step. Collective.
     """
     world = setup.world
     for _, examples in islice(_plan_all_updates(setup), done, done + 1):

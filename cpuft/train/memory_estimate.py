@@ -79,10 +79,9 @@ class Layer(NamedTuple):
 
 
 def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> Layer:
-    """Return the bytes of the activations of one layer: a fast one, or one of transformers, whose size was measured.
-
-    A fast layer keeps the inputs of products and norms; queries, keys and values, also before their norms; and what the
-    gradient of the activation needs.
+    """Return the bytes of one layer's activations: of transformers' own as measured; a fast one keeps inputs of
+    products and norms, queries, keys and values, also before their norms, and what the gradient of the activation
+    needs.
     """
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
     tokens, positions, pairs = batch.tokens, batch.positions, batch.positions * batch.length
@@ -132,10 +131,8 @@ def _maps_weights(config: TrainConfig) -> bool:
 
 
 def measure_activations(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> tuple[int, int, int]:
-    """Return the bytes of the activations of a training step; `shape` has layers.
-
-    They are what the forward pass keeps for backward before it comes to the head; the most that there is at a time,
-    with the head; and what gradient checkpointing leaves unusable in the heap.
+    """Return the bytes of a training step's activations: those that forward keeps before it comes to the head, the most
+    that there is at a time, and what gradient checkpointing leaves unusable in the heap. `shape` has layers.
     """
     layer = measure_layer(shape, config, batch)
     if shape.norms:
@@ -295,10 +292,8 @@ def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> Non
 
 
 def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, factor: float = 1.0) -> Shortage | None:
-    """Return the host or machine with the largest shortage of memory; None if all ranks fit, with estimates times
-    `factor`.
-
-    Hosts on the same machine, such as simulated ones, must also fit together.
+    """Return the host or machine with the largest shortage of memory; None if all ranks fit. Estimates are multiplied
+    by `factor`, and hosts on the same machine, such as simulated ones, must also fit together.
     """
     found, by_machine = list[Shortage](), dict[str | int, list[Shortage]]()
     total = 1 if memory.independent else sum(host.ranks for host in memory.hosts)

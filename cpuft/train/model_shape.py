@@ -52,10 +52,9 @@ class ModelShape:
 
 
 def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
-    """Return the shape of the model that the options name; `vocab_size` is the tokenizer's, for an untrained model.
-
-    For an unknown architecture, and a model on the hub, there are no layers, and only the parameters in the folder's
-    safetensors files (0 if there are none). Raises CpuftError: the model or the configuration is missing.
+    """Return the shape of the model that the options name; `vocab_size` is the tokenizer's, for an untrained model. An
+    unknown architecture, or a model on the hub, has no layers, and the parameters of the folder's safetensors files.
+    Raises CpuftError: the model or the configuration is missing.
     """
     if config.from_config:
         return _read_shape(config, load_config(config, {}, vocab_size).to_dict()) or ModelShape(0, 0)

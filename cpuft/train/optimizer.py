@@ -60,11 +60,10 @@ def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
 
 
 def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -> None:
-    """Let all layers of a model but the last, for which nothing would be saved, recompute their activations in
-    backward.
+    """Let all layers of a model but the last, for which nothing would be saved, recompute activations in backward.
 
     Dropout masks repeat, and each parameter gets its gradient at once, as the checkpoints are not re-entrant. With
-    `uses_fast_path`, layers that `accelerate` will replace need not support gradient checkpointing themselves. Raises
+    `uses_fast_path`, layers that `accelerate` will replace need no gradient checkpointing of their own. Raises
     CpuftError: no layer can recompute.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -153,9 +152,9 @@ def plan_averages(config: TrainConfig, updates: int) -> frozenset[int]:
 def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str = "linear") -> float:
     """Return the share of the peak learning rate for an update, which is counted from 0, as transformers does.
 
-    It rises linearly from 0 during the `warmup` updates, whose last is followed by the peak. linear and cosine (half a
-    wave) would be 0 for update `updates`; inverse-sqrt falls with the square root of the updates. Raises KeyError for
-    another `schedule`.
+    It rises from 0 during the `warmup` updates, whose last is followed by the peak; linear and cosine (half a wave)
+    would be 0 for update `updates`, and inverse-sqrt falls with the root of the updates. Raises KeyError for another
+    `schedule`.
     """
     if update < warmup:
         return update / warmup

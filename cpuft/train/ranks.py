@@ -34,11 +34,9 @@ def join_process_group(
 
     A collective may take `timeout_seconds`, and ranks wait as long for rank 0. The `backend` is gloo, mpi, ccl, or
     auto: what was chosen `earlier`, the same on all ranks, or the fastest of them here, measured once with gradients of
-    torch's `gradient_type` for these hosts and then read from rank 0's cache folder. Yields the backend, and why it was
-    chosen.
-
-    Raises CpuftError: the address is not set, or the backend cannot be used. Raises RuntimeError, by torch: rank 0
-    cannot be reached, or its port is taken.
+    torch's `gradient_type` and then read from rank 0's cache folder. Yields the backend, and why it was chosen. Raises
+    CpuftError: the address is not set, or the backend cannot be used; RuntimeError, by torch: rank 0 cannot be reached,
+    or its port is taken.
     """
     store, rank, size = _open_store(world, timeout_seconds), world.rank, world.size
     choice = Choice(backend, "as you asked")
@@ -134,9 +132,7 @@ def check_ranks(world: World) -> list[RecordedRank]:
 
 def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], int]]) -> str:
     """Return the first thing that is wrong with the places of `size` ranks, and what to do; empty if nothing is.
-
-    `found` has for each rank where it is, its plan (size as text, host, and cpus as hardware threads), and its process
-    number.
+    `found` has for each rank where it is, its plan (size as text, host, cpus), and its process number.
     """
     for number, count in Counter(rank.rank for rank, _, _ in found).items():
         if count > 1:

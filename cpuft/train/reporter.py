@@ -51,10 +51,8 @@ _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 
 
 class Progress:
-    """Shows the progress of a run on rank 0: messages on standard error, metrics on standard output.
-
-    The style "lines" is about ten plain lines in a whole run; "bar" sends events from which the launcher draws a
-    progress bar (`cpuft.rank.progress`).
+    """Shows the progress of a run on rank 0: messages on standard error, metrics on standard output. The style "lines"
+    is about ten plain lines; "bar" sends events to the launcher's progress bar (`cpuft.rank.progress`).
     """
 
     def __init__(self, style: str, rank: int) -> None:
@@ -174,9 +172,8 @@ class TrainingResult:
 
 
 class RunReporter:
-    """Reports a run as it goes on: to the user, to the record (both on rank 0), and to the record in checkpoints.
-
-    `record` and `checkpoint_writer` are None on ranks without them, and until they are set; `watch` likewise.
+    """Reports a run as it goes on: to the user, to the record (both on rank 0), and to the record in checkpoints;
+    `record`, `checkpoint_writer` and `watch` are None on ranks without them, and until they are set.
     """
 
     def __init__(self, progress: Progress) -> None:

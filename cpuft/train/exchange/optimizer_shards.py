@@ -81,12 +81,11 @@ class ShardedBucket(Bucket):
 
 
 class OptimizerShards:
-    """This rank's shards of everything that an optimizer updates. They replace the parameters in the optimizer.
+    """This rank's shards of everything that an optimizer updates, which replace the parameters in the optimizer.
 
     They are made when the model has its layers, with the same weights on all ranks, and the optimizer has no state yet.
-    They take the fp32 masters of bf16 parameters from the model, which outside of `full_weights` cannot be saved. A
-    word embedding that is exchanged by rows has a bucket of its own with shards of whole rows; so has each parameter of
-    `unused`.
+    They take the fp32 masters from the model, which outside of `full_weights` cannot be saved. A word embedding that is
+    exchanged by rows has a bucket of its own with shards of whole rows; so has each parameter of `unused`.
     """
 
     def __init__(

@@ -27,9 +27,8 @@ _MAX_BUCKETS_IN_FLIGHT = 8
 
 class ShardedExchange(GradientExchange[ShardedBucket]):
     """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets that are sent during the backward pass.
-
     Making it is collective, moves the parameters into buckets, and replaces them in the optimizer by this rank's
-    shards. Gradients are sent as bf16 or fp16 with this compression, and added up in fp32.
+    shards.
     """
 
     def _make_buckets(self) -> list[ShardedBucket]:

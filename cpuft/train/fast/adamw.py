@@ -24,9 +24,8 @@ MASTERS_ATTRIBUTE = "_cpuft_masters"
 
 
 class MasterWeights:
-    """The fp32 masters of a model's bf16 parameters, which state dicts have under the parameters' own names.
-
-    If something writes to a parameter (a copy, an initialiser), the next step or save takes that for the master.
+    """The fp32 masters of a model's bf16 parameters, which state dicts have under the parameters' own names; what
+    something writes to a parameter (a copy, an initialiser), the next step or save takes for the master.
     """
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
@@ -389,10 +388,8 @@ def _can_fuse(optimizer: Optimizer) -> bool:
 
 
 def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
-    """Make `optimizer` update the masters of its bf16 parameters, also another model's, and round them into these
-    parameters.
-
-    It stays the same object, for schedulers and trainers that hold it; its class becomes a subclass of `MasterStep`.
+    """Make `optimizer` update the masters of its bf16 parameters, also another model's, and round them into these. It
+    stays the same object, for schedulers and trainers that hold it; its class becomes a subclass of `MasterStep`.
     """
     known = vars(optimizer).setdefault("masters", [])
     if any(one is masters for one in known):

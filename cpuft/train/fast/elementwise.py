@@ -49,10 +49,8 @@ NO_MASK = Mask(seed=0, threshold=0)
 
 
 def draw_mask(p: float, training: bool) -> Mask:
-    """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536; `p` = 1 becomes 65535/65536.
-
-    torch's generator makes the seed, so that `manual_seed` and gradient checkpointing repeat it. `NO_MASK` draws no
-    number.
+    """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536; `p` = 1 becomes 65535/65536. torch's
+    generator makes the seed, which gradient checkpointing repeats so; `NO_MASK` draws no number.
     """
     threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
     if threshold == 0:
@@ -132,9 +130,8 @@ def is_exact_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
 
 
 def gelu_and_slope(x: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the exact GELU of `x + bias`, and its slope there if it is wanted: both like `x`, (rows, columns).
-
-    There must be kernels for the dtype of `x`. Autograd does not see this. `bias` is (columns,).
+    """Return the exact GELU of `x + bias`, (rows, columns) + (columns,), and its slope there if it is wanted, both like
+    `x`, for whose dtype there must be kernels. Autograd does not see this.
     """
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     slope = torch.empty_like(y) if keeps_slope else None
@@ -143,9 +140,8 @@ def gelu_and_slope(x: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, 
 
 
 def times_slope(grad: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `grad * slope`, (rows, columns) in their dtype, and the sums of its columns, (columns,) fp32.
-
-    There must be kernels for the dtype of `slope`. Autograd does not see this.
+    """Return `grad * slope`, (rows, columns) in their dtype, for which there must be kernels, and the sums of its
+    columns, (columns,) fp32. Autograd does not see this.
     """
     dx, sums = torch.empty_like(slope), torch.zeros(slope.shape[1], dtype=torch.float32)
     _find_kernels(slope).run("gelu_backward", slope.dtype, grad.contiguous(), slope, dx, sums, *slope.shape)

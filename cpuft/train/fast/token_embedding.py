@@ -141,9 +141,8 @@ _look_up: Callable[..., Tensor] = _LookUp.apply
 
 
 def _sum_by_row(grad: Tensor, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Return the rows of a table that were looked up, ascending, and their gradients: (rows,) int64, (rows, width).
-
-    `grad` is that of what was looked up, (..., width), and `padding` is a row that gets none.
+    """Return the rows of a table that were looked up, ascending, and their gradients, (rows,) int64 and (rows, width),
+    from the gradient of what was looked up, (..., width); the row `padding` gets none.
     """
     kernels, ids = kernels_for(grad), ids.long()
     if kernels is None:
