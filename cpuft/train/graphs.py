@@ -50,6 +50,8 @@ class Graph(torch.nn.Module, abc.ABC):
     """Python packages that are needed to write and to run such a graph."""
     file_name: ClassVar[str]
     """File of the graph, whose name is that by which optimum finds it, too."""
+    _names: list[str]
+    """Names of the inputs that the graph has."""
 
     @classmethod
     @abc.abstractmethod
@@ -66,9 +68,6 @@ class Graph(torch.nn.Module, abc.ABC):
     def forward(self, **inputs: torch.Tensor) -> GraphOutput:
         """Return the logits in fp32 for the inputs of a batch."""
         return GraphOutput(torch.from_numpy(self._run({name: inputs[name].numpy() for name in self._names})))
-
-    _names: list[str]
-    """Names of the inputs that the graph has."""
 
     @abc.abstractmethod
     def _run(self, inputs: dict[str, Any]) -> Any:

@@ -26,6 +26,7 @@ from cpuft.rank.world import parse_world
 from cpuft.record import (
     EarlierMeasurements,
     Header,
+    Line,
     RecordedRank,
     Writer,
     describe_products,
@@ -134,7 +135,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         checkpoints, done = begin(reporter, setup, worker, header, stack)
         if world.rank == 0:
             watch = RunWatch(setup.config, prepared, setup.updates, setup.global_batch, setup.best_metric)
-            for line in [*reporter.earlier_steps, *reporter.earlier_evaluations]:
+            earlier_lines: list[Line] = [*reporter.earlier_steps, *reporter.earlier_evaluations]
+            for line in earlier_lines:
                 watch.add(line)  # what it warns of was shown before the run was resumed
             reporter.watch = watch
         if reporter.record and not worker.independent:

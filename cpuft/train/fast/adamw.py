@@ -177,44 +177,13 @@ def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class _SwapHooks:
-    """Hooks that put masters in the place of compute weights while an optimizer steps."""
-
-    def __init__(self, masters: MasterWeights) -> None:
-        self.masters, self.swapped = masters, ExitStack()
-
-    def enter(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Swap the weights before `step`, and return its arguments, with another closure if there is one."""
-        self._swap(optimizer)
-        own, *others = args
-        others = [self._wrap_closure(optimizer, one) if callable(one) else one for one in others]
-        kwargs = {name: self._wrap_closure(optimizer, one) if callable(one) else one for name, one in kwargs.items()}
-        return (own, *others), kwargs
-
-    def leave(self, *call: Any) -> None:
-        self.swapped.close()
-
-    def _swap(self, optimizer: Optimizer) -> None:
-        self.leave()  # a step that has raised an error has left the masters in the groups
-        self.swapped.enter_context(self.masters.in_optimizer(optimizer))
-
-    def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that runs with the compute weights: layers compute in bf16, and gradients go to these."""
-
-        def run() -> Any:
-            self.leave()
-            loss = closure()
-            self._swap(optimizer)
-            return loss
-
-        return run
-
-
 class MasterStep(Optimizer):
     """Mixed in before the class of an optimizer that updates masters, whatever optimizer it is."""
 
     masters: list[MasterWeights]
     """One for each model; parameters without a master are updated as they are."""
+    swapped: ExitStack
+    """What ends the exchange of weights after a step; not of a `FusedStep`."""
 
     @contextmanager
     def with_masters(self) -> Iterator[None]:
@@ -228,6 +197,32 @@ class MasterStep(Optimizer):
         """Load the optimizer's state as torch does, with fp32 moments for the masters."""
         with self.with_masters():
             super().load_state_dict(state_dict)
+
+    def enter_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Swap the weights before `step`, and return its arguments, with another closure if there is one."""
+        self._swap()
+        own, *others = args
+        others = [self._wrap_closure(one) if callable(one) else one for one in others]
+        return (own, *others), {name: self._wrap_closure(one) if callable(one) else one for name, one in kwargs.items()}
+
+    def leave_step(self, *call: Any) -> None:
+        """Give the optimizer the compute weights back after `step`."""
+        self.swapped.close()
+
+    def _swap(self) -> None:
+        self.leave_step()  # a step that has raised an error has left the masters in the groups
+        self.swapped.enter_context(self.with_masters())
+
+    def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that runs with the compute weights: layers compute in bf16, and gradients go to these."""
+
+        def run() -> Any:
+            self.leave_step()
+            loss = closure()
+            self._swap()
+            return loss
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -396,14 +391,15 @@ def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
         return
     known.append(masters)
     own = type(optimizer)
-    if not isinstance(optimizer, MasterStep):
-        mixin = FusedStep if _can_fuse(optimizer) else MasterStep
-        name = f"Fused{own.__name__}" if mixin is FusedStep else own.__name__
-        optimizer.__class__ = type(name, (mixin, own), {"__module__": __name__})
-        # torch puts hooks around `step` of a class when its first instance is made, and this class had none.
-        optimizer._patch_step_function()
-    if isinstance(optimizer, FusedStep):
+    if isinstance(optimizer, MasterStep):
         return
-    swap = _SwapHooks(masters)
-    optimizer.register_step_pre_hook(swap.enter)
-    optimizer.register_step_post_hook(swap.leave)
+    mixin = FusedStep if _can_fuse(optimizer) else MasterStep
+    name = f"Fused{own.__name__}" if mixin is FusedStep else own.__name__
+    changed: Any = optimizer
+    changed.__class__ = type(name, (mixin, own), {"__module__": __name__})
+    # torch puts hooks around `step` of a class when its first instance is made, and this class had none.
+    changed._patch_step_function()
+    if mixin is MasterStep:
+        changed.swapped = ExitStack()
+        changed.register_step_pre_hook(changed.enter_step)
+        changed.register_step_post_hook(changed.leave_step)

@@ -8,7 +8,7 @@ imports no torch, because data preparation reads it, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ class LayerParts:
     attention_end_norm: Any = None
     """Norm of what attention adds to the hidden states of a pre-norm layer."""
 
-    packed: PackedLinear | None = None
-    """`projections` as one product; like `packed_inner`, None until `stack.Stack.install` has patched the layer."""
-    packed_inner: PackedLinear | None = None
+    packed: PackedLinear = field(init=False)
+    """`projections` as one product; like `packed_inner`, made when `stack.Stack.install` patches the layer."""
+    packed_inner: PackedLinear = field(init=False)
     int8: bool = False
     """Whether products have 8-bit operands while the layer is in training."""
     recomputes: bool = False

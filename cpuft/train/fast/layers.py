@@ -93,7 +93,6 @@ class _Run:
     def attend(self, forward_pass: ForwardPass, x: Tensor, embeddings: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run projections and attention, and return `x` for what follows, too."""
         parts, layout, distances = self.parts, self.layout, self.layout.positions
-        assert parts.packed is not None
         packed, x = parts.packed.branch(x, int(self.first_only), parts.int8)
         query = linear(parts.projections[0], x[layout.first_rows], parts.int8) if self.first_only else None
         rest = (layout.bias, parts.heads, self.attention_mask, layout.grid, forward_pass)
@@ -122,8 +121,6 @@ class _Run:
     def blocks(self, angles: Angles | None, forward_pass: ForwardPass, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run a pre-norm layer up to its last product; return the residual stream and that product without its bias."""
         parts, norm = self.parts, read_norm(self.parts.feed_forward_norm)
-        assert parts.packed is not None
-        assert parts.packed_inner is not None
         assert norm is not None
         packed = parts.packed(_norm(parts.attention_norm, x), int8=parts.int8)
         packed = rotate(packed, angles, parts.heads, HeadNorms(read_norm(parts.query_norm), read_norm(parts.key_norm)))
