@@ -55,8 +55,8 @@ class JointBatch:
 def make_joint_batches(
     objective: EmbeddingObjective, setup: TrainingSetup, examples: Indices, epoch: int
 ) -> list[JointBatch]:
-    """Return the batches of an update with an example: as many on every rank, each with as many examples of each rank,
-    or one fewer, in parts of at most --micro-batch, or --batch-size.
+    """Return the batches of the examples of an update, at least one: as many batches on every rank, each with as many
+    examples of each rank, or one fewer, in parts of at most --micro-batch, or --batch-size, examples.
     """
     config, world, tokens = setup.config, setup.world, setup.prepared.train
     batches = []

@@ -432,12 +432,14 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
     flag = "--lora-merge" if config.lora_merge and not predicts_tokens else ""
     if config.base_precision != "auto":
         flag = f"--base-precision {config.base_precision}"
-    if flag:
+    if flag and config.from_config:
         raise CpuftError(
             f"{flag} needs LoRA adapters, and a model made by --from-config has none: leave {flag} out, or give a "
             f"pretrained --model"
-            if config.from_config
-            else f"{flag} needs LoRA adapters, and this run trains all weights, because {why}: add --lora-rank "
+        )
+    if flag:
+        raise CpuftError(
+            f"{flag} needs LoRA adapters, and this run trains all weights, because {why}: add --lora-rank "
             f"{DEFAULT_LORA_RANK}, or leave {flag} out"
         )
     return chosen, f"all weights are trained, because {why}{advice}" if predicts_tokens else ""
