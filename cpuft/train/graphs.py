@@ -44,8 +44,6 @@ class GraphOutput:
 class Graph(torch.nn.Module, abc.ABC):
     """A saved graph, which an objective can call like the model that it was made from. It has no parameters."""
 
-    extra: ClassVar[str]
-    """Extra of setup.cfg that installs the packages."""
     packages: ClassVar[tuple[str, ...]]
     """Python packages that are needed to write and to run such a graph."""
     file_name: ClassVar[str]
@@ -77,7 +75,6 @@ class Graph(torch.nn.Module, abc.ABC):
 class OnnxGraph(Graph):
     """A graph of ONNX Runtime."""
 
-    extra = "onnx"
     packages = ("onnx", "onnxruntime")
     file_name = "model.onnx"
 
@@ -109,7 +106,6 @@ class OnnxGraph(Graph):
 class OpenVinoGraph(Graph):
     """A graph of OpenVINO, converted from ONNX: the file beside it with the ending .bin holds the weights."""
 
-    extra = "openvino"
     packages = ("onnx", "onnxruntime", "openvino")
     file_name = "openvino_model.xml"
 
@@ -139,7 +135,7 @@ class OpenVinoGraph(Graph):
 
 
 GRAPHS: dict[str, type[Graph]] = {"onnx": OnnxGraph, "openvino": OpenVinoGraph}
-"""Kinds of graphs by the values of --format."""
+"""Kinds of graphs by the values of --format, which are also the names of the extras that install their packages."""
 
 
 class SentenceEncoder(torch.nn.Module):
@@ -190,8 +186,7 @@ def check_packages(format: str) -> None:
     missing = [name for name in GRAPHS[format].packages if importlib.util.find_spec(name) is None]
     if missing:
         raise CpuftError(
-            f"--format {format} needs {', '.join(missing)}, which is not installed: "
-            f"{install_command(GRAPHS[format].extra)}"
+            f"--format {format} needs {', '.join(missing)}, which is not installed: {install_command(format)}"
         )
 
 

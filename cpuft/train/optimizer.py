@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
-from cpuft.train.engines import ENGINES, optimize_with_engine
+from cpuft.train.engines import ENGINES
+from cpuft.train.engines.ipex import optimize_by_ipex
+from cpuft.train.engines.ort import optimize_by_ort
 from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.fast.stack import find_stacks
 
@@ -38,8 +40,10 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
         config.adam_epsilon,
         fused=fused,
     )
-    if config.engine != "torch":
-        optimize_with_engine(config.engine, model, optimizer, precision)
+    if config.engine == "ipex":
+        optimize_by_ipex(model, optimizer, precision)
+    elif config.engine == "ort":
+        optimize_by_ort(model)
     elif config.compile:
         # A graph cannot hold the kernels of fast layers, so there are none. Lengths of batches differ: dynamic shapes.
         model.compile(dynamic=True)

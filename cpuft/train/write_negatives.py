@@ -86,15 +86,12 @@ def make_rules(request: MineConfig) -> MiningRules:
 
 def _embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, compute: Computer) -> Embeddings:
     """Write the embeddings of texts, with a prompt in front, to a .npy file, and return it mapped into memory."""
+    starts = range(0, len(texts), _ROWS_AT_ONCE)
+    windows = (Window([prompt + text for text in texts[start : start + _ROWS_AT_ONCE]], []) for start in starts)
     with open_npy(path, dimensions) as write:
-        write_all(write, compute(_split(texts, prompt)))
+        write_all(write, compute(windows))
     embeddings: Embeddings = np.load(path, mmap_mode="r")
     return embeddings
-
-
-def _split(texts: Sequence[str], prompt: str) -> Iterator[Window]:
-    for start in range(0, len(texts), _ROWS_AT_ONCE):
-        yield Window([prompt + text for text in texts[start : start + _ROWS_AT_ONCE]], [])
 
 
 def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:

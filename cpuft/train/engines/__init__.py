@@ -12,13 +12,9 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-
-if TYPE_CHECKING:
-    import torch
 
 IPEX = "intel_extension_for_pytorch"
 ORT = "onnxruntime-training-cpu"
@@ -30,8 +26,6 @@ class Engine:
 
     versions: Mapping[str, str]
     """Package name to the major and minor version that it must have, such as `2.8`; the engine's own package first."""
-    next_step: str
-    """What a user should do if these versions are not installed."""
     machine: str = ""
     """The machine type that it runs on, as `uname -m` prints it; empty for any."""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -44,16 +38,11 @@ class Engine:
 
 
 ENGINES = {
-    "ipex": Engine({IPEX: "2.8", "torch": "2.8"}, "use the environment that scripts/check-ipex makes", "x86_64"),
-    "deepspeed": Engine(
-        {"deepspeed": "0.19"},
-        "use the environment that scripts/check-deepspeed makes",
-        settings={"DS_ACCELERATOR": "cpu"},
-    ),
+    "ipex": Engine({IPEX: "2.8", "torch": "2.8"}, "x86_64"),
+    "deepspeed": Engine({"deepspeed": "0.19"}, settings={"DS_ACCELERATOR": "cpu"}),
     # Without this setting it only warns when it fails, and trains with torch.
     "ort": Engine(
         {ORT: "1.19", "torch": "2.3"},
-        "use the environment that scripts/check-ort makes",
         "x86_64",
         {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"},
         "onnxruntime/training/ortmodule/torch_cpp_extensions/aten_op_executor*.so",
@@ -73,8 +62,7 @@ def check_engine(config: TrainConfig) -> None:
     if not problem and engine.compiled_files:
         beside = importlib.metadata.distribution(next(iter(engine.versions))).locate_file("")
         if not any(Path(str(beside)).glob(engine.compiled_files)):
-            what = f"--engine {config.engine} has not been compiled for its torch"
-            problem = f"{what}: {engine.next_step}, or leave --engine out"
+            problem = f"--engine {config.engine} has not been compiled for its torch: {_advise(config.engine)}"
     if problem:
         raise CpuftError(problem)
     for name, value in engine.settings.items():
@@ -84,18 +72,6 @@ def check_engine(config: TrainConfig) -> None:
 def name_packages(engine: str) -> tuple[str, ...]:
     """Return the packages whose versions matter for an engine, its own first; none for `torch`."""
     return tuple(ENGINES[engine].versions) if engine in ENGINES else ()
-
-
-def optimize_with_engine(engine: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
-    """Let ipex or ort change a model, and ipex also its optimizer; DeepSpeed does its part in `DeepSpeedExchange`."""
-    if engine == "ipex":
-        from cpuft.train.engines.ipex import optimize_by_ipex
-
-        optimize_by_ipex(model, optimizer, precision)
-    elif engine == "ort":
-        from cpuft.train.engines.ort import optimize_by_ort
-
-        optimize_by_ort(model)
 
 
 def _installed_version(package: str) -> str:
@@ -115,5 +91,9 @@ def find_problem(engine: str, versions: Mapping[str, str], machine: str) -> str:
     for name, wanted in needs.versions.items():
         if not versions[name].startswith(f"{wanted}."):
             here = f"and here is {versions[name] or 'none'}"
-            return f"--engine {engine} needs {name} {wanted}, {here}: {needs.next_step}, or leave --engine out"
+            return f"--engine {engine} needs {name} {wanted}, {here}: {_advise(engine)}"
     return ""
+
+
+def _advise(engine: str) -> str:
+    return f"use the environment that scripts/check-{engine} makes, or leave --engine out"
