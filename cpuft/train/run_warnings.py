@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
@@ -100,7 +101,7 @@ def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
         return float(np.var(labels, dtype=np.float64))
     if prepared.kind in ("labels", "relevance"):
         shares = labels.reshape(len(labels), -1).mean(0, dtype=np.float64)
-        return float(np.mean(_entropies(np.stack([shares, 1 - shares]))))
+        return float(_entropies(np.stack([shares, 1 - shares])).mean())
     if prepared.kind not in ("class", "tags"):
         return math.nan
     counts = _count_classes(labels, len(prepared.labels))
@@ -114,10 +115,9 @@ def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
     return total * float(_entropies(targets / total)) / float(weights @ shares)
 
 
-def _entropies(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+def _entropies(shares: NDArray[np.float64]) -> torch.Tensor:
     """Return the entropies of distributions along axis 0, in nats."""
-    logarithms = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
-    return np.asarray(-(shares * logarithms).sum(0))
+    return torch.special.entr(torch.from_numpy(shares)).sum(0)
 
 
 def _count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
