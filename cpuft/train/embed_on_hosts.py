@@ -1,8 +1,7 @@
 """Embeddings of the texts of a file, computed by the ranks of several hosts, which `cpuft predict --hostfile` starts.
 
-Rank 0 reads the file, so that only its host needs it, sends windows of texts to all ranks in turn, and writes the
-embeddings that come back in the order of the file. Each rank has two windows at a time, one that it computes and one
-that follows, so that it never waits, and neither texts nor embeddings have to fit into memory.
+Rank 0, whose host alone needs the file, sends windows of texts to all ranks in turn, and writes the embeddings that
+come back in the order of the file. Each rank has two windows at a time, so that it never waits.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ class ModelShape:
     other_parameters: int
     """Parameters of embeddings, norms, and the pooler or head."""
     layers: int = 0
-    """Number of layers, counted as often as the encoder runs them; 0 for an architecture that is not known, of which
-    all other sizes are 0, too."""
+    """Number of layers, counted as often as the encoder runs them; if it is not known, 0, as all other sizes are."""
     hidden: int = 0
     inner: int = 0
     """The intermediate size, between the products of feed-forward."""

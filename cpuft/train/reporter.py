@@ -64,8 +64,7 @@ class Progress:
         """The main metric of the last evaluation, which the bar shows."""
         self._steps_made = 0
         self._recent = deque[tuple[float, int]](maxlen=_WINDOW_STEPS + 1)
-        """For each of the latest steps after the warm-up, when it ended and its number of examples. The first one is
-        the start of the window."""
+        """When each of the latest steps after the warm-up ended, and its examples; the first one starts the window."""
 
     def show_start(self, header: Header, precision_reason: str, backend_reason: str) -> None:
         """Show what is trained on which ranks, in which precision and over which backend; the reasons are clauses."""

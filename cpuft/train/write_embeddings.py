@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from cpuft.train.embedder import Embedder, Embeddings
 
 _WINDOW_TEXTS, _TEXT_CHARACTERS = 8192, 2048
-"""Most texts of a window, and about the most characters of its texts on average. Texts of similar length in a window
-are computed together."""
+"""Most texts of a window, of which those of similar length are computed together, and about their characters."""
 _USUAL_COLUMNS = ("text", "sentence", "document", "query", "question")
 _PROGRESS_SECONDS = 10.0
 _END_SECONDS = 10.0

@@ -31,8 +31,7 @@ class Engine:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the engine reads at its import, perhaps by transformers; the user's values win."""
     compiled_files: str = ""
-    """Pattern of files beside its package, of which one exists if the engine was compiled for the installed torch;
-    empty if it needs none."""
+    """Pattern of files beside its package, of which one exists if it was compiled for the installed torch; or empty."""
     has_fused_adamw: bool = True
     """Whether its torch has a fused AdamW for CPUs."""
 

@@ -33,8 +33,7 @@ RANK_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _FAST_SECONDS = 0.02
 """If an exchange takes no longer than this, no compression can gain much, and the step is not measured."""
 _SAMPLED_UPDATES = 4
-"""Updates in which tokens are counted, for each number of ranks: with 32 examples each, their numbers of distinct
-tokens differ by a few percent only."""
+"""Updates in which distinct tokens are counted, for each number of ranks: these counts differ by a few percent only."""
 
 
 def choose_compression(

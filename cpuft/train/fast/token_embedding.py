@@ -207,8 +207,7 @@ _COUNTS_ALL_POSITIONS = {
     "CamembertEmbeddings": False,
     "MPNetEmbeddings": False,
 }
-"""The classes of transformers that `FusedEmbeddings` knows (Embeddings is DistilBERT's) -> whether they count positions
-of padding, too."""
+"""Classes of transformers that `FusedEmbeddings` knows (Embeddings is DistilBERT's) -> whether padding has positions."""
 
 
 class FusedEmbeddings:
