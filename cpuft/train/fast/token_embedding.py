@@ -207,7 +207,7 @@ _COUNTS_ALL_POSITIONS = {
     "CamembertEmbeddings": False,
     "MPNetEmbeddings": False,
 }
-"""Classes of transformers that `FusedEmbeddings` knows (Embeddings is DistilBERT's) -> whether padding has positions."""
+"""Classes of transformers that `FusedEmbeddings` knows (Embeddings: DistilBERT's) -> whether padding has positions."""
 
 
 class FusedEmbeddings:
