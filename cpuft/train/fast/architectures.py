@@ -424,24 +424,6 @@ SIZE_SETTINGS = {
 ATTENTION_DROPOUT_SETTINGS = ("attention_probs_dropout_prob", "attention_dropout")
 """Names in config.json of the dropout rate on attention probabilities, for models of `POST_NORM_ARCHITECTURES`."""
 
-DROPOUT_SETTINGS = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "dropout",
-    "attention_dropout",
-    "seq_classif_dropout",
-    "hidden_dropout",
-    "embd_pdrop",
-    "resid_pdrop",
-    "attn_pdrop",
-    "summary_last_dropout",
-    "classifier_dropout_prob",
-    "mlp_dropout",
-    "embedding_dropout",
-)
-"""Names in config.json of all dropout rates, for any encoder of transformers: what --dropout sets."""
-
 POSITIONS_AFTER_PADDING = (
     "roberta",
     "xlm-roberta",
