@@ -416,9 +416,7 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
     if not config.may_choose_lora:
         return config.choose_lora(0), ""
     predicts_tokens = find_task(config.task, config.causal).kind in DECODER_KINDS
-    count = 0
-    if not config.from_config and (predicts_tokens or _may_be_large_decoder(config)):
-        count = count_stored_parameters(config)
+    count = 0 if config.from_config else count_stored_parameters(config, not predicts_tokens)
     chosen, size = config.choose_lora(count), f"the model has {count / 1e6:,.0f} million parameters"
     limit = f"{LARGE_DECODER // 10**6} million"
     if chosen.lora_rank:
@@ -447,48 +445,38 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
     return chosen, f"all weights are trained, because {why}{advice}" if predicts_tokens else ""
 
 
-def _may_be_large_decoder(config: TrainConfig) -> bool:
-    """Return whether a model is a decoder like Llama, and its files do not say that it is small."""
+def count_stored_parameters(config: TrainConfig, may_be_encoder: bool = False) -> int:
+    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration.
+
+    With `may_be_encoder` it is 0 unless the model is a decoder like Llama, and 0 if its files have at most
+    `LARGE_DECODER` numbers. Raises CpuftError: they cannot be read.
+    """
     source = find_model(config.model)
     source = find_base_model(source) or source
-    if 0 < _count_stored_numbers(source) <= LARGE_DECODER:
-        return False
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    files = sorted(Path(source).glob("*.safetensors"))
+    count = sum(math.prod(shape) for path in files for _, shape in read_stored_tensors(path))
+    if count and not may_be_encoder:
+        return count
+    if 0 < count <= LARGE_DECODER:
+        return 0
+    import transformers
+    from transformers.models.auto import modeling_auto
 
     settings = load_config(replace(config, model=source), {})
     kind = settings.model_type
     # Encoders with the same layers, such as EuroBERT, have a form for masked language modelling.
-    is_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_decoder = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_decoder = is_decoder and kind not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     # Older decoders, such as GPT-2, have no linear layers that adapters could be added to.
-    return is_decoder and hasattr(settings.get_text_config(), "num_key_value_heads")
-
-
-def count_stored_parameters(config: TrainConfig) -> int:
-    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration.
-    Raises CpuftError: they cannot be read.
-    """
-    source = find_model(config.model)
-    source = find_base_model(source) or source
-    if found := _count_stored_numbers(source):
-        return found
+    if may_be_encoder and not (is_decoder and hasattr(settings.get_text_config(), "num_key_value_heads")):
+        return 0
     import torch
-    import transformers
 
-    settings = load_config(replace(config, model=source), {})
     try:
         with torch.device("meta"):  # computes shapes and takes no memory
-            return int(transformers.AutoModelForCausalLM.from_config(settings).num_parameters())
+            return count or int(transformers.AutoModelForCausalLM.from_config(settings).num_parameters())
     except Exception as error:  # wrong sizes raise many kinds of errors
         raise CpuftError(describe_load_failure(config.model, error)) from None
-
-
-def _count_stored_numbers(source: str) -> int:
-    """Return how many numbers the safetensors files in a folder hold, in whatever format; 0 without such files."""
-    files = sorted(Path(source).glob("*.safetensors"))
-    return sum(math.prod(shape) for path in files for _, shape in read_stored_tensors(path))
 
 
 def count_parameters(model: Any) -> int:
