@@ -12,11 +12,10 @@ import importlib.util
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, describe_error, install_command
 from cpuft.train.fast.architectures import ATTENTION_MODULE_NAMES
 
 _TASK_TYPES = {
@@ -108,9 +107,8 @@ def merge_adapters(model: Any, folder: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a head of other sizes
             return PeftModel.from_pretrained(model, folder, ignore_mismatched_sizes=True).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError, UnpicklingError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        kind = type(model).__name__
+    except Exception as error:  # peft, safetensors and pickle raise many kinds of errors
+        reason, kind = describe_error(error), type(model).__name__
         if "merge_and_unload" in reason:
             reason = "they are no changes of its weights, but for example prompts, which cannot be merged"
         raise CpuftError(f"the adapters in {folder} do not fit {kind} ({reason}): give another --model") from None
