@@ -53,9 +53,8 @@ def list_unused(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Bucket:
-    """Parameters of one type whose gradients lie side by side in a buffer, with the methods of torch's GradBucket.
-
-    `length` is the number of elements of the buffer with padding at its end; 0: no padding.
+    """Parameters of one type whose gradients lie side by side in a buffer, with the methods of torch's GradBucket;
+    `length` is the number of elements of the buffer with padding at its end, 0 without.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: int = 0) -> None:

@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.model_files import NORMALIZE_FOLDER, POOLING_FOLDER, SENTENCE_TRANSFORMERS_FILES
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.final_model import MODEL_DIR
-from cpuft.train.model import find_model
+from cpuft.train.model import find_model, locate_file
 from cpuft.train.startup import find_hub_problem
 
 SIMILARITIES = ("cosine", "dot")
@@ -154,18 +154,8 @@ def _read_pooling(source: str, folder: str) -> str:
 
 def _read(source: str, name: str, kind: type[Any]) -> Any:
     """Return the JSON value of a model's file, or None without such a file; raise CpuftError if it is damaged."""
-    path = Path(source, name)
-    if not Path(source).is_dir():
-        from transformers.utils import cached_file
-
-        find_hub_problem()
-        found = cached_file(
-            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-        if found is None:
-            return None
-        path = Path(found)
-    if not path.exists():
+    path = locate_file(source, name)
+    if path is None:
         return None
     try:
         return load(kind, parse_json(path.read_text(encoding="utf-8")), name)

@@ -81,6 +81,21 @@ def _refuse_pointers(folder: Path) -> None:
                 raise CpuftError(problem)
 
 
+def locate_file(source: str, name: str, needs_hub: bool = False) -> Path | None:
+    """Return a file of a model's folder, or of a hub name, which is downloaded; None if there is none. If the hub does
+    not answer, a file that is not in the cache is None, or with `needs_hub` an OSError.
+    """
+    if Path(source).is_dir():
+        path = Path(source, name)
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    find_hub_problem()
+    options = {"_raise_exceptions_for_connection_errors": needs_hub, "_raise_exceptions_for_missing_entries": False}
+    found = cached_file(source, name, **options)
+    return Path(found) if found else None
+
+
 def _find_config(source: str) -> str:
     """Return the folder or hub name with a model's configuration: for adapters without one, their base model."""
     base = "" if Path(source, "config.json").exists() else find_base_model(source)
@@ -446,10 +461,8 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
 
 
 def count_stored_parameters(config: TrainConfig, may_be_encoder: bool = False) -> int:
-    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration.
-
-    With `may_be_encoder` it is 0 unless the model is a decoder like Llama, and 0 if its files have at most
-    `LARGE_DECODER` numbers. Raises CpuftError: they cannot be read.
+    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration; with
+    `may_be_encoder` 0 if it is none like Llama, or a small one. Raises CpuftError: they cannot be read.
     """
     source = find_model(config.model)
     source = find_base_model(source) or source
