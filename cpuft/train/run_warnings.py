@@ -117,7 +117,8 @@ def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
 
 def _entropies(shares: NDArray[np.float64]) -> torch.Tensor:
     """Return the entropies of distributions along axis 0, in nats."""
-    return torch.special.entr(torch.from_numpy(shares)).sum(0)
+    logarithms: torch.Tensor = torch.special.entr(torch.from_numpy(shares))
+    return logarithms.sum(0)
 
 
 def _count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
