@@ -17,8 +17,8 @@ from cpuft.train.startup import describe_exit, pause_garbage_collection
 def main() -> None:
     """Train as the command line says, and end the process without the cleanup of C libraries; this never returns.
 
-    The exit code is 0, 75 after an interruption with a checkpoint, that of `describe_exit` after an error, and 1 with a
-    traceback after an error that `describe_exit` does not know.
+    The exit code is 0, 75 after an interruption with a checkpoint, or as `describe_exit` says, which may mean a
+    traceback.
     """
     started = time.perf_counter()
     protect_streams()

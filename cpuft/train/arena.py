@@ -26,9 +26,8 @@ def plan_buckets(
     """Return the parameters of each bucket; that with the last parameters, whose gradients are complete first, leads.
 
     Each bucket has parameters of one kind and at least `min_elements` elements, except the one with the first
-    parameters of each kind. Parameters in one block of memory stay side by side: the fast path multiplies packed layers
-    as one. `unused` (see `list_unused`), which are of other kinds, come last: others would wait for them until backward
-    ends.
+    parameters of each kind. Parameters in one block of memory, which are multiplied as one, stay side by side. `unused`
+    come last: others would wait for them.
     """
     blocks: dict[tuple[int, Hashable], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -54,9 +53,8 @@ def list_unused(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Bucket:
-    """Parameters of one type whose gradients lie side by side in a buffer, with the methods of torch's GradBucket.
-
-    `length` is the number of elements of the buffer with padding at its end; 0: no padding.
+    """Parameters of one type whose gradients lie side by side in a buffer, with the methods of torch's GradBucket;
+    `length` is the number of elements of the buffer with padding at its end, 0 without.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: int = 0) -> None:
@@ -91,10 +89,8 @@ class Bucket:
         self.clear()
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Let the gradient of a parameter be a view of the buffer: the first one of an update is copied, or zeros.
-
-        Kernels have written those of most matrices there already, and torch adds later ones in place. Zeroing the
-        buffer, and adding the first one to it, would take three times as long as the copy.
+        """Let the gradient of a parameter be a view of the buffer: copied unless a kernel wrote it there, which takes a
+        third of adding it to zeros; zeros without one.
         """
         withdraw_place(parameter)
         view, grad = self._views[parameter], parameter.grad

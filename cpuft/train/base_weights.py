@@ -25,6 +25,7 @@ from cpuft.train.checkpoint.state import lay_out
 from cpuft.train.data.archive import explain_cache_failures
 from cpuft.train.fast.frozen import can_freeze_embedding, freeze_embedding, freeze_linear, quantise
 from cpuft.train.lora import find_whole_modules
+from cpuft.train.model import locate_file
 
 _FORMAT = 1
 """Part of the cache's keys, so that files of another version are not read."""
@@ -42,11 +43,11 @@ def find_weight_files(source: str) -> list[Path]:
     if Path(folder, "adapter_config.json").is_file():
         names = ["adapter_model.safetensors"]
     else:
-        names = [_FILE] if _locate(source, _FILE) else []
-        if not names and (index := _locate(source, _INDEX)):
+        names = [_FILE] if locate_file(source, _FILE, needs_hub=True) else []
+        if not names and (index := locate_file(source, _INDEX, needs_hub=True)):
             parts = load(dict[str, Any], parse_json(index.read_text(encoding="utf-8"))).get("weight_map", {})
             names = sorted(set(parts.values()))
-    files = [path for name in names if (path := _locate(source, name))]
+    files = [path for name in names if (path := locate_file(source, name, needs_hub=True))]
     if not names:
         raise CpuftError(
             f"--base-precision needs safetensors files, and {source} has none: load the model with transformers and "
@@ -57,16 +58,6 @@ def find_weight_files(source: str) -> list[Path]:
         missing = next(name for name in names if name not in known)
         raise CpuftError(f"{source} lacks the weights file {missing}: copy or download the model again")
     return files
-
-
-def _locate(source: str, name: str) -> Path | None:
-    if Path(source).is_dir():
-        path = Path(source, name)
-        return path if path.is_file() else None
-    from transformers.utils import cached_file
-
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    return Path(found) if found else None
 
 
 def find_stored_type(files: Iterable[list[tuple[str, tuple[int, ...]]]]) -> torch.dtype:

@@ -63,10 +63,8 @@ _CLASSES_AT_ONCE = 10
 
 
 def find_baseline(config: TrainConfig) -> BaselineLine:
-    """Return the baseline of a task on its own rows, from the user's cache folder if it is there.
-
-    Raises CpuftError: the kind of task or the number of classes has none, there is too much to search, or the examples
-    cannot be read.
+    """Return the baseline of a task on its own rows, from the user's cache folder if it is there. Raises CpuftError:
+    the task has none, there are too many classes or texts, or the examples cannot be read.
     """
     data = _read(config)
     train = _select_rows(data)
@@ -90,7 +88,6 @@ def find_baseline(config: TrainConfig) -> BaselineLine:
 
 def find_static_baseline(config: TrainConfig, model: str) -> BaselineLine:
     """Return what the mean static embeddings of a model of model2vec, with a linear model, reach on a task's own rows.
-
     Raises CpuftError: the task has no classes, the examples cannot be read, or model2vec or the model is not there.
     """
     data = _read(config)
@@ -137,8 +134,8 @@ def _read(config: TrainConfig) -> TaskData:
 
 
 def _select_rows(data: TaskData) -> Examples:
-    """Return the training rows to which a baseline is fitted: all, or every second, fourth and so on of them, so that
-    their texts are short enough. Rows that are sorted by label keep all of their labels.
+    """Return the training rows to which a baseline is fitted: all, or every second, fourth and so on, with short enough
+    texts. Rows that are sorted by label keep all of their labels.
     """
     most, step, count, number = _MOST_CHARACTERS, 1, 0, 0
     if data.task.kind in ("class", "labels"):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from cpuft.argv import module_command
@@ -26,9 +25,8 @@ _QUIET_SECONDS = 10.0
 class BaselineProcess:
     """Computes the baseline of a run on its first rank, in a process of the lowest priority and with one thread.
 
-    It observes the updates (`UpdateObserver`): the process starts after the first one, so that it delays no start. With
-    `is_measured`, the process starts when the training has ended, so that it disturbs no measurement. This is a context
-    manager, at whose end no process is left, and it never raises an error because of a baseline.
+    It observes the updates (`UpdateObserver`), and starts after the first one, so that it delays no start, or with
+    `is_measured` after the training, so that it disturbs no measurement. It raises no error because of a baseline.
     """
 
     def __init__(self, config: TrainConfig, is_measured: bool, say: Callable[[str], None]) -> None:
@@ -71,12 +69,8 @@ class BaselineProcess:
         )
         return self._process
 
-    def __enter__(self) -> BaselineProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the process if it is still running."""
         if self._process and self._process.poll() is None:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):  # it may read a disk that does not answer

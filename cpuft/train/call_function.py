@@ -28,10 +28,8 @@ _RESULT_DAYS = 30
 
 @contextmanager
 def _join_ranks() -> Iterator[Any]:
-    """Form torch's default process group for the function, and yield a group of all ranks for the results.
-
-    Inside, the function may call init_process_group and destroy_process_group as a script does: these calls change
-    nothing, because cpuft has formed the group and ends it.
+    """Form torch's default process group for the function, whose own calls that form or end it change nothing, and
+    yield a group of all ranks for the results.
     """
     try:
         import torch.distributed as dist
@@ -130,9 +128,8 @@ def _gather_bytes(content: bytes, world: World, group: Any) -> Iterator[tuple[in
 
 
 def main() -> int:
-    """Call the function of the run in $CPUFT_RUN_DIR whose digest the command line has; return the exit code.
-
-    The code is 0 if the result has reached rank 0, 2 after a CpuftError, else that of a script (`cpuft.rank.script`).
+    """Call the function of the run in $CPUFT_RUN_DIR whose digest the command line has; return 0 if the result has
+    reached rank 0, 2 after a CpuftError, else the exit code of a script (`cpuft.rank.script`).
     """
     check = prepare_torch()
     handle_interruption(is_script=True)

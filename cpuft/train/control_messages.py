@@ -2,8 +2,7 @@
 
 A message has a rank's numbers of all updates since the last one, for the record, and what the rank requests: a
 checkpoint or the end. It is sent in the background after an update that all ranks compute alike from the last message,
-and read within the next update, so that nothing waits behind larger messages on the same link. All ranks carry out
-requests after the update in which they have read them.
+and read within the next update, after which all ranks carry out the requests.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ _SECONDS = 1.0
 
 
 class ControlMessages:
-    """The updates of this rank whose lines are not complete yet, and what ranks request of each other.
-
-    A rank that trains alone sends nothing. `done` is the number of updates before this start of the run.
+    """The updates of this rank whose lines are not complete yet, and what ranks request of each other; a rank that
+    trains alone sends nothing. `done` is the number of updates before this start of the run.
     """
 
     def __init__(self, setup: TrainingSetup, checkpoints: Checkpoints, done: int) -> None:
@@ -51,9 +49,8 @@ class ControlMessages:
         """Updates and the numbers of all ranks, (ranks, 6)."""
 
     def find_due(self, may_save: bool) -> Requests:
-        """Read the message under way, and return what all ranks carry out after the update that is being made.
-
-        Without `may_save`, a requested checkpoint is kept for a later update; a stop is carried out after any update.
+        """Read the message under way, and return what all ranks carry out after this update; without `may_save`, a
+        requested checkpoint waits for a later one.
         """
         self._receive()
         if self._is_alone:
@@ -65,11 +62,9 @@ class ControlMessages:
         return due
 
     def add(self, own: StepLine, terms: float, is_pause: bool) -> None:
-        """Add an update that this rank has made, and send a message if it is time.
-
-        `own` has this rank's examples, tokens, seconds without communication, and its sum of losses over `terms`
-        examples, tagged words or masked tokens. With `is_pause`, an evaluation, a comparison, a checkpoint or the end
-        follows, so that all lines must be complete now, and no message under way.
+        """Add an update that this rank has made, with its sum of losses over `terms` terms; send a message if it is
+        time, and before a pause (an evaluation, a comparison, a checkpoint or the end) wait until all lines are
+        complete.
         """
         self._unsent.append(own)
         self._numbers += [own.loss, terms, own.samples, own.tokens, *own.compute_seconds, own.step_seconds]

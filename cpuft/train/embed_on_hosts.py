@@ -1,8 +1,7 @@
 """Embeddings of the texts of a file, computed by the ranks of several hosts, which `cpuft predict --hostfile` starts.
 
-Rank 0 reads the file, so that only its host needs it, sends windows of texts to all ranks in turn, and writes the
-embeddings that come back in the order of the file. Each rank has two windows at a time, one that it computes and one
-that follows, so that it never waits, and neither texts nor embeddings have to fit into memory.
+Rank 0, whose host alone needs the file, sends windows of texts to all ranks in turn, and writes the embeddings that
+come back in the order of the file. Each rank has two windows at a time, so that it never waits.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ _TIMEOUT_SECONDS = 3600.0
 
 
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
-    """Compute embeddings as one of the ranks; rank 0 writes the file of `choose_embeddings_file`. Collective.
-
-    The request is the same on all ranks, but only rank 0 needs its --file. Raises CpuftError: the file, the model or
-    the backend cannot be used, the ranks have different models, or one is not where the plan put it.
+    """Compute embeddings as one of the ranks; rank 0, which alone needs --file, writes `choose_embeddings_file`.
+    Collective. Raises CpuftError: the file, the model or the backend cannot be used, or a rank has another model or
+    place.
     """
     import torch.distributed as dist
 
@@ -89,9 +87,8 @@ def refuse_other_models(found: list[tuple[str, str, str]]) -> None:
 
 
 def _compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Window], ranks: int) -> Iterator[Computed]:
-    """Yield windows and their embeddings in the order of the windows, which all ranks compute in turn. Rank 0 calls it.
-
-    The other ranks have to be in `_compute_for_rank_0`, and leave it after the last window.
+    """Yield windows and their embeddings in the order of the windows, which all ranks compute in turn. Rank 0 calls it;
+    the others have to be in `_compute_for_rank_0`, and leave it after the last window.
     """
     import torch
     import torch.distributed as dist

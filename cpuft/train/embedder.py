@@ -26,15 +26,14 @@ Embeddings = NDArray[np.float32]
 
 _BATCH_TOKENS, _LEAST_TOKENS = {"fp32": 1024, "bf16": 4096}, 128
 """Most tokens of a forward pass of one thread by precision, and the fewest to which a small job is divided. In fp32,
-products of 1024 tokens are as fast as larger ones, and the activations stay in the cache. Where bf16 is multiplied by
-AMX, preparing the weights for each product would take a fifth of the time with 1024 tokens."""
+the activations stay in the cache. With AMX, preparing the weights would take a fifth of the time with 1024 tokens."""
 
 
 def pool(pooling: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return one vector for each text, fp32, shape (texts, hidden size), from the hidden states of the last layer.
+    """Return one vector for each text, fp32, (texts, hidden size), from the hidden states of the last layer.
 
-    `hidden` has the shape (texts, length, hidden size). `mask`, of shape (texts, length), is 1 for tokens and 0 for
-    padding, which is at the end of each row; each text has a token. Raises KeyError: `pooling` is none of POOLINGS.
+    `hidden` is (texts, length, hidden size), and `mask`, (texts, length), 1 for tokens and 0 for padding, which is at
+    the end; each text has a token. Raises KeyError: `pooling` is none of POOLINGS.
     """
     if pooling == "cls":
         return hidden[:, 0].float()
@@ -56,10 +55,10 @@ def normalize(embeddings: torch.Tensor) -> torch.Tensor:
 def plan_batches(
     lengths: NDArray[np.int64], threads: int, batch_size: int = 0, precision: str = "fp32"
 ) -> list[NDArray[np.int64]]:
-    """Return the numbers of the texts of each forward pass: texts of similar length together, the longest first.
+    """Return the numbers of the texts that have tokens, in the batches of all forward passes, the longest texts first.
 
-    Texts without tokens are in no batch. With `batch_size` 0, a batch has as many texts as have 1024 tokens together
-    (4096 in bf16), or fewer in a small job, so that all threads end at about the same time.
+    With `batch_size` 0, a batch has as many texts as have 1024 tokens together (4096 in bf16), or fewer in a small job,
+    so that all threads end at about the same time.
     """
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
@@ -77,11 +76,11 @@ def plan_batches(
 class Embedder:
     """An embedding model with the layers of the fast path, which computes embeddings of texts. Making one loads it.
 
-    The name is that of `find_embedding_model`. `max_length` 0 is that of the model's form, else its number of
-    positions; an empty `pooling` is that of the form. Raises CpuftError: the model cannot be used.
+    The name is that of `find_embedding_model`, and an empty `pooling` that of the model's form. Texts are cut at the
+    length of the form, else at the number of positions. Raises CpuftError: the model cannot be used.
     """
 
-    def __init__(self, name: str, precision: str = "auto", max_length: int = 0, pooling: str = "") -> None:
+    def __init__(self, name: str, precision: str = "auto", pooling: str = "") -> None:
         import transformers
 
         self.source = find_embedding_model(name)
@@ -91,7 +90,7 @@ class Embedder:
         self.tokenizer = load_tokenizer(self.source)
         self.model, settings = load_encoder(self.source)
         positions = getattr(settings, "max_position_embeddings", 0) or 0
-        self.max_length = max_length or self.form.max_length or positions or 512
+        self.max_length = self.form.max_length or positions or 512
         self.precision = choose_precision(precision, False, read_cpu().flags).name
         # Otherwise the fast layers would compute what only a backward pass needs.
         self.model.requires_grad_(False)
@@ -104,9 +103,8 @@ class Embedder:
         return self.form.dimensions or int(self.model.config.hidden_size)
 
     def embed(self, texts: Sequence[str], prompt: str = "", batch_size: int = 0) -> Embeddings:
-        """Return the embeddings of texts, with the prompt in front of each, in order: fp32, shape (texts, dimensions).
-
-        A text without any token, also no special one, has zeros. `batch_size` is that of `plan_batches`.
+        """Return the embeddings of texts after the prompt, in order: fp32, (texts, dimensions), zeros for a text
+        without any token, also no special one. `batch_size` is that of `plan_batches`.
         """
         return self.embed_encoded(self.encode(texts, prompt), batch_size)
 
@@ -157,10 +155,8 @@ class Embedder:
             torch.set_num_threads(threads)
 
     def embed_tokens(self, ids: torch.Tensor, mask: torch.Tensor, model: torch.nn.Module | None = None) -> torch.Tensor:
-        """Return the embeddings of tokenised texts, fp32, shape (texts, dimensions).
-
-        `ids` (int64) and `mask` (1 for tokens, 0 for padding at the end) have the shape (texts, length). A `model`
-        other than this object's own is a copy that another thread uses.
+        """Return the embeddings of tokenised texts, fp32, (texts, dimensions), by this object's model or a copy of it.
+        `ids` (int64) and `mask` (1 for tokens, 0 for padding at the end) are (texts, length).
         """
         with torch.inference_mode(), autocast(self.precision):
             hidden = (model or self.model)(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.model_files import NORMALIZE_FOLDER, POOLING_FOLDER, SENTENCE_TRANSFORMERS_FILES
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.final_model import MODEL_DIR
-from cpuft.train.model import find_model
+from cpuft.train.model import find_model, locate_file
 from cpuft.train.startup import find_hub_problem
 
 SIMILARITIES = ("cosine", "dot")
@@ -68,9 +68,8 @@ def find_embedding_model(name: str) -> str:
 def read_form(source: str, pooling: str = "") -> EmbeddingForm:
     """Return how a model of `find_model`, a folder or hub name, makes embeddings, from its sentence-transformers files.
 
-    A model without these files gets the form that sentence-transformers gives to one: the mean of its hidden states. An
-    empty `pooling` is the model's own. Raises CpuftError: a file is damaged or cannot be fetched, or cpuft cannot
-    compute the form.
+    Without these files it is the mean of the hidden states, as in sentence-transformers. An empty `pooling` is the
+    model's own. Raises CpuftError: a file is damaged or cannot be fetched, or cpuft cannot compute the form.
     """
     modules = _read(source, _MODULES, list[dict[str, Any]])
     if modules is None:
@@ -155,18 +154,8 @@ def _read_pooling(source: str, folder: str) -> str:
 
 def _read(source: str, name: str, kind: type[Any]) -> Any:
     """Return the JSON value of a model's file, or None without such a file; raise CpuftError if it is damaged."""
-    path = Path(source, name)
-    if not Path(source).is_dir():
-        from transformers.utils import cached_file
-
-        find_hub_problem()
-        found = cached_file(
-            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-        if found is None:
-            return None
-        path = Path(found)
-    if not path.exists():
+    path = locate_file(source, name)
+    if path is None:
         return None
     try:
         return load(kind, parse_json(path.read_text(encoding="utf-8")), name)
@@ -207,10 +196,8 @@ def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
 
 
 def choose_form(config: TrainConfig) -> EmbeddingForm:
-    """Return how the model that these options train makes embeddings: as the model says, changed by the options.
-
-    --pooling, --query-prompt and --document-prompt replace what the model says, and a longer --max-length its length.
-    The longest of --matryoshka has no effect: the model keeps all dimensions. Raises as `read_form`.
+    """Return how the model that these options train makes embeddings: as the model says, but for --pooling, the prompts
+    of the options, and a longer --max-length. Raises as `read_form`.
     """
     pooling = "" if config.pooling == "auto" else config.pooling
     source = "" if config.from_config else find_model(config.model)

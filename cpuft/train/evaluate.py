@@ -52,8 +52,7 @@ def evaluate(setup: TrainingSetup, step: int, kept: KeptPredictions | None = Non
     metrics: dict[str, float] = {}
     for suffix, tokens in setup.prepared.validation.items():
         parts = _predict_on_all_ranks(setup, tokens)
-        keep = partial(kept.add, suffix) if kept is not None else None
-        compute = None if parts is None else partial(_compute_metrics, setup.objective, parts, tokens, keep)
+        compute = None if parts is None else partial(_compute_metrics, setup.objective, parts, suffix, tokens, kept)
         found = _run_on_first(compute, setup.config.comm_timeout / 2)
         metrics |= {name + suffix: value for name, value in found.items()}
     setup.model.train()
@@ -62,21 +61,17 @@ def evaluate(setup: TrainingSetup, step: int, kept: KeptPredictions | None = Non
 
 
 def _compute_metrics(
-    objective: Objective,
-    parts: list[BatchPredictions],
-    tokens: Tokens,
-    keep: Callable[[Objective, Predictions, Tokens], None] | None,
+    objective: Objective, parts: list[BatchPredictions], suffix: str, tokens: Tokens, kept: KeptPredictions | None
 ) -> dict[str, float]:
     predictions = join(parts)
-    if keep:
-        keep(objective, predictions, tokens)
+    if kept is not None:
+        kept.add(suffix, objective, predictions, tokens)
     return objective.compute_metrics(predictions, tokens)
 
 
 def _run_on_first(compute: Callable[[], dict[str, float]] | None, interval: float) -> dict[str, float]:
-    """Return on all ranks what `compute` returns, which only rank 0 has. Collective.
-
-    Other ranks get a message every `interval` seconds, so that --comm-timeout does not limit the computation.
+    """Return on all ranks what `compute` returns, which only rank 0 has. Other ranks get a message every `interval`
+    seconds, so that --comm-timeout does not limit the computation. Collective.
     """
     with ThreadPoolExecutor(1) as pool:
         task = pool.submit(compute) if compute else None
@@ -148,9 +143,8 @@ def predict_batches(
 
 
 def join(parts: Sequence[BatchPredictions]) -> Predictions:
-    """Return the predictions of all batches in the order of examples, fp32, shape (examples, longest, ...).
-
-    Shorter predictions are filled up with -1. The batches must contain each example of the split once.
+    """Return the predictions of all batches in the order of examples, fp32, (examples, longest, ...), shorter ones
+    filled up with -1. The batches must contain each example of the split once.
     """
     width = max(predictions.shape[1] for _, predictions in parts)
     whole = np.full((sum(len(examples) for examples, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)

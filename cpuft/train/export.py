@@ -236,11 +236,6 @@ def largest_difference(wanted: Outputs, found: Outputs, lengths: NDArray[np.int6
     return float(np.abs(wanted - found).max())
 
 
-def find_metric_drops(validation: Validation) -> dict[str, float]:
-    """Return how much lower each metric of the exported model is; negative where it is higher."""
-    return {name: value - validation.export.metrics[name] for name, value in validation.run.metrics.items()}
-
-
 def format_validation(validation: Validation) -> list[str]:
     """Return a table of metrics and speed as lines, and a line for each metric that drops by more than the limit."""
     both = (validation.run, validation.export)
@@ -252,8 +247,8 @@ def format_validation(validation: Validation) -> list[str]:
         f"on {counted(validation.examples, 'validation example')} with {counted(validation.threads, 'thread')}; the "
         f"largest difference of an output is {validation.largest_difference:.2g}"
     )
-    for name, drop in find_metric_drops(validation).items():
-        if drop > MAX_METRIC_DROP:
+    for name, value in validation.run.metrics.items():
+        if (drop := value - validation.export.metrics[name]) > MAX_METRIC_DROP:
             lines.append(
                 f"warning: the exported model loses {drop:.4f} of {name}, more than {MAX_METRIC_DROP}: check whether "
                 f"that is acceptable, or export with --precision fp32"
@@ -261,10 +256,5 @@ def format_validation(validation: Validation) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Export as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: export(parse_arguments(ExportConfig, sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: export(parse_arguments(ExportConfig, sys.argv[1:])))

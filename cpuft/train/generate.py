@@ -76,7 +76,7 @@ def generate(request: PredictConfig) -> None:
 def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
     """Read the prompts of --file: JSON lines with messages, or a column of texts of any table.
 
-    A conversation that ends with an answer is read without it. For a chat, a text is the one message of a user. Raises
+    A conversation that ends with an answer is read without it; for a chat, a text is the one message of a user. Raises
     CpuftError: there is no such column, or no prompt, or one is not valid.
     """
     if is_chat and not request.text_columns and (found := _read_conversations(request)):
@@ -224,10 +224,5 @@ def _tabulate_answers(prompts: Sequence[Prompt], answers: Sequence[str], id_colu
     return columns, zip(range(len(prompts)), *(cells for _, cells in given), asked, answers, strict=True)
 
 
-def main() -> None:
-    """Answer prompts as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: generate(parse_arguments(PredictConfig, sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: generate(parse_arguments(PredictConfig, sys.argv[1:])))

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,20 +44,18 @@ class GraphOutput:
 class Graph(torch.nn.Module, abc.ABC):
     """A saved graph, which an objective can call like the model that it was made from. It has no parameters."""
 
-    extra: ClassVar[str]
-    """Extra of setup.cfg that installs the packages."""
     packages: ClassVar[tuple[str, ...]]
     """Python packages that are needed to write and to run such a graph."""
     file_name: ClassVar[str]
     """File of the graph, whose name is that by which optimum finds it, too."""
+    _names: list[str]
+    """Names of the inputs that the graph has."""
 
     @classmethod
     @abc.abstractmethod
     def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
-        """Write an fp32 or int8 graph to `file_name` in a folder.
-
-        `onnx_file` is the fp32 graph in ONNX, in a folder of its own, which is removed afterwards. The weights of a
-        model above 2 GB are in files beside it.
+        """Write an fp32 or int8 graph to `file_name` in a folder; weights above 2 GB are in files beside it.
+        `onnx_file` is the fp32 graph in ONNX, in a folder of its own, which is removed afterwards.
         """
 
     @abc.abstractmethod
@@ -65,15 +63,18 @@ class Graph(torch.nn.Module, abc.ABC):
         """Load the graph of a folder, for as many threads as torch has. Raises any exception of its library."""
         super().__init__()
 
-    @abc.abstractmethod
     def forward(self, **inputs: torch.Tensor) -> GraphOutput:
         """Return the logits in fp32 for the inputs of a batch."""
+        return GraphOutput(torch.from_numpy(self._run({name: inputs[name].numpy() for name in self._names})))
+
+    @abc.abstractmethod
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        """Return the logits, an array of NumPy, for the inputs of the graph, which are arrays of NumPy."""
 
 
 class OnnxGraph(Graph):
     """A graph of ONNX Runtime."""
 
-    extra = "onnx"
     packages = ("onnx", "onnxruntime")
     file_name = "model.onnx"
 
@@ -98,16 +99,13 @@ class OnnxGraph(Graph):
         )
         self._names = [one.name for one in self._session.get_inputs()]
 
-    def forward(self, **inputs: torch.Tensor) -> GraphOutput:
-        """See `Graph`."""
-        (logits,) = self._session.run(None, {name: inputs[name].numpy() for name in self._names})
-        return GraphOutput(torch.from_numpy(logits))
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        return self._session.run(None, inputs)[0]
 
 
 class OpenVinoGraph(Graph):
     """A graph of OpenVINO, converted from ONNX: the file beside it with the ending .bin holds the weights."""
 
-    extra = "openvino"
     packages = ("onnx", "onnxruntime", "openvino")
     file_name = "openvino_model.xml"
 
@@ -132,14 +130,12 @@ class OpenVinoGraph(Graph):
         self._compiled = openvino.Core().compile_model(folder / self.file_name, "CPU", settings)
         self._names = [one.get_any_name() for one in self._compiled.inputs]
 
-    def forward(self, **inputs: torch.Tensor) -> GraphOutput:
-        """See `Graph`."""
-        found = self._compiled({name: inputs[name].numpy() for name in self._names})
-        return GraphOutput(torch.from_numpy(found[0].copy()))
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        return self._compiled(inputs)[0].copy()
 
 
 GRAPHS: dict[str, type[Graph]] = {"onnx": OnnxGraph, "openvino": OpenVinoGraph}
-"""Kinds of graphs by the values of --format."""
+"""Kinds of graphs by the values of --format, which are also the names of the extras that install their packages."""
 
 
 class SentenceEncoder(torch.nn.Module):
@@ -156,9 +152,8 @@ class SentenceEncoder(torch.nn.Module):
 
 
 class EmbeddingsAsStates(torch.nn.Module):
-    """A `SentenceEncoder`, or its graph, in the place of an encoder, for an objective of embeddings.
-
-    The hidden state of each token is the embedding of the text, so that any pooling returns the embedding.
+    """A `SentenceEncoder`, or its graph, in the place of an encoder, for an objective of embeddings: the hidden state
+    of each token is the embedding of the text, which so any pooling returns.
     """
 
     def __init__(self, embeds: torch.nn.Module) -> None:
@@ -186,22 +181,21 @@ class _Logits(torch.nn.Module):
         return logits
 
 
-def check_packages(format: str, find: Callable[[str], object] = importlib.util.find_spec) -> None:
-    """Raise CpuftError if `find` returns None for a package that --format needs."""
-    missing = [name for name in GRAPHS[format].packages if find(name) is None]
+def check_packages(format: str) -> None:
+    """Raise CpuftError if a package that --format needs is not installed."""
+    missing = [name for name in GRAPHS[format].packages if importlib.util.find_spec(name) is None]
     if missing:
         raise CpuftError(
-            f"--format {format} needs {', '.join(missing)}, which is not installed: "
-            f"{install_command(GRAPHS[format].extra)}"
+            f"--format {format} needs {', '.join(missing)}, which is not installed: {install_command(format)}"
         )
 
 
 def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str, precision: str) -> None:
-    """Write the graph of a model into a folder. It takes batches of any size and length.
+    """Write the graph of a model, which takes batches of any size and length, into a folder.
 
     The model is in evaluation mode and in fp32, without the fast path; the batch with which it is traced has at least
-    two examples and two tokens. Raises CpuftError: the model cannot be traced; for other failures the libraries raise
-    exceptions of their own, such as OSError for a full disk.
+    two examples and two tokens. Raises CpuftError: it cannot be traced. The libraries raise other exceptions, such as
+    OSError.
     """
     traced = folder / "traced"
     traced.mkdir()
@@ -264,8 +258,8 @@ def _quiet() -> Iterator[None]:
 
 
 def find_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
-    """Return the largest difference of the logits of model and graph, and the model's largest absolute logit. The first
-    one is infinite if their shapes differ.
+    """Return the largest difference of the logits of model and graph, infinite if their shapes differ, and the model's
+    largest absolute logit.
     """
     with torch.inference_mode():
         wanted, found = model(**batch.inputs).logits.float(), graph(**batch.inputs).logits

@@ -18,9 +18,9 @@ _MAX_NAMED = 8
 def match_labels(stored: Sequence[str], labels: Sequence[str]) -> list[int]:
     """Return for each label the number of the output that a head with the labels `stored` has for it, or -1.
 
-    Names are equal if they differ only in case, spaces, - and _, or are forms of one number (see `find_value`). Where a
-    side has only numbers, or LABEL_0, and the other one has as many other labels, both are taken to be in the same
-    order: numbers in that of their values.
+    Names are equal if they differ only in case, spaces, - and _, or are forms of one number (see `find_value`). If one
+    side has only numbers, or LABEL_0, and the other as many other labels, both are taken to be in the same order:
+    numbers in that of their values.
     """
     old, new = _make_keys(stored), _make_keys(labels)
     if len(old) == len(new) and {*old} != {*new} and any(map(_read_numbers, (stored, labels))):
@@ -53,9 +53,8 @@ def _list_in_order(names: Sequence[str]) -> list[int]:
 
 
 def match_head(stored: Any, head: Mapping[str, Any]) -> list[int]:
-    """Return `match_labels` for a model's configuration and the settings of its new head.
-
-    The list is empty if the outputs of the stored head stay as they are, or none of another number has a known name.
+    """Return `match_labels` for a model's configuration and the settings of its new head; empty if the outputs of the
+    stored head stay as they are, or none of another number has a known name.
     """
     old, labels = _list_labels(stored.id2label), _list_labels(head.get("id2label", {}))
     rows = match_labels(old, labels)
@@ -71,8 +70,8 @@ def _list_labels(id2label: Mapping[Any, str]) -> list[str]:
 def follow_labels(model: Any, source: str, rows: Sequence[int], head: Mapping[str, Any], new: Collection[str]) -> None:
     """Give the head of a loaded model an output for each label of `head`, in place, and say on rank 0 what was done.
 
-    `source` is what the model was loaded from, and `new` has the names of parameters that were not loaded: a head that
-    is one of them is not spoken of. `rows` is what `match_labels` returns; where it is -1, the output is untrained.
+    `rows` is what `match_labels` returns; where it is -1, the output is untrained. `source` is what the model was
+    loaded from, and `new` has the names of parameters that were not loaded: nothing is said of a head among them.
     Raises CpuftError: no linear layer of the head has an output for each stored label.
     """
     import torch

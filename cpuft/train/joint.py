@@ -4,9 +4,9 @@ Each rank sends what the loss needs of its examples (embeddings or cosines) to a
 all examples. The gradient goes to its own examples only: added up over the ranks, that is the gradient of the whole
 batch, the same as on one rank, and nothing has to be sent back.
 
-With gradient caching (Gao and others 2021, arXiv:2101.06983) a rank computes its examples without gradients,
-`--micro-batch` at a time, then the gradient of the loss with respect to them, and then takes it through the model by
-running each micro-batch again. So the batch of the loss may be larger than memory.
+With gradient caching (Gao and others 2021, arXiv:2101.06983), for batches larger than memory, a rank computes its
+examples without gradients, `--micro-batch` at a time, then the gradient of the loss with respect to them, and then
+takes it through the model by running each micro-batch again.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ class JointBatch:
 def make_joint_batches(
     objective: EmbeddingObjective, setup: TrainingSetup, examples: Indices, epoch: int
 ) -> list[JointBatch]:
-    """Return the batches of an update: as many on every rank, each with as many examples of each rank, or one fewer.
-
-    There has to be an example. A rank's examples of a batch are in several parts if they are more than --micro-batch,
-    or, in a run that was resumed on fewer ranks, more than --batch-size.
+    """Return the batches of the examples of an update, at least one: as many batches on every rank, each with as many
+    examples of each rank, or one fewer, in parts of at most --micro-batch, or --batch-size, examples.
     """
     config, world, tokens = setup.config, setup.world, setup.prepared.train
     batches = []
@@ -95,9 +93,8 @@ def deal_examples(setup: TrainingSetup, examples: Indices) -> list[Indices]:
 
 
 def deal(examples: Indices, most: int) -> list[Indices]:
-    """Return `examples`, sorted by length, in as few parts of at most `most` as possible, at least one.
-
-    Each part has every n-th example. So all parts take about the same memory: that of `most` examples at random.
+    """Return `examples`, sorted by length, in as few parts of at most `most` as possible, at least one; each has every
+    n-th example, so that all take about the same memory.
     """
     count = max(1, math.ceil(len(examples) / most))
     return [examples[first::count] for first in range(count)]
@@ -114,9 +111,8 @@ def run_joint_batch(
 ) -> float:
     """Run the forward and backward passes of a batch; return the sum of the losses of this rank's examples. Collective.
 
-    The gradient of the sum of all ranks' losses with respect to this rank's examples (0 without any) is multiplied by
-    `factor`, and added to the gradients that are there. `is_last` marks the update's last batch, in whose last pass
-    gradients are sent. `clock` gets laps of the phases forward, communication and backward.
+    The gradient of the sum of all ranks' losses with respect to this rank's examples, times `factor`, is added to what
+    is there. `is_last` marks the update's last batch, in whose last pass gradients are sent. `clock` gets laps.
     """
     model, states, lap = setup.exchange.forward_model, list[torch.Tensor](), clock.lap
     # A rank with one part does the same as the others.
@@ -171,9 +167,8 @@ def _backward_to_examples(
 
 
 def exchange_examples(own: torch.Tensor, counts: list[int], rank: int) -> torch.Tensor:
-    """Return the rows of all ranks, rank by rank; gradients go to this rank's own rows only. Collective.
-
-    `own` is fp32, of shape (counts[rank], numbers); `counts` is the same on all ranks.
+    """Return the fp32 rows of all ranks, (sum of counts, numbers); gradients go to the `own` ones of this rank only.
+    Collective.
     """
     largest = max(counts)
     # All ranks have to send equally many rows.

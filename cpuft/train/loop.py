@@ -27,19 +27,17 @@ from cpuft.train.ranks import gather_numbers
 from cpuft.train.setup import TrainingSetup
 
 _EARLY_CHECKS = (2, 20)
-"""Updates of this start after which the ranks' parameters are compared. What makes parameters differ mostly does so at
-once, and such a run should not go on for hours. With a warm-up, the first update's learning rate is 0."""
+"""Updates of this start after which the ranks' parameters are compared, as what makes them differ mostly does so at
+once. With a warm-up, the first update's learning rate is 0."""
 
 
 def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: int = 0) -> Iterator[StepLine]:
     """Run the updates that follow the first `done` ones; yield the record's line of each. Collective.
 
-    Before the first update, one forward and one backward pass warm up. With several ranks, lines come some updates
-    later, about once per second (`ControlMessages`), but those until an evaluation, a comparison, a checkpoint or the
-    end come before it. The caller evaluates and compares when it gets the line of such an update.
-
-    Without `checkpoints`, none is written. Raises TrainingInterrupted: a rank was asked to stop, and a checkpoint was
-    written; CpuftError: a loss is not finite.
+    A pass before them warms up. With several ranks, lines come some updates later (`ControlMessages`), but those until
+    an evaluation, a comparison, a checkpoint or the end come before it. The caller evaluates and compares when it gets
+    the line of such an update. Without `checkpoints`, none is written. Raises TrainingInterrupted: a rank was asked to
+    stop, and a checkpoint was written; CpuftError: a loss is not finite.
     """
     config, world, exchange, objective = setup.config, setup.world, setup.exchange, setup.objective
     tokens, checkpoints = setup.prepared.train, checkpoints or Checkpoints(exchange)
@@ -132,9 +130,8 @@ def compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> b
 
 
 def _count_terms_of_ranks(setup: TrainingSetup, examples: Indices, epoch: int, own: float) -> Callable[[], float]:
-    """Return a function that returns the number of terms of all examples of an update. Collective.
-
-    Where counting takes long (`Objective.counts_by_drawing`), ranks add up their `own` numbers, in the background.
+    """Return a function that returns the number of terms of all examples of an update. Where counting takes long
+    (`Objective.counts_by_drawing`), ranks add up their `own` numbers, in the background. Collective.
     """
     if setup.objective.counts_by_drawing and setup.world.size > 1 and not setup.independent:
         find_numbers = gather_numbers([own])
@@ -173,10 +170,8 @@ def _plan_all_updates(setup: TrainingSetup) -> Iterator[tuple[int, Indices]]:
 
 
 def _run_untimed_pass(setup: TrainingSetup, done: int) -> None:
-    """Run one forward and one backward pass on the examples of the first update, and drop their gradients. Collective.
-
-    This compiles the C++ kernels (and the model with --compile) and fills caches, which may take seconds, before the
-    first timed step. The gradients are multiplied by 0 and never sent, so parameters and later results do not change.
+    """Run one forward and one backward pass on the examples of the first update without effect, to compile kernels (and
+    the model with --compile) and fill caches before the first timed step. Collective.
     """
     world = setup.world
     for _, examples in islice(_plan_all_updates(setup), done, done + 1):

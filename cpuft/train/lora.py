@@ -1,11 +1,9 @@
 """LoRA (`--lora-rank N`): train small adapters of rank N, made by peft, instead of the whole model.
 
-Only the adapters and the head are trained, sent between ranks and saved. Their learning rate is ten times that of
-training the whole model, which is best for LoRA whatever the rank (Schulman and others, LoRA Without Regret, 2025).
-Adapters are scaled by 2: alpha is twice the rank, as in peft's example for MRPC. Of encoders, the linear layers of
-attention are adapted: with those of feed-forward, too, MiniLM at rank 16 would send 6 % of the bytes of the whole model
-per update, instead of 2.6 %. Of decoders all but the head are: in the report above, attention alone learns less than
-feed-forward alone.
+Only the adapters and the head are trained, sent and saved, at ten times the learning rate of the whole model, which is
+best whatever the rank (Schulman and others, LoRA Without Regret, 2025), and scaled by 2, as in peft's example for MRPC.
+Of encoders, the linear layers of attention are adapted: with those of feed-forward, MiniLM at rank 16 would send 6 %
+of the bytes of the whole model, not 2.6 %. Of decoders all but the head are: attention alone learns less.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ import importlib.util
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, describe_error, install_command
 from cpuft.train.fast.architectures import ATTENTION_MODULE_NAMES
 
 _TASK_TYPES = {
@@ -29,24 +26,22 @@ _TASK_TYPES = {
 """peft's task types by the end of the model class's name, for its AutoPeftModelForSequenceClassification."""
 
 
-def check_lora(config: TrainConfig, package: str = "peft") -> None:
+def check_lora(config: TrainConfig) -> None:
     """Raise CpuftError if --lora-rank is given and peft is not installed."""
     if config.lora_rank > 0:
-        _check_peft("--lora-rank", package)
+        _check_peft("--lora-rank")
 
 
-def _check_peft(wanted_by: str, package: str = "peft") -> None:
-    """Raise CpuftError if peft is not installed; the message begins with `wanted_by`."""
-    if importlib.util.find_spec(package) is None:
+def _check_peft(wanted_by: str) -> None:
+    if importlib.util.find_spec("peft") is None:
         raise CpuftError(f"{wanted_by} needs peft, which is not installed: {install_command('train')}")
 
 
 def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> Any:
     """Add adapters to the linear layers of `find_target_layers` in place, freeze the rest, and return peft's model.
 
-    The head, and modules whose weights are new, are trained whole. `source` is the folder or hub name that is saved
-    with the adapters, and `new` has the names of the parameters that were not loaded from there. Raises CpuftError:
-    there are no such layers.
+    The head, and modules with parameters named in `new`, which were not loaded, are trained whole. `source` is the
+    folder or hub name that is saved with the adapters. Raises CpuftError: there are no such layers.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -84,10 +79,8 @@ def find_target_layers(model: Any) -> list[str]:
 
 
 def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
-    """Return the names of the modules that are trained whole: the head, and modules with weights of `new` (a pooler).
-
-    A head whose output layer shares the token embedding's weight is not trained: it is as large as the embedding, and
-    its weight was loaded.
+    """Return the names of the modules that are trained whole: the head, and modules with weights of `new` (a pooler),
+    but no head that shares the token embedding's weight, which is large and was loaded.
     """
     outputs = model.get_output_embeddings()
     heads = [
@@ -104,8 +97,8 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
 
 
 def merge_adapters(model: Any, folder: str) -> Any:
-    """Merge the adapters in a folder into the weights of `model`, in place, and return the model without adapters.
-    Raises CpuftError: peft is not installed, or they do not fit the model.
+    """Merge the adapters in a folder into `model`, in place, and return the model without adapters. Raises CpuftError:
+    peft is not installed, or they do not fit the model.
     """
     _check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel
@@ -114,9 +107,8 @@ def merge_adapters(model: Any, folder: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a head of other sizes
             return PeftModel.from_pretrained(model, folder, ignore_mismatched_sizes=True).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError, UnpicklingError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        kind = type(model).__name__
+    except Exception as error:  # peft, safetensors and pickle raise many kinds of errors
+        reason, kind = describe_error(error), type(model).__name__
         if "merge_and_unload" in reason:
             reason = "they are no changes of its weights, but for example prompts, which cannot be merged"
         raise CpuftError(f"the adapters in {folder} do not fit {kind} ({reason}): give another --model") from None

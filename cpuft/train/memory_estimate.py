@@ -79,10 +79,9 @@ class Layer(NamedTuple):
 
 
 def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> Layer:
-    """Return the bytes of the activations of one layer: a fast one, or one of transformers.
-
-    A fast layer keeps the inputs of products and norms; queries, keys and values, also before their norms; and what the
-    gradient of the activation needs. What a layer of transformers keeps was measured.
+    """Return the bytes of one layer's activations: of transformers' own as measured; a fast one keeps inputs of
+    products and norms, queries, keys and values, also before their norms, and what the gradient of the activation
+    needs.
     """
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
     tokens, positions, pairs = batch.tokens, batch.positions, batch.positions * batch.length
@@ -132,10 +131,8 @@ def _maps_weights(config: TrainConfig) -> bool:
 
 
 def measure_activations(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> tuple[int, int, int]:
-    """Return the bytes of the activations of a training step; `shape` has layers.
-
-    They are what the forward pass keeps for backward before it comes to the head; the most that there is at a time,
-    with the head; and what gradient checkpointing leaves unusable in the heap.
+    """Return the bytes of a training step's activations: those that forward keeps before it comes to the head, the most
+    that there is at a time, and what gradient checkpointing leaves unusable in the heap. `shape` has layers.
     """
     layer = measure_layer(shape, config, batch)
     if shape.norms:
@@ -158,9 +155,8 @@ def measure_activations(shape: ModelShape, config: TrainConfig, batch: LargestBa
 
 
 def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: bool = True) -> int:
-    """Return the most bytes that predicting `targets` tokens takes: logits with gradients, and those of the weight.
-
-    Decoders compute a chunk of the logits at once. The head's weight is as large as the embedding.
+    """Return the most bytes that predicting `targets` tokens takes: logits, of decoders in chunks, with gradients, and
+    those of the weight, which is as large as the embedding.
     """
     if not targets:
         return 0
@@ -176,9 +172,8 @@ def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: boo
 
 
 def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[LargestBatch, LargestBatch]:
-    """Return rank 0's batch with the most tokens in the first epoch, and the batch of evaluation with the most.
-
-    Examples of an embedding model are its texts, of which only those of --micro-batch rows are in memory at a time.
+    """Return rank 0's batch with the most tokens in the first epoch, and the batch of evaluation with the most; of an
+    embedding model, examples are the texts of --micro-batch rows.
     """
     lengths, texts = prepared.train.lengths, 1
     if prepared.kind in EMBEDDING_KINDS:
@@ -211,9 +206,9 @@ def estimate_rank(
 ) -> dict[str, int]:
     """Return the bytes that a rank holds at its peak, by part, with the largest batches of these examples.
 
-    The sum of all parts is the peak; a part that is not needed is 0. `checkpoint's copy` is of the state while this
-    rank writes a checkpoint, and `process` is the interpreter, libraries and gaps in the heap. With `shape.layers` 0,
-    activations are not estimated. The precision of `config` is fp32, bf16 or int8.
+    A part that is not needed is 0. `checkpoint's copy` is of the state while this rank writes a checkpoint, and
+    `process` is the interpreter, libraries and gaps in the heap. With `shape.layers` 0, activations are not estimated.
+    The precision of `config` is fp32, bf16 or int8.
     """
     size, adapts = 2 if config.precision == "bf16" else 4, config.lora_rank > 0
     weight_size = size if _is_fast(shape, config) else 4
@@ -283,10 +278,8 @@ class Shortage(NamedTuple):
 
 
 def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
-    """Raise CpuftError if a host has not enough memory for its ranks, with what would make the run fit.
-
-    A host passes if 90 % of the estimate fits into its free memory. Activations of models that the fast path does not
-    know are not counted.
+    """Raise CpuftError if 90 % of the estimate does not fit into a host's free memory, with what would make the run
+    fit. Activations of models that the fast path does not know are not counted.
     """
     shape, config = find_shape(config, prepared.vocab_size), replace(config, precision=memory.precision)
 
@@ -299,10 +292,8 @@ def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> Non
 
 
 def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, factor: float = 1.0) -> Shortage | None:
-    """Return the host or machine with the largest shortage of memory; None if all ranks fit.
-
-    Hosts on the same machine, such as simulated ones, must also fit together. Estimates are multiplied by `factor`
-    before they are compared; below 1, a small shortage is accepted.
+    """Return the host or machine with the largest shortage of memory; None if all ranks fit. Estimates are multiplied
+    by `factor`, and hosts on the same machine, such as simulated ones, must also fit together.
     """
     found, by_machine = list[Shortage](), dict[str | int, list[Shortage]]()
     total = 1 if memory.independent else sum(host.ranks for host in memory.hosts)

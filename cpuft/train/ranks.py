@@ -30,17 +30,13 @@ from cpuft.record import RecordedRank
 def join_process_group(
     world: World, backend: str, timeout_seconds: float, gradient_type: str = "float32", earlier: Choice | None = None
 ) -> Iterator[Choice]:
-    """Form a process group with the other ranks for the time of the context, as torch's default group.
+    """Form torch's default process group with the other ranks, at MASTER_ADDR and MASTER_PORT, in this context.
 
-    The ranks find each other at MASTER_ADDR and MASTER_PORT; a single rank needs no address. The timeout is how long a
-    collective may take, and how long ranks wait for rank 0.
-
-    The `backend` is gloo, mpi, ccl, or auto: the fastest of them here, measured once with gradients of torch's
-    `gradient_type` for these hosts and then read from rank 0's cache folder. `earlier` is what auto chose for these
-    hosts before, the same on all ranks, which is used without measuring. Yields the backend, and why it was chosen.
-
-    Raises CpuftError: the address is not set, or the backend cannot be used. Raises RuntimeError, by torch: rank 0
-    cannot be reached, or its port is taken.
+    A collective may take `timeout_seconds`, and ranks wait as long for rank 0. The `backend` is gloo, mpi, ccl, or
+    auto: what was chosen `earlier`, the same on all ranks, or the fastest of them here, measured once with gradients of
+    torch's `gradient_type` and then read from rank 0's cache folder. Yields the backend, and why it was chosen. Raises
+    CpuftError: the address is not set, or the backend cannot be used; RuntimeError, by torch: rank 0 cannot be reached,
+    or its port is taken.
     """
     store, rank, size = _open_store(world, timeout_seconds), world.rank, world.size
     choice = Choice(backend, "as you asked")
@@ -98,9 +94,8 @@ def broadcast_value(value: Any) -> Any:
 
 
 def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
-    """Start to send this rank's numbers to all ranks; return a function that waits for those of all ranks. Collective.
-
-    That function returns them as fp64, (ranks, numbers), in the order of ranks. It may be called several times.
+    """Start to send this rank's numbers to all ranks; return a function that waits for those of all ranks, (ranks,
+    numbers) in fp64, and may be called several times. Collective.
     """
     # Directly to each rank: the 2 (ranks - 1) messages of a ring, as in gloo's all-reduce, would be sent one after the
     # other, and each of them would wait behind larger messages on the same link.
@@ -119,8 +114,8 @@ def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
 def check_ranks(world: World) -> list[RecordedRank]:
     """Raise CpuftError on all ranks if one is not where the plan put it; return where each rank is. Collective.
 
-    The launcher passes its plan in CPUFT_WORLD_SIZE (number of ranks), CPUFT_HOSTNAME and CPUFT_CORES (hardware
-    threads, separated by commas). Without these variables, only the numbers of ranks and processes are checked.
+    The launcher passes its plan in CPUFT_WORLD_SIZE, CPUFT_HOSTNAME and CPUFT_CORES (hardware threads, separated by
+    commas). Without these variables, only the numbers of ranks and processes are checked.
     """
     own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
     planned = {
@@ -137,9 +132,7 @@ def check_ranks(world: World) -> list[RecordedRank]:
 
 def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], int]]) -> str:
     """Return the first thing that is wrong with the places of `size` ranks, and what to do; empty if nothing is.
-
-    `found` has for each rank where it is, its plan, and its process number. The plan has `size` (number of ranks, as
-    text), `host` (name) and `cpus` (list of hardware threads).
+    `found` has for each rank where it is, its plan (size as text, host, cpus), and its process number.
     """
     for number, count in Counter(rank.rank for rank, _, _ in found).items():
         if count > 1:
@@ -187,18 +180,15 @@ def share_random_weights(model: torch.nn.Module) -> None:
             dist.broadcast(state[name], 0)
 
 
-def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
-    """Return the checksum of `compare_parameters`; raise CpuftError on all ranks if parameters differ. Collective."""
-    checksum, difference = compare_parameters(model, when)
-    if difference:
+def prove_equal_parameters(model: torch.nn.Module, when: str) -> None:
+    """Raise CpuftError on all ranks if parameters differ, as `compare_parameters` says. Collective."""
+    if difference := compare_parameters(model, when)[1]:
         raise CpuftError(difference)
-    return checksum
 
 
 def compare_parameters(model: torch.nn.Module, when: str) -> tuple[str, str]:
-    """Return the checksum of most ranks' parameters, 16 hexadecimal digits, and how other ranks differ. Collective.
-
-    The second text is empty if no rank differs; else it begins with `when`, such as `after update 2`.
+    """Return the checksum of most ranks' parameters, 16 hexadecimal digits, and how other ranks differ: empty, or a
+    text that begins with `when`, such as `after update 2`. Collective.
     """
     checksums = gather((checksum_parameters(model), socket.gethostname()))
     usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]

@@ -51,10 +51,8 @@ _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 
 
 class Progress:
-    """Shows the progress of a run on rank 0: messages on standard error, metrics on standard output.
-
-    The style "lines" is about ten plain lines in a whole run; "bar" sends events from which the launcher draws a
-    progress bar (`cpuft.rank.progress`).
+    """Shows the progress of a run on rank 0: messages on standard error, metrics on standard output. The style "lines"
+    is about ten plain lines; "bar" sends events to the launcher's progress bar (`cpuft.rank.progress`).
     """
 
     def __init__(self, style: str, rank: int) -> None:
@@ -66,8 +64,7 @@ class Progress:
         """The main metric of the last evaluation, which the bar shows."""
         self._steps_made = 0
         self._recent = deque[tuple[float, int]](maxlen=_WINDOW_STEPS + 1)
-        """For each of the latest steps after the warm-up, when it ended and its number of examples. The first one is
-        the start of the window."""
+        """When each of the latest steps after the warm-up ended, and its examples; the first one starts the window."""
 
     def show_start(self, header: Header, precision_reason: str, backend_reason: str) -> None:
         """Show what is trained on which ranks, in which precision and over which backend; the reasons are clauses."""
@@ -174,9 +171,8 @@ class TrainingResult:
 
 
 class RunReporter:
-    """Reports a run as it goes on: to the user, to the record (both on rank 0), and to the record in checkpoints.
-
-    `record` and `checkpoint_writer` are None on ranks without them, and until they are set; `watch` likewise.
+    """Reports a run as it goes on: to the user, to the record (both on rank 0), and to the record in checkpoints;
+    `record`, `checkpoint_writer` and `watch` are None on ranks without them, and until they are set.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -190,8 +186,8 @@ class RunReporter:
         self.earlier_evaluations: list[EvaluationLine] = []
 
     def add(self, line: Line) -> None:
-        """Write a line to the record at once, and to the record of later checkpoints, where this rank has them. Show a
-        warning if the line gives reason for one.
+        """Write a line to the record, and to that of later checkpoints, where this rank has them; show a warning that
+        it gives.
         """
         if self.record:
             self.record.write(line)
@@ -199,11 +195,6 @@ class RunReporter:
             self.checkpoint_writer.add_line(line)
         if self.watch and (warning := self.watch.add(line)):
             self.progress.show(warning)
-
-    def add_step(self, line: StepLine, updates: int) -> None:
-        """Show and record a step, out of `updates`."""
-        self.progress.show_step(line, updates)
-        self.add(line)
 
 
 def make_header(

@@ -32,9 +32,8 @@ def save_results(
     baseline: BaselineProcess | None,
     started: float,
 ) -> None:
-    """Save the model and its predictions, finish the record, and show how good the model is. Collective.
-
-    The baseline is waited for when the record is complete: whoever loses the host then has a finished run.
+    """Save the model and its predictions, finish the record, then wait for the baseline, and show how good the model
+    is. Collective.
     """
     config, prepared, objective, folder = setup.config, setup.prepared, setup.objective, Path(worker.run_dir)
     progress, record, evaluation = reporter.progress, reporter.record, result.evaluation

@@ -8,27 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.judge.metrics import average_searches, measure_searches
+from cpuft.judge.metrics import measure_searches
 
 _QUERIES_AT_ONCE, _DOCUMENTS_AT_ONCE = 256, 16_384
 """Size of the blocks in which scores are computed: 16 MB of them at a time."""
-
-
-def compute_retrieval_metrics(
-    names: Sequence[str],
-    queries: NDArray[np.float32],
-    documents: NDArray[np.float32],
-    relevant: NDArray[np.int32],
-    similarity: str,
-) -> dict[str, float]:
-    """Return means over queries of metrics accuracy@K, precision@K, recall@K, mrr@K, ndcg@K and map@K, by name.
-
-    `queries` and `documents` are embeddings, (texts, dimensions); `relevant` has query number, document number and
-    relevance of each judgement, (judgements, 3). A document counts as relevant or not; how relevant it is has no
-    effect. Queries without relevant documents are left out. Raises ValueError: there are no others, or a metric or the
-    similarity is unknown.
-    """
-    return average_searches(measure_queries(names, queries, documents, relevant, similarity)[1])
 
 
 def measure_queries(
@@ -38,8 +21,8 @@ def measure_queries(
     relevant: NDArray[np.int32],
     similarity: str,
 ) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
-    """Return the numbers of the queries that have relevant documents, and each metric of each of them, fp64,
-    (queries,). Arguments and errors are those of `compute_retrieval_metrics`.
+    """Return what `measure_searches` returns for a search by embeddings, (texts, dimensions). Raises ValueError as it
+    does, and for another similarity than cosine and dot.
     """
 
     def rank(asked: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -53,9 +36,8 @@ def rank_documents(
 ) -> NDArray[np.int64]:
     """Return the numbers of the `count` documents that score highest for each query by cosine or dot, best first.
 
-    The shape is (queries, count), or (queries, documents) if there are fewer documents. Documents with equal scores are
-    in the order of their numbers. Scores are computed in blocks, so that memory does not grow with the product of
-    queries and documents. Raises ValueError: the similarity is another one.
+    The shape is (queries, count), or (queries, documents) if there are fewer; equal scores are in the order of the
+    documents. Memory does not grow with queries times documents. Raises ValueError: the similarity is another one.
     """
     if similarity not in ("cosine", "dot"):
         raise ValueError(f"{similarity} is no similarity of embeddings")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,16 @@ from cpuft.train.results import save_results
 from cpuft.train.run_warnings import RunWatch, find_early_warnings
 from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
-from cpuft.train.tracking import TrackerProcess
+from cpuft.train.tracking import run_trackers
 from cpuft.train.training import train_and_evaluate, train_independently
 
 
 def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Sequence[UpdateObserver] = ()) -> None:
     """Run this rank of a training from start to end: train, evaluate, save the model and the record. Collective.
 
-    Rank 0 writes the record to `worker.run_dir`, and the model if `config.save_model` is set. With `worker.independent`
-    nothing is evaluated and no model is saved. Without a run folder, nothing is saved. All ranks return when all have
-    ended. `started` is the perf_counter value at which this process began.
+    Rank 0 writes the record to `worker.run_dir`, if there is one, and the model if `config.save_model` is set. With
+    `worker.independent` nothing is evaluated and no model is saved. `started` is the perf_counter value at which this
+    process began.
 
     Raises CpuftError: the run is not possible, its loss is not finite, the ranks' parameters differ, or the disk is
     full while the model is saved. Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written.
@@ -142,10 +142,10 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         if reporter.record and not worker.independent:
             # Only ranks that work in a folder of their host, from which the launcher fetches, keep checkpoints.
             users_run_dir = "" if worker.keep_checkpoints else worker.run_dir
-            stack.enter_context(TrackerProcess(config.report_to, worker.run_dir, users_run_dir, progress.show))
+            stack.enter_context(run_trackers(config.report_to, worker.run_dir, users_run_dir, progress.show))
         baseline = None
         if reporter.record and not worker.independent and prepared.kind in KINDS:
-            baseline = stack.enter_context(BaselineProcess(config, worker.is_measured, progress.show))
+            baseline = stack.enter_context(closing(BaselineProcess(config, worker.is_measured, progress.show)))
             setup.observers.append(baseline)
         with setup.exchange.full_weights():
             prove_equal_parameters(model, "before the first step")
@@ -167,11 +167,9 @@ def begin(
     """Restore the newest checkpoint if the run is resumed; then open the record and prepare checkpoints. Collective.
 
     Checkpoints are written only in a run folder, with --engine torch, and by ranks that train together; then SIGUSR1
-    asks the run to stop from here on. `stack` closes the record, and `reporter` gets it, the writer of checkpoints and
-    the earlier steps. Returns the checkpoints, and the number of updates that are done (0 if no checkpoint is found).
-
-    Raises CpuftError on all ranks: the checkpoint is of another job, or all checkpoints are damaged. Raises OSError: a
-    new run finds a record in its folder, or it cannot be written.
+    asks the run to stop from here on. `stack` closes the record. Returns the checkpoints, and the number of updates
+    that are done (0 if no checkpoint is found). Raises CpuftError on all ranks: the checkpoint is of another job, or
+    all are damaged. Raises OSError: a new run finds a record in its folder, or it cannot be written.
     """
     config, world, exchange = setup.config, setup.world, setup.exchange
     is_resumed = worker.recorded_updates >= 0
@@ -219,12 +217,12 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
 
 
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:
-    """Compile or load the C++ kernels on every rank, before anything is timed; return `describe_kernels`. Collective.
+    """Compile or load the C++ kernels on every rank, before anything is timed; return `describe_kernels`, or empty
+    texts if neither layers nor gradients may need kernels. Collective.
 
     Ranks that train together must round alike in an update, or their parameters drift apart. So if a rank has no
-    kernels, the caller lets no rank use them, and all ranks' torch must use the same instructions, or CpuftError is
-    raised on all ranks. Both texts are empty, and nothing is compiled, if neither layers nor gradients may need
-    kernels.
+    kernels, the caller lets no rank use them, and if then torch uses other instructions on a rank, CpuftError is raised
+    on all.
     """
     uses_fast_path = config.fast_path and not config.compile and config.engine == "torch"
     may_encode = len(ranks) > 1 and config.grad_compression in ("auto", *COMPRESSIONS_WITH_FEEDBACK)
@@ -253,10 +251,7 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
     """Return what the header records, `compiled` if all ranks have kernels, else `absent`; then a warning that names
-    the hosts without them, "" for none.
-
-    Each rank's status is `on`, or `off: ` and the reason. `independent` ranks use their kernels all the same, and only
-    the warning differs.
+    the hosts without them, "" for none. Each rank's status is `on`, or `off: ` and the reason.
     """
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:

@@ -1,18 +1,18 @@
 """Warnings of a run that does not fail: before it trains, while it trains, and of what it has reached.
 
-Each is one line that says what was seen, by which numbers, and what to do. A warning that is wrong makes people ignore
-those that are right. So losses are compared with `find_chance_loss`, metrics by their standard errors, and nothing is
-said where there are too few updates or rows to know.
+A warning that is wrong makes people ignore those that are right. So losses are compared with `find_chance_loss`,
+metrics by their standard errors, and nothing is said where there are too few updates or rows to know.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
@@ -60,60 +60,39 @@ _LEAST_OTHER_ROWS = 5
 half of them misses all of 5 in 3 % of the cases."""
 
 
-def find_early_warnings(config: TrainConfig, prepared: Prepared) -> list[str]:
-    """Return the warnings for which nothing has to be trained."""
-    found = (_warn_of_unknown(prepared), _warn_of_repeated(prepared), _warn_of_few(prepared), _warn_of_rate(config))
-    return [warning for warning in found if warning]
-
-
-def _warn_of_unknown(prepared: Prepared) -> str:
-    """Return a warning if the tokenizer does not know more than 5 % of the training texts' tokens; else ""."""
-    if prepared.unknown_share <= MAX_UNKNOWN_SHARE:
-        return ""
-    return (
-        f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer (more "
-        f"than {MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts by "
-        f"--tokenizer, or a --model that was made for them"
-    )
-
-
-def _warn_of_repeated(prepared: Prepared) -> str:
-    """Return a warning if more than `_REPEATED_SHARE` of the validation rows are training rows; else ""."""
-    rows = sum(map(len, prepared.validation.values()))
-    if prepared.repeated <= _REPEATED_SHARE * rows:
-        return ""
-    return (
-        f"warning: {prepared.repeated:,} of {rows:,} validation rows have the same tokens as a training row, so that "
-        f"metrics are better than on new texts: remove these rows from the training or the validation data"
-    )
-
-
-def _warn_of_few(prepared: Prepared) -> str:
-    """Return a warning if no comparison of the same validation rows can show a difference that many people look for."""
-    rows = min(map(len, prepared.validation.values()))
-    difference = _LEAST_DISAGREEMENTS / max(1, rows)
-    if prepared.kind not in ("class", "labels") or difference <= _SMALL_DIFFERENCE:
-        return ""
-    what = f"accuracies that differ by less than {difference:.3f}" if difference < 1 else "two accuracies"
-    return (
-        f"warning: with {rows:,} validation rows, {what} cannot be told apart: to compare settings, give more rows by "
-        f"--validation-file or --validation-split"
-    )
-
-
-def _warn_of_rate(config: TrainConfig) -> str:
-    """Return a warning of a learning rate that is far above all usual ones, or an empty text."""
-    if config.learning_rate <= _HIGH_RATE:
-        return ""
-    return (
-        f"warning: --learning-rate {config.learning_rate:g} is far above the usual ones, which are from 1e-6 to 0.01: "
-        f"AdamW changes each weight by about the learning rate in each update, so that the model will learn nothing"
-    )
+def find_early_warnings(config: TrainConfig, prepared: Prepared) -> Iterator[str]:
+    """Yield the warnings for which nothing has to be trained."""
+    if prepared.unknown_share > MAX_UNKNOWN_SHARE:
+        yield (
+            f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer "
+            f"(more than {MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts "
+            f"by --tokenizer, or a --model that was made for them"
+        )
+    sizes = [len(tokens) for tokens in prepared.validation.values()]
+    if prepared.repeated > _REPEATED_SHARE * sum(sizes):
+        yield (
+            f"warning: {prepared.repeated:,} of {sum(sizes):,} validation rows have the same tokens as a training row, "
+            f"so that metrics are better than on new texts: remove these rows from the training or the validation data"
+        )
+    # No comparison of the same validation rows can show a smaller difference.
+    difference = _LEAST_DISAGREEMENTS / max(1, min(sizes))
+    if prepared.kind in ("class", "labels") and difference > _SMALL_DIFFERENCE:
+        what = f"accuracies that differ by less than {difference:.3f}" if difference < 1 else "two accuracies"
+        yield (
+            f"warning: with {min(sizes):,} validation rows, {what} cannot be told apart: to compare settings, give "
+            f"more rows by --validation-file or --validation-split"
+        )
+    if config.learning_rate > _HIGH_RATE:
+        yield (
+            f"warning: --learning-rate {config.learning_rate:g} is far above the usual ones, which are from 1e-6 to "
+            f"0.01: AdamW changes each weight by about the learning rate in each update, so that the model will learn "
+            f"nothing"
+        )
 
 
 def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
-    """Return the smallest mean training loss of one and the same answer for every example, with the options of the
-    loss; nan if the loss depends on the other examples of a batch. Where tokens are predicted, all are equally likely.
+    """Return the smallest mean training loss of one and the same answer for every example, or token; nan if the loss
+    depends on the other examples of a batch.
     """
     labels = prepared.train.labels
     if prepared.kind in TEXT_KINDS:
@@ -122,7 +101,7 @@ def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
         return float(np.var(labels, dtype=np.float64))
     if prepared.kind in ("labels", "relevance"):
         shares = labels.reshape(len(labels), -1).mean(0, dtype=np.float64)
-        return float(np.mean(_entropies(np.stack([shares, 1 - shares]))))
+        return float(_entropies(np.stack([shares, 1 - shares])).mean())
     if prepared.kind not in ("class", "tags"):
         return math.nan
     counts = _count_classes(labels, len(prepared.labels))
@@ -136,10 +115,10 @@ def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
     return total * float(_entropies(targets / total)) / float(weights @ shares)
 
 
-def _entropies(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+def _entropies(shares: NDArray[np.float64]) -> torch.Tensor:
     """Return the entropies of distributions along axis 0, in nats."""
-    logarithms = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
-    return np.asarray(-(shares * logarithms).sum(0))
+    logarithms: torch.Tensor = torch.special.entr(torch.from_numpy(shares))
+    return logarithms.sum(0)
 
 
 def _count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
@@ -153,8 +132,8 @@ def _count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
 class RunWatch:
     """Looks at the lines of a run while it trains, and warns of each problem once.
 
-    `updates` is the number of updates of the whole run, `global_batch` that of examples in an update, and `metric` the
-    one that compares evaluations. Losses are those of the record: means over all ranks.
+    `updates` are those of the whole run, `global_batch` is the number of examples in an update, and `metric` the one
+    that compares evaluations.
     """
 
     def __init__(self, config: TrainConfig, prepared: Prepared, updates: int, global_batch: int, metric: str) -> None:
@@ -229,15 +208,13 @@ class RunWatch:
         # Scores far from 0 take many updates until their mean is learned, which one answer knows.
         if self.prepared.kind == "score" and now < (1 - _PRECISE) * statistics.fmean(self._losses[:_LEAST_WINDOW]):
             return ""
+        what = "that of one answer for every example"
+        if self.prepared.kind in TEXT_KINDS:
+            what = "without any knowledge of the texts it"
         return (
             f"warning: the model has learned nothing in {len(self._losses):,} updates: the loss is {now:.4g}, and "
-            f"{self._describe_chance()}: {_advise_rate(self.config)}"
+            f"{what} is {self._chance:.4g}: {_advise_rate(self.config)}"
         )
-
-    def _describe_chance(self) -> str:
-        if self.prepared.kind in TEXT_KINDS:
-            return f"without any knowledge of the texts it is {self._chance:.4g}"
-        return f"that of one answer for every example is {self._chance:.4g}"
 
     def _look_at_evaluations(self) -> str:
         """Return a warning if the metric has become worse since the best evaluation, and the last weights are kept."""
@@ -274,8 +251,8 @@ def _advise_rate(config: TrainConfig) -> str:
 def find_standard_error(prepared: Prepared, metric: str, value: float) -> float:
     """Return the standard error of a metric's value on its validation split, rather too large than too small.
 
-    That of a mean of numbers from 0 to 1 is at most that of a share. As in Agresti and Coull's interval, 2 rows are
-    added to both sides, so that it is not 0 for the values 0 and 1. Of perplexity, nobody knows it: a hundredth.
+    That of a mean of numbers from 0 to 1 is at most that of a share, here with 2 rows added to both sides as in Agresti
+    and Coull's interval. Of perplexity, nobody knows it: a hundredth.
     """
     suffix = max((suffix for suffix in prepared.validation if metric.endswith(suffix)), key=len)
     tokens, name = prepared.validation[suffix], metric.removesuffix(suffix)
@@ -336,9 +313,8 @@ def find_result_warning(
     baseline: Mapping[str, float] | None = None,
 ) -> str:
     """Return a warning if a model gives (nearly) one answer for all rows, or if its metrics are not clearly better than
-    those of one answer or of the baseline; else an empty text.
-
-    `columns` are those of `Objective.list_predictions` for the first validation split, or none.
+    those of one answer or of the baseline; else "". `columns` are those of `Objective.list_predictions` for the first
+    validation split, or none.
     """
     if len(prepared.validation[""]) < _LEAST_ROWS:
         return ""
@@ -393,9 +369,8 @@ def _describe_hardly_better(prepared: Prepared, metrics: Mapping[str, float], ot
 
 
 def _find_constant_answer(objective: Objective, prepared: Prepared) -> tuple[str, dict[str, float]]:
-    """Return the commonest label of the first validation split, and the metrics of this answer for all rows.
-
-    Both are empty for tasks without labels, or if too few rows have another label.
+    """Return the commonest label of the first validation split, and the metrics of this answer for all rows; empty for
+    tasks without labels, or if too few rows have another label.
     """
     tokens = prepared.validation[""]
     if prepared.kind not in LABEL_KINDS:

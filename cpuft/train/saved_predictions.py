@@ -19,9 +19,8 @@ from cpuft.train.evaluate import KeptPredictions
 def save_predictions(
     folder: Path, config: TrainConfig, prepared: Prepared, evaluation: EvaluationLine, kept: KeptPredictions
 ) -> str:
-    """Write the file of predictions of an evaluation, if the kind has any. Return a warning if that fails, else "".
-
-    Whatever goes wrong here, the model is trained and saved.
+    """Write the file of predictions of an evaluation, if the kind has any; return a warning if anything goes wrong,
+    else "".
     """
     try:
         if kept.problem:

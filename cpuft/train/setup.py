@@ -35,9 +35,8 @@ class UpdateObserver(Protocol):
         """Prepare for the update that follows."""
 
     def end_update(self, clock: Clock, waited: float) -> None:
-        """Take note of an update, whose phases the clock has measured.
-
-        `waited` are the seconds of its last backward pass in which this rank waited for messages.
+        """Take note of an update, whose phases the clock has measured; in its last backward pass this rank waited for
+        messages for `waited` seconds.
         """
 
 
@@ -45,11 +44,9 @@ class TrainingSetup:
     """Everything that the updates of a run need, made once. Collective.
 
     The model is tried on two examples, and gets the layers of the fast path or of --engine in place. The exchange may
-    wrap model and optimizer: `exchange.forward_model` and `optimizer` are those to use.
-
-    With `independent`, each rank trains its own model, and nothing is exchanged. `global_batch` is the number of
-    examples of an update on all ranks; 0: by batch size, accumulation and number of ranks. `earlier_compression` is
-    what a resumed run chose when it began. Raises CpuftError: the model cannot be trained with these options.
+    wrap model and optimizer: use `exchange.forward_model` and `optimizer`. With `independent`, nothing is exchanged.
+    `global_batch` is the number of examples of an update on all ranks; 0: by the options. `earlier_compression` is what
+    a resumed run chose when it began. Raises CpuftError: the model cannot be trained with these options.
     """
 
     def __init__(
@@ -70,7 +67,8 @@ class TrainingSetup:
         self.global_batch = global_batch or config.batch_size * config.gradient_accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
         """Number of updates of the whole run."""
-        self.evaluation_interval = _find_evaluation_interval(config, len(prepared.train), self.global_batch)
+        intervals = {"none": 0, "epoch": math.ceil(len(prepared.train) / self.global_batch)}
+        self.evaluation_interval = int(intervals.get(config.eval_every, config.eval_every))
         """Number of updates between two evaluations while training; 0: there are none."""
         self.best_metric = find_best_metric(config, prepared)
         """Name of the metric that compares evaluations."""
@@ -103,21 +101,14 @@ def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None
         )
 
 
-def _find_evaluation_interval(config: TrainConfig, examples: int, global_batch: int) -> int:
-    """Return the number of updates between two evaluations while training; 0 for none."""
-    if config.eval_every == "none":
-        return 0
-    return math.ceil(examples / global_batch) if config.eval_every == "epoch" else int(config.eval_every)
-
-
 def try_model(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared, precision: str
 ) -> None:
     """Run a first forward pass on two examples of different length, and note in the model what the exchange needs.
 
-    Noted are whether the word embedding is looked up by more than input ids, and which parameters are unused. Weights,
-    random numbers and the model's mode stay as they are. Raises CpuftError: the model cannot compute a padded batch in
-    this precision. Raises MemoryError or RuntimeError: there is not enough memory.
+    That is whether the word embedding is looked up by more than input ids, and which parameters are unused. Nothing
+    else changes. Raises CpuftError: the model cannot compute a padded batch in this precision. Raises MemoryError or
+    RuntimeError: there is not enough memory.
     """
     lengths = prepared.train.lengths[:1000]
     batch = objective.make_batch(prepared.train, np.unique([lengths.argmax(), lengths.argmin()]))

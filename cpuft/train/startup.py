@@ -22,9 +22,8 @@ HUB_SECONDS = 3.0
 
 
 def pause_garbage_collection() -> None:
-    """Stop Python's garbage collection until `resume_garbage_collection`. Call it before torch is imported.
-
-    Most of a rank's start are imports: with collection, those of torch and transformers take 3.9 s of a core, not 3.1.
+    """Stop Python's garbage collection until `resume_garbage_collection`; call it before torch is imported. With
+    collection, a rank's imports of torch and transformers take 3.9 s of a core, not 3.1.
     """
     gc.disable()
 
@@ -39,8 +38,8 @@ def resume_garbage_collection() -> None:
 def run_as_process(work: Callable[[], None]) -> None:
     """Do the work of a process that a verb has started; garbage collection is paused until the work resumes it.
 
-    After bad input the process exits with code 2, after a full disk with 74, each with one line on standard error that
-    says what to do; at SIGTERM with 143. SIGTERM is an exception, so that half-written files are removed.
+    It ends as `describe_exit` says, with one line on standard error, and at SIGTERM, which is an exception so that
+    half-written files are removed, with code 143.
     """
     protect_streams()
     pause_garbage_collection()
@@ -71,9 +70,8 @@ def describe_exit(error: Exception) -> tuple[str, int]:
 def find_hub_problem() -> str:
     """Return why the Hugging Face hub cannot be used, as a clause for the middle of an error; empty if it can.
 
-    The first call tries to connect, to the hub or its proxy, for up to 3 s; later calls return the same without trying.
-    If the hub does not answer, its client is set to read its cache only: it would try again five times for each file,
-    with pauses that add up to 25 s.
+    The first call tries to connect for up to 3 s. If the hub does not answer, its client is set to read its cache only:
+    it would try again five times for each file, with pauses that add up to 25 s.
     """
     from huggingface_hub import constants
 

@@ -21,12 +21,10 @@ def train_and_evaluate(
 ) -> TrainingResult:
     """Train all ranks as one job after `done` updates, evaluate the model, and record everything. Collective.
 
-    Steps and metrics are shown and recorded as they come. The result has all steps of the run, also of those before it
-    was resumed, and the model is that of the best evaluation with --save-best.
-
-    Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written. Raises CpuftError: the loss is
-    not finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If they differ only at the end, the
-    result says so, because the model can be saved all the same.
+    The result has all steps of the run, also of those before it was resumed, and the model is that of the best
+    evaluation with --save-best. Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written.
+    Raises CpuftError: the loss is not finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If
+    they differ only at the end, the result says so, because the model can be saved all the same.
     """
     config, exchange, updates = setup.config, setup.exchange, setup.updates
     steps, evaluations = list[StepLine](), list(reporter.earlier_evaluations)
@@ -35,7 +33,8 @@ def train_and_evaluate(
         # A resumed run may have stopped early already.
         for line in () if stops() else train(setup, checkpoints, done):
             steps.append(line)
-            reporter.add_step(line, updates)
+            reporter.progress.show_step(line, updates)
+            reporter.add(line)
             if compares_parameters_after(setup, line.step, done):
                 with exchange.full_weights():
                     prove_equal_parameters(setup.model, f"after update {line.step}")
@@ -61,22 +60,20 @@ def train_and_evaluate(
         checksum, difference = compare_parameters(setup.model, "after the last step")
     # The last update may have been evaluated before it ended the training early. With --sync-every, the parameters of
     # that evaluation were the exact mean, and those of now have been rounded to be sent.
-    predictions, predicted_step = KeptPredictions(), -1
-    if not evaluations or evaluations[-1].step != last or config.sync_every > 1:
-        _show_evaluation_start(setup, reporter)
-        evaluations.append(evaluate(setup, last, predictions))
+    predictions = KeptPredictions()
+    is_predicted = not evaluations or evaluations[-1].step != last or config.sync_every > 1
+    if is_predicted:
+        evaluations.append(_evaluate_at_end(setup, reporter, last, predictions))
         reporter.add(evaluations[-1])
-        predicted_step = last
     saved = restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
     if saved is not evaluations[-1]:
         with exchange.full_weights():
             checksum, difference = compare_parameters(
                 setup.model, "after the weights of the best evaluation were restored"
             )
-    if setup.prepared.rows and saved.step != predicted_step:
+    if setup.prepared.rows and not (is_predicted and saved.step == last):
         predictions = KeptPredictions()
-        _show_evaluation_start(setup, reporter)
-        evaluations.append(evaluate(setup, saved.step, predictions))
+        evaluations.append(_evaluate_at_end(setup, reporter, saved.step, predictions))
         if evaluations[-1].metrics != saved.metrics:  # on another number of ranks, products are rounded differently
             saved = evaluations[-1]
             reporter.add(saved)
@@ -93,17 +90,18 @@ def train_and_evaluate(
     )
 
 
-def _show_evaluation_start(setup: TrainingSetup, reporter: RunReporter) -> None:
-    reporter.progress.show_evaluation_start(sum(len(tokens) for tokens in setup.prepared.validation.values()))
+def _evaluate_at_end(
+    setup: TrainingSetup, reporter: RunReporter, step: int, predictions: KeptPredictions
+) -> EvaluationLine:
+    reporter.progress.show_evaluation_start(sum(map(len, setup.prepared.validation.values())))
+    return evaluate(setup, step, predictions)
 
 
 def restore_best(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, evaluations: list[EvaluationLine]
 ) -> EvaluationLine:
-    """Give the model the weights of the best of the evaluations, at least one, if that is not the last. Collective.
-
-    Returns the evaluation of the weights that the model has then: the last one, with a warning, if the best are on no
-    disk.
+    """Give the model the weights of the best of the evaluations and return it; if it is the last, or its weights are on
+    no disk, which is warned of, return the last. Collective.
     """
     last, best = evaluations[-1], find_best(evaluations, setup.best_metric)
     if best is None or best.step == last.step:

@@ -13,10 +13,8 @@ from cpuft.rank.script import end_process, prepare_torch, run_script
 
 
 def _wrap_trainer(accelerated: list[str]) -> None:
-    """Make every Trainer accelerate its model and its optimizer, and append the model's class name to `accelerated`.
-
-    The Trainer makes its optimizer after it has loaded the model and before DistributedDataParallel wraps it, which is
-    when `accelerate` must be called.
+    """Make every Trainer accelerate model and optimizer when it has made the latter, before DistributedDataParallel
+    wraps the model, and append the model's class name to `accelerated`.
     """
     from transformers import Trainer
 
@@ -39,9 +37,8 @@ def _wrap_trainer(accelerated: list[str]) -> None:
 
 
 def main() -> int:
-    """Run the script of the command line as Python would, with accelerated Trainers; return its exit code.
-
-    The code is 2, after one line on standard error, if its model cannot be accelerated or its ranks were not connected.
+    """Run the script of the command line as Python would, with accelerated Trainers; return its exit code, or 2 if its
+    model cannot be accelerated or its ranks were not connected.
     """
     accelerated: list[str] = []
     check = prepare_torch()

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from cpuft.train.embedder import Embedder, Embeddings
 
 _WINDOW_TEXTS, _TEXT_CHARACTERS = 8192, 2048
-"""Most texts of a window, and about the most characters of its texts on average. Texts of similar length in a window
-are computed together."""
+"""Most texts of a window, of which those of similar length are computed together, and about their characters."""
 _USUAL_COLUMNS = ("text", "sentence", "document", "query", "question")
 _PROGRESS_SECONDS = 10.0
 _END_SECONDS = 10.0
@@ -106,8 +105,8 @@ def _open_parquet(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]
 
 @contextmanager
 def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
-    """Yield what writes a .npy file, or a .parquet file with ids (row numbers without `has_ids`). It gets its name when
-    the block has ended without an error. Raises CpuftError: `path` is a folder, a device or a pipe.
+    """Yield what writes a .npy file, or a .parquet file with ids (row numbers without `has_ids`), which gets its name
+    after the block. Raises CpuftError: `path` is a folder, a device or a pipe.
     """
     with write_atomically(path) as beside:
         is_npy = path.suffix == ".npy"
@@ -156,12 +155,11 @@ def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
 
 
 def read_windows(
-    table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = 0
+    table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = _WINDOW_TEXTS
 ) -> Iterator[Window]:
-    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts` (0: 8192). Raises
+    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts`. Raises
     CpuftError: a cell is no text, or there are no rows.
     """
-    limit = window_texts or _WINDOW_TEXTS
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
     for where, cells in table.rows:
         is_empty = False
@@ -174,7 +172,7 @@ def read_windows(
         size += len(texts[-1])
         if id_column:
             ids.append(str(cells[id_column]))
-        if len(texts) == limit or size >= limit * _TEXT_CHARACTERS:
+        if len(texts) == window_texts or size >= window_texts * _TEXT_CHARACTERS:
             yield Window(texts, ids)
             texts, ids, size = [], [], 0
     if is_empty:
@@ -236,10 +234,8 @@ def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
 def compute_in_turn(
     windows: Iterator[Window], starts: Sequence[Callable[[list[str]], Callable[[], Embeddings]]], ahead: int
 ) -> Iterator[Computed]:
-    """Yield windows with their embeddings, in their order, which several processes compute in turn.
-
-    Each of `starts` sends texts to a process, and returns a function that waits for their embeddings; a process has at
-    most `ahead` windows at a time.
+    """Yield windows with their embeddings, in their order, which processes with at most `ahead` windows each compute in
+    turn. Each of `starts` sends texts to one, and returns a function that waits for their embeddings.
     """
     waiting = deque[tuple[Window, Callable[[], "Embeddings"]]]()
     for window, start in zip(windows, itertools.cycle(starts)):
@@ -314,9 +310,8 @@ def _start_worker(request: PredictConfig, cores: list[int]) -> Iterator[_Worker]
 
 
 def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> None:
-    """Compute the embeddings of the lists of texts that come, on these cores, until the parent closes the connection.
-
-    The first message to the parent is the number of dimensions; a text is the message of a CpuftError.
+    """Compute the embeddings of the lists of texts that come, on these cores, until the parent closes the connection;
+    send the number of dimensions first. A text that is sent is the message of a CpuftError.
     """
     os.sched_setaffinity(0, cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))
@@ -334,7 +329,7 @@ def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> N
         pass  # the parent has ended
 
 
-def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Window]:
+def open_windows(request: PredictConfig, window_texts: int = _WINDOW_TEXTS) -> Iterator[Window]:
     """Return the windows of the file of a request; the first one has been read, so that an empty file is found here.
     Raises CpuftError: the file, a column or the prompt is missing.
     """
@@ -362,27 +357,31 @@ def write_embeddings(request: PredictConfig) -> None:
 
 def write_all(write: Write, computed: Iterator[Computed]) -> int:
     """Write embeddings as they come, and return their number; tell the speed every 10 s and at the end."""
-    start = said = time.perf_counter()
-    rows, told = 0, -1
+    rows, tell = 0, make_progress(lambda done, speed: f"{counted(done, 'text')} embedded, {speed:.1f} texts/s")
     for window, embeddings in computed:
         write(embeddings, window.ids)
         rows += len(embeddings)
-        if time.perf_counter() - said > _PROGRESS_SECONDS:
-            said, told = time.perf_counter(), rows
-            _tell_speed(rows, said - start)
-    if told != rows:
-        _tell_speed(rows, time.perf_counter() - start)
+        tell(rows)
+    tell(rows, is_end=True)
     return rows
 
 
-def _tell_speed(rows: int, seconds: float) -> None:
-    print(f"{counted(rows, 'text')} embedded, {rows / seconds:.1f} texts/s", file=sys.stderr, flush=True)
+def make_progress(describe: Callable[[int, float], str]) -> Callable[..., None]:
+    """Return a function of (how much is done, is_end=False), which prints on standard error what `describe` returns for
+    what is done and the speed per second: at most every 10 s, and once at the end.
+    """
+    start = said = time.perf_counter()
+    told = -1
 
+    def tell(done: int, is_end: bool = False) -> None:
+        nonlocal said, told
+        now = time.perf_counter()
+        if done != told and (is_end or now - said > _PROGRESS_SECONDS):
+            said, told = now, done
+            print(describe(done, done / (now - start)), file=sys.stderr, flush=True)
 
-def main() -> None:
-    """Write embeddings as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: write_embeddings(parse_arguments(PredictConfig, sys.argv[1:])))
+    return tell
 
 
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: write_embeddings(parse_arguments(PredictConfig, sys.argv[1:])))

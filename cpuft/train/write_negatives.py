@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from cpuft.train.write_embeddings import (
     Computer,
     Window,
     choose_column,
+    make_progress,
     open_npy,
     read_windows,
     start_computing,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _COLUMNS = ("anchor", "positive")
 """Names of the first columns that are written, by which --task pairs finds them."""
 _ROWS_AT_ONCE = 4096
-_PROGRESS_SECONDS = 10.0
 
 
 def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
@@ -87,15 +86,12 @@ def make_rules(request: MineConfig) -> MiningRules:
 
 def _embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, compute: Computer) -> Embeddings:
     """Write the embeddings of texts, with a prompt in front, to a .npy file, and return it mapped into memory."""
+    starts = range(0, len(texts), _ROWS_AT_ONCE)
+    windows = (Window([prompt + text for text in texts[start : start + _ROWS_AT_ONCE]], []) for start in starts)
     with open_npy(path, dimensions) as write:
-        write_all(write, compute(_split(texts, prompt)))
+        write_all(write, compute(windows))
     embeddings: Embeddings = np.load(path, mmap_mode="r")
     return embeddings
-
-
-def _split(texts: Sequence[str], prompt: str) -> Iterator[Window]:
-    for start in range(0, len(texts), _ROWS_AT_ONCE):
-        yield Window([prompt + text for text in texts[start : start + _ROWS_AT_ONCE]], [])
 
 
 def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
@@ -108,8 +104,7 @@ def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
 
 def write_negatives(request: MineConfig) -> None:
     """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file.
-    Makes the output's folder. Raises CpuftError: file, model or output cannot be used, or no anchor has enough
-    negatives.
+    Raises CpuftError: file, model or output cannot be used, or no anchor has enough negatives.
     """
     path = Path(request.output)
     check_output(path, request.overwrite)
@@ -130,7 +125,10 @@ def write_negatives(request: MineConfig) -> None:
         check_rules(task, request.negatives, rules)
         queries = _embed_into(folder / "anchors.npy", task.anchors, form.query_prompt, dimensions, compute)
         documents = _embed_into(folder / "documents.npy", task.documents, form.document_prompt, dimensions, compute)
-        found = search_negatives(queries, documents, task, request.negatives, rules, _make_progress(len(task.anchors)))
+        total = counted(len(task.anchors), "anchor")
+        tell = make_progress(lambda done, speed: f"negatives of {done} of {total} searched, {speed:.1f} anchors/s")
+        found = search_negatives(queries, documents, task, request.negatives, rules, tell)
+        tell(len(task.anchors), is_end=True)
     left_out = len(found.complete) - int(found.complete.sum())
     why = (
         f"{counted(left_out, 'anchor')} of {len(task.anchors)} left out, with fewer than {request.negatives} negatives"
@@ -143,25 +141,5 @@ def write_negatives(request: MineConfig) -> None:
     print(f"negatives: {path} ({counted(len(rows), 'row')} of {counted(request.negatives, 'negative')}; {why})")
 
 
-def _make_progress(total: int) -> Any:
-    """Return a function that tells on standard error, every 10 s and at the end, how many anchors are done."""
-    start = said = time.perf_counter()
-
-    def tell(done: int) -> None:
-        nonlocal said
-        now = time.perf_counter()
-        if now - said > _PROGRESS_SECONDS or done == total:
-            said = now
-            line = f"negatives of {done} of {counted(total, 'anchor')} searched, {done / (now - start):.1f} anchors/s"
-            print(line, file=sys.stderr, flush=True)
-
-    return tell
-
-
-def main() -> None:
-    """Mine as the command line says; the exit code is that of `run_as_process`."""
-    run_as_process(lambda: write_negatives(parse_arguments(MineConfig, sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    run_as_process(lambda: write_negatives(parse_arguments(MineConfig, sys.argv[1:])))

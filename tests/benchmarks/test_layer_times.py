@@ -24,7 +24,8 @@ from cpuft.rank.world import World
 from cpuft.record import Writer, read_record
 from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.data.archive import Prepared
-from cpuft.train.exchange.table import EXCHANGES
+from cpuft.train.exchange.base import Exchange
+from cpuft.train.exchange.data_parallel import DataParallelExchange
 from cpuft.train.objective.base import Batch
 from cpuft.train.reporter import Progress, RunReporter
 from cpuft.train.setup import TrainingSetup
@@ -135,12 +136,12 @@ def train(run: Path, config: TrainConfig, times: LayerTimes) -> list[int]:
     return objective.hooks
 
 
-@pytest.mark.parametrize("exchange", ["--np 1", "--grad-compression NAME"])
+@pytest.mark.parametrize("exchange", [Exchange, DataParallelExchange])
 def test_gradients_are_ready_when_the_layers_after_them_have_slept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: type[Exchange]
 ) -> None:
     """With the exchange of several ranks, too, which has hooks of its own."""
-    monkeypatch.setattr("cpuft.train.setup.choose_exchange", lambda config, ranks: EXCHANGES[exchange])
+    monkeypatch.setattr("cpuft.train.setup.choose_exchange", lambda config, ranks: exchange)
     observer = LayerTimes()
     train(tmp_path, replace(CONFIG, gradient_accumulation=2), observer)
     times = observer.make_line()

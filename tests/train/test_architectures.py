@@ -21,7 +21,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
 from cpuft.train.exchange.table import choose_exchange
-from cpuft.train.model import check_weights
+from cpuft.train.model import check_weights, find_model
 from cpuft.train.objective.table import make_objective
 from cpuft.train.run_warnings import find_early_warnings
 from cpuft.train.setup import find_unused_parameters, try_model
@@ -279,7 +279,7 @@ def cut(path: Path) -> None:
 
 def load(config: TrainConfig) -> None:
     """What is done before a model trains."""
-    check_weights(config.model)
+    check_weights(find_model(config.model))
     make_objective(config, read_prepared(str(prepare(config)))).load_model(config)
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def test_static_embeddings_equal_a_plain_script() -> None:
 def run_process(is_measured: bool, during: Callable[[BaselineProcess], Any] = lambda process: None) -> Any:
     """Return the baseline of the demo as a run has it, what `during` returns, and the lines that were shown."""
     said = list[str]()
-    with BaselineProcess(DEMO, is_measured, said.append) as process:
+    with closing(BaselineProcess(DEMO, is_measured, said.append)) as process:
         process.end_update(None, 0.0)
         process.end_update(None, 0.0)
         seen = during(process)

@@ -50,7 +50,6 @@ MOVE_ORT = MOVE.replace("ipex", "ort")
             "aarch64",
             "--engine ort runs on x86_64 only, and this host is aarch64: leave --engine out",
         ),
-        ("torch", (), "riscv64", ""),
     ],
 )
 def test_where_an_engine_can_train(engine: str, versions: tuple[str, ...], machine: str, problem: str) -> None:

@@ -132,17 +132,14 @@ def test_neither_positives_of_an_equal_anchor_nor_the_anchor_are_negatives() -> 
     assert (np.diff(found.scores[1:], axis=1) <= 0).all()
 
 
-def test_a_part_of_the_anchors_is_mined_as_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_anchors_are_mined_as_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     task = make_mining_task(*make_rows(100), None)
     whole = mine(task, 2, MiningRules(skip=1))
     embeddings, said = (embed(task.anchors), embed(task.documents)), list[int]()
     monkeypatch.setattr(cpuft.train.mine, "_ANCHORS_AT_ONCE", 32)
-    parts = [
-        search_negatives(*embeddings, task, 2, MiningRules(skip=1), said.append, part)
-        for part in (slice(0, 45), slice(45, None))
-    ]
-    assert np.concatenate([part.numbers for part in parts]).tolist() == whole.numbers.tolist()
-    assert said == [32, 45, 32, len(task.anchors) - 45]
+    found = search_negatives(*embeddings, task, 2, MiningRules(skip=1), said.append)
+    assert found.numbers.tolist() == whole.numbers.tolist()
+    assert said == [*range(32, len(task.anchors), 32), len(task.anchors)]
 
 
 @pytest.mark.parametrize("columns, count", [(7, 3), (7, 9), (4096, 5), (4111, 63), (64, 1), (97, 1)])

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from cpuft.judge.search_metrics import average_searches
 from cpuft.train import retrieval_metrics
-from cpuft.train.retrieval_metrics import compute_retrieval_metrics, rank_documents
+from cpuft.train.retrieval_metrics import measure_queries, rank_documents
 
 NAMES = tuple(
     f"{metric}@{depth}"
@@ -27,6 +28,10 @@ NAMES = tuple(
     for depth in depths
 )
 Floats = NDArray[np.float32]
+
+
+def compute_metrics(names: tuple[str, ...], *search: Any) -> dict[str, float]:
+    return average_searches(measure_queries(names, *search)[1])
 
 
 class GivenEmbeddings:
@@ -108,7 +113,7 @@ def test_every_digit_is_the_evaluator_s(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval_metrics, "_QUERIES_AT_ONCE", block)
         patch.setattr(retrieval_metrics, "_DOCUMENTS_AT_ONCE", block)
-        found = compute_retrieval_metrics(NAMES, texts[:queries], texts[queries:], relevant, similarity)
+        found = compute_metrics(NAMES, texts[:queries], texts[queries:], relevant, similarity)
     assert found == evaluate(texts[:queries], texts[queries:], relevant, similarity)
 
 
@@ -122,7 +127,7 @@ def test_real_embeddings_over_several_blocks(similarity: str) -> None:
     relevant[:, 1] = np.where(
         generator.random(900) < 0.5, (queries[relevant[:, 0]] @ documents.T).argmax(1), relevant[:, 1]
     )
-    found = compute_retrieval_metrics(NAMES, queries, documents, relevant, similarity)
+    found = compute_metrics(NAMES, queries, documents, relevant, similarity)
     assert found == evaluate(queries, documents, relevant, similarity)
     assert 0.05 < found["mrr@10"] < 0.95
 
@@ -133,7 +138,7 @@ def test_a_small_search_by_hand() -> None:
     # The first query ranks 0, 2, 1; the second 1, 2, 0. Nothing is relevant to the third, so that it does not count.
     relevant = np.asarray([[0, 2, 1], [0, 1, 3], [1, 1, 1], [2, 0, 0]], np.int32)
     names = ("accuracy@1", "accuracy@2", "precision@2", "recall@2", "mrr@10", "map@100", "ndcg@10", "precision@10")
-    found = compute_retrieval_metrics(names, queries, documents, relevant, "cosine")
+    found = compute_metrics(names, queries, documents, relevant, "cosine")
     discounts = 1 / np.log2([2, 3, 4])
     assert found == {
         "accuracy@1": 0.5,
@@ -159,8 +164,8 @@ def test_what_is_no_metric_or_similarity() -> None:
     texts = np.ones((1, 2), np.float32)
     relevant = np.asarray([[0, 0, 1]], np.int32)
     with pytest.raises(ValueError, match="f1 is no metric"):
-        compute_retrieval_metrics(("f1@3",), texts, texts, relevant, "dot")
+        compute_metrics(("f1@3",), texts, texts, relevant, "dot")
     with pytest.raises(ValueError, match="euclidean is no similarity"):
-        compute_retrieval_metrics(("mrr@3",), texts, texts, relevant, "euclidean")
+        compute_metrics(("mrr@3",), texts, texts, relevant, "euclidean")
     with pytest.raises(ValueError, match="no query has a relevant document"):
-        compute_retrieval_metrics(("mrr@3",), texts, texts, relevant * 0, "dot")
+        compute_metrics(("mrr@3",), texts, texts, relevant * 0, "dot")

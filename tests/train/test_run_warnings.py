@@ -57,6 +57,10 @@ def judge(
     return find_result_warning(config, objective, prepared, metrics, columns, baseline)
 
 
+def list_early(config: TrainConfig, prepared: Prepared) -> list[str]:
+    return [*find_early_warnings(config, prepared)]
+
+
 NO, YES = [1, 0], [0, 1]
 PERFECT = [NO, YES, YES, YES]
 
@@ -284,23 +288,23 @@ def test_standard_errors_are_those_of_the_rows_that_decide() -> None:
 
 
 def test_what_harms_a_run_is_said_before_it() -> None:
-    assert find_early_warnings(CONFIG, CLASSES) == []
-    assert find_early_warnings(CONFIG, replace(CLASSES, repeated=2)) == []
+    assert list_early(CONFIG, CLASSES) == []
+    assert list_early(CONFIG, replace(CLASSES, repeated=2)) == []
     small = prepare("class", [0, 1, 1], ("no", "yes"), ("accuracy",), 58)
-    assert find_early_warnings(CONFIG, small) == [
+    assert list_early(CONFIG, small) == [
         "warning: with 174 validation rows, accuracies that differ by less than 0.034 cannot be told apart: to compare "
         "settings, give more rows by --validation-file or --validation-split"
     ]
-    assert find_early_warnings(CONFIG, replace(small, kind="score")) == []
-    tiny = find_early_warnings(CONFIG, prepare("class", [0, 1], ("no", "yes"), ("accuracy",), 1))
+    assert list_early(CONFIG, replace(small, kind="score")) == []
+    tiny = list_early(CONFIG, prepare("class", [0, 1], ("no", "yes"), ("accuracy",), 1))
     assert tiny[0].startswith("warning: with 2 validation rows, two accuracies cannot be told apart: ")
-    unknown, repeated, rate = find_early_warnings(
+    unknown, repeated, rate = list_early(
         replace(CONFIG, learning_rate=2e5), replace(CLASSES, repeated=12, unknown_share=0.2)
     )
     assert unknown.startswith("warning: 20% of the tokens of the training texts are unknown")
     assert repeated.startswith("warning: 12 of 240 validation rows have the same tokens as a training row, so that ")
     assert rate.startswith("warning: --learning-rate 200000 is far")
-    assert [find_early_warnings(replace(CONFIG, learning_rate=one), CLASSES) for one in (0.0, 2e-5, 0.1)] == [[]] * 3
+    assert [list_early(replace(CONFIG, learning_rate=one), CLASSES) for one in (0.0, 2e-5, 0.1)] == [[]] * 3
 
 
 def test_validation_rows_that_are_training_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

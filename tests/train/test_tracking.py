@@ -11,7 +11,7 @@ import pytest
 
 from cpuft.record import format_line, read_record
 from cpuft.train import tracking
-from cpuft.train.tracking import TrackerProcess
+from cpuft.train.tracking import run_trackers
 from tests.conftest import run_cpuft
 from tests.records import make_record
 
@@ -26,7 +26,7 @@ def follow(
     (folder / "record.jsonl").write_text(format_line(make_record(1).header) + "\n")
     popen: Any = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda argv, **options: popen(["sh", "-c", command, *argv], **options))
-    with TrackerProcess("wandb", str(folder), users_run_dir, warnings.append):
+    with run_trackers("wandb", str(folder), users_run_dir, warnings.append):
         start = time.monotonic()
     return time.monotonic() - start, warnings
 
@@ -68,7 +68,7 @@ def test_a_tracker_that_has_everything_is_silent(tmp_path: Path, monkeypatch: py
 
 
 def test_without_trackers_nothing_is_started(tmp_path: Path) -> None:
-    with TrackerProcess("", str(tmp_path), "", pytest.fail):
+    with run_trackers("", str(tmp_path), "", pytest.fail):
         pass
     assert list(tmp_path.iterdir()) == []
 

@@ -12,13 +12,9 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-
-if TYPE_CHECKING:
-    import torch
 
 IPEX = "intel_extension_for_pytorch"
 ORT = "onnxruntime-training-cpu"
@@ -30,30 +26,22 @@ class Engine:
 
     versions: Mapping[str, str]
     """Package name to the major and minor version that it must have, such as `2.8`; the engine's own package first."""
-    next_step: str
-    """What a user should do if these versions are not installed."""
     machine: str = ""
     """The machine type that it runs on, as `uname -m` prints it; empty for any."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the engine reads at its import, perhaps by transformers; the user's values win."""
     compiled_files: str = ""
-    """Pattern of files beside its package, of which one exists if the engine was compiled for the installed torch;
-    empty if it needs none."""
+    """Pattern of files beside its package, of which one exists if it was compiled for the installed torch; or empty."""
     has_fused_adamw: bool = True
     """Whether its torch has a fused AdamW for CPUs."""
 
 
 ENGINES = {
-    "ipex": Engine({IPEX: "2.8", "torch": "2.8"}, "use the environment that scripts/check-ipex makes", "x86_64"),
-    "deepspeed": Engine(
-        {"deepspeed": "0.19"},
-        "use the environment that scripts/check-deepspeed makes",
-        settings={"DS_ACCELERATOR": "cpu"},
-    ),
+    "ipex": Engine({IPEX: "2.8", "torch": "2.8"}, "x86_64"),
+    "deepspeed": Engine({"deepspeed": "0.19"}, settings={"DS_ACCELERATOR": "cpu"}),
     # Without this setting it only warns when it fails, and trains with torch.
     "ort": Engine(
         {ORT: "1.19", "torch": "2.3"},
-        "use the environment that scripts/check-ort makes",
         "x86_64",
         {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"},
         "onnxruntime/training/ortmodule/torch_cpp_extensions/aten_op_executor*.so",
@@ -69,7 +57,12 @@ def check_engine(config: TrainConfig) -> None:
     if engine is None:
         return
     versions = {name: _installed_version(name) for name in engine.versions}
-    if problem := find_problem(config.engine, versions, platform.machine(), _is_compiled(engine)):
+    problem = find_problem(config.engine, versions, platform.machine())
+    if not problem and engine.compiled_files:
+        beside = importlib.metadata.distribution(next(iter(engine.versions))).locate_file("")
+        if not any(Path(str(beside)).glob(engine.compiled_files)):
+            problem = f"--engine {config.engine} has not been compiled for its torch: {_advise(config.engine)}"
+    if problem:
         raise CpuftError(problem)
     for name, value in engine.settings.items():
         os.environ.setdefault(name, value)
@@ -80,18 +73,6 @@ def name_packages(engine: str) -> tuple[str, ...]:
     return tuple(ENGINES[engine].versions) if engine in ENGINES else ()
 
 
-def optimize_with_engine(engine: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
-    """Let ipex or ort change a model, and ipex also its optimizer; DeepSpeed does its part in `DeepSpeedExchange`."""
-    if engine == "ipex":
-        from cpuft.train.engines.ipex import optimize_by_ipex
-
-        optimize_by_ipex(model, optimizer, precision)
-    elif engine == "ort":
-        from cpuft.train.engines.ort import optimize_by_ort
-
-        optimize_by_ort(model)
-
-
 def _installed_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -99,31 +80,19 @@ def _installed_version(package: str) -> str:
         return ""
 
 
-def _is_compiled(engine: Engine) -> bool:
-    if not engine.compiled_files:
-        return True
-    try:
-        beside = importlib.metadata.distribution(next(iter(engine.versions))).locate_file("")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return any(Path(str(beside)).glob(engine.compiled_files))
-
-
-def find_problem(engine: str, versions: Mapping[str, str], machine: str, compiled: bool = True) -> str:
-    """Return why an engine cannot train here and what to do, as one line; empty if it can, or if its name is unknown.
-
-    `versions` has the installed version of each package in `Engine.versions`, "" for a missing one. `compiled` says
-    whether the files exist that the engine compiles for the installed torch.
+def find_problem(engine: str, versions: Mapping[str, str], machine: str) -> str:
+    """Return why an engine cannot train with these versions of its packages ("": missing) on this type of machine, and
+    what to do, as one line; empty if it can. Raises KeyError for `torch`.
     """
-    if engine not in ENGINES:
-        return ""
     needs = ENGINES[engine]
     if needs.machine not in ("", machine):
         return f"--engine {engine} runs on {needs.machine} only, and this host is {machine}: leave --engine out"
     for name, wanted in needs.versions.items():
         if not versions[name].startswith(f"{wanted}."):
             here = f"and here is {versions[name] or 'none'}"
-            return f"--engine {engine} needs {name} {wanted}, {here}: {needs.next_step}, or leave --engine out"
-    if not compiled:
-        return f"--engine {engine} has not been compiled for its torch: {needs.next_step}, or leave --engine out"
+            return f"--engine {engine} needs {name} {wanted}, {here}: {_advise(engine)}"
     return ""
+
+
+def _advise(engine: str) -> str:
+    return f"use the environment that scripts/check-{engine} makes, or leave --engine out"

@@ -14,9 +14,8 @@ from cpuft.train.fast.acceleration import keep_freed_memory
 
 
 class DeepSpeedExchange(Exchange):
-    """DeepSpeed's engine around the model, and its optimizer, which also clips, around the given one.
-
-    It reduces gradients during the backward pass, over the existing process group.
+    """DeepSpeed's engine around the model, which reduces gradients during the backward pass, and its optimizer, which
+    also clips, around the given one.
     """
 
     allows_warm_up = False  # DeepSpeed counts every backward pass as a part of an update
@@ -41,11 +40,6 @@ class DeepSpeedExchange(Exchange):
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
         self._engine = self.forward_model = engine
-
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether --engine is deepspeed."""
-        return config.engine == "deepspeed"
 
     def begin_pass(self, is_last: bool) -> None:
         """Tell DeepSpeed to reduce gradients in the next backward pass only if it is the last one of an update."""

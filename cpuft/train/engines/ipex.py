@@ -11,10 +11,8 @@ from cpuft.train.fast.acceleration import keep_freed_memory
 
 
 def optimize_by_ipex(model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
-    """Put IPEX's layers, in bf16 or fp32, into a model, and its fp32 master weights into the optimizer, in place.
-
-    It must run before the exchange is made. `state_dict` stays fp32, with the same names. The model is in training mode
-    afterwards, and glibc keeps freed memory.
+    """Put IPEX's layers into a model in training mode, and its fp32 masters into the optimizer, in place, before the
+    exchange is made. `state_dict` stays fp32, with the same names. glibc keeps freed memory.
     """
     import intel_extension_for_pytorch as ipex
 

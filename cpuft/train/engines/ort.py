@@ -9,10 +9,9 @@ import torch
 
 
 def optimize_by_ort(model: Any) -> None:
-    """Let ONNX Runtime compute a model's passes, in place; graphs are exported in the first pass of each kind.
+    """Let ONNX Runtime compute the passes of a model in training mode, in place, with as many threads as torch has.
 
-    The parameters and everything that is saved stay the model's own, which is in training mode afterwards. It must run
-    before the exchange is made. All later sessions of ONNX Runtime in this process have as many threads as torch.
+    It must run before the exchange is made. Parameters, and what is saved, stay the model's own.
     """
     import onnxruntime
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel, ORTModule

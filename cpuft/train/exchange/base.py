@@ -42,11 +42,6 @@ class Exchange:
         self.shards: OptimizerShards | None = None
         """This rank's shards of the optimizer state; None if each rank has all of it."""
 
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether these options on this number of ranks select this exchange, the first such in `EXCHANGES`."""
-        return ranks == 1
-
     def reset(self) -> None:
         """Accept that all parameters were replaced by the same ones on all ranks, as after a checkpoint was loaded."""
 

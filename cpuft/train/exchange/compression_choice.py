@@ -33,8 +33,7 @@ RANK_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _FAST_SECONDS = 0.02
 """If an exchange takes no longer than this, no compression can gain much, and the step is not measured."""
 _SAMPLED_UPDATES = 4
-"""Updates in which tokens are counted, for each number of ranks: with 32 examples each, their numbers of distinct
-tokens differ by a few percent only."""
+"""Updates in which distinct tokens are counted, for each number of ranks: these counts differ by a few percent only."""
 
 
 def choose_compression(
@@ -48,13 +47,12 @@ def choose_compression(
 ) -> tuple[str, str]:
     """Choose the compression of gradients for `--grad-compression auto`, the same on all ranks. Collective.
 
-    It is called when the model has its fast layers. A measurement takes the time of some all-reduces and, if the link
-    is slow, of two forward and backward passes, which leave the model in training mode without gradients. `earlier` is
-    what was chosen when the run began, if it is being resumed.
+    Returns it, for example int8, and the reason in one line; both are "" if there was nothing to choose. It is the most
+    exact one with which a step is estimated to be as short as the shortest within 2 %; if the link sends gradients as
+    they are within 20 ms, bf16 or none, without a reason. `earlier` is what was chosen when a resumed run began.
 
-    Returns the compression, for example int8, and the reason in one line. Both are "" if there was nothing to choose.
-    The most exact compression is chosen with which a step is estimated to be as short as the shortest within 2 %; if
-    the link sends gradients as they are within 20 ms, that is bf16 or none, without a reason.
+    Call it when the model has its fast layers. A measurement takes some all-reduces and, if the link is slow, two
+    forward and backward passes, which leave the model in training mode without gradients.
     """
     base = resolve_compression(config.grad_compression, precision)
     has_choice = config.grad_compression == "auto" and choose_exchange(config, world.size).sends_gradients
@@ -93,15 +91,20 @@ def make_levels(
     """Return what an update of a model sends with each compression, from none to powersgd.
 
     `tokens` and `own_tokens` are the distinct tokens in an update of all ranks and of one rank (of one host if means
-    are hierarchical), which count if the word embedding is exchanged by rows. `ranks` are those of the all-reduce whose
-    payload the bytes are, `coding_seconds` are for one number with int8, and `hosts` is 0 without hierarchical means.
+    are hierarchical). `ranks` are those of the all-reduce whose payload the bytes are, `coding_seconds` are for one
+    number with int8, and `hosts` is 0 without hierarchical means.
     """
+    layers, row = _list_layers(model)
+    rows = RowSizes(round(tokens * row), round(own_tokens * row))
+    return list_levels(layers, rows, ranks, coding_seconds, hosts)
+
+
+def _list_layers(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], int]:
+    """Return the trained parameters without the word embedding that is exchanged by rows, and its width (0: none)."""
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
     layers = [p for p in model.parameters() if p.requires_grad and p is not weight]
-    row = 0 if weight is None else weight.shape[1]
-    rows = RowSizes(round(tokens * row), round(own_tokens * row))
-    return list_levels(layers, rows, ranks, coding_seconds, hosts)
+    return layers, 0 if embedding is None else embedding.embedding_dim
 
 
 def measure_link() -> LinkModel:
@@ -136,16 +139,11 @@ def count_sent_numbers(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared
 ) -> GradientSizes:
     """Count what an update of this model with these examples sends, as numbers of a gradient; not collective."""
-    embedding = find_embedding(model)
-    weight = None if embedding is None else embedding.weight
-    shapes = [
-        parameter.shape for parameter in model.parameters() if parameter.requires_grad and parameter is not weight
-    ]
-    numbers, factors = sum(shape.numel() for shape in shapes), sum(map(count_numbers, shapes))
-    if embedding is None:
-        return GradientSizes(numbers, factors=factors)
-    tokens = {str(ranks): _count_distinct_tokens(objective, config, prepared, ranks) for ranks in RANK_COUNTS}
-    return GradientSizes(numbers, embedding.embedding_dim, factors, tokens)
+    layers, row = _list_layers(model)
+    numbers, factors = sum(one.numel() for one in layers), sum(count_numbers(one.shape) for one in layers)
+    counts = RANK_COUNTS if row else ()
+    tokens = {str(ranks): _count_distinct_tokens(objective, config, prepared, ranks) for ranks in counts}
+    return GradientSizes(numbers, row, factors, tokens)
 
 
 def _count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:

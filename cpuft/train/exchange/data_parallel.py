@@ -30,10 +30,7 @@ from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
 
 class GradientExchange(Exchange, ABC, Generic[B]):
-    """An exchange that sends gradients in every update. Making it is collective; parameters must be equal.
-
-    Subclasses say what the buckets are, and how the mean of one is made.
-    """
+    """An exchange that sends gradients in every update, in buckets of its subclass. Making it is collective."""
 
     sends_gradients = True
 
@@ -72,10 +69,8 @@ class GradientExchange(Exchange, ABC, Generic[B]):
         self._seconds += time.perf_counter() - start
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
-        """Wait for the mean of the buckets, and average the gradient rows of the word embedding.
-
-        It blocks until the rows of all ranks are there, or with late rows those of the update before. Returns the
-        seconds of the last backward pass in which this rank encoded gradients, or waited for messages.
+        """Wait for the mean of the buckets, and average the gradient rows of the word embedding, see `Exchange`. With
+        late rows, those of the update before are waited for.
         """
         seconds = self._seconds
         self._gradients.send_rest()
@@ -103,11 +98,6 @@ class GradientExchange(Exchange, ABC, Generic[B]):
 
 class DataParallelExchange(GradientExchange[Bucket]):
     """The mean of the gradients of all ranks, which all have the whole optimizer."""
-
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks; this exchange is the default, the last of `table.EXCHANGES`."""
-        return ranks > 1
 
     def _make_buckets(self) -> list[Bucket]:
         hosts = self._hosts

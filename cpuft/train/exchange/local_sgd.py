@@ -17,9 +17,8 @@ from cpuft.train.fast.adamw import fp32_weights
 
 
 class LocalSGDExchange(Exchange):
-    """Average the ranks' parameters when `plan_averages` says so: fp32 master weights if the model has them.
-
-    Making it is collective, and raises CpuftError for a `--grad-compression` that cannot send changes of parameters.
+    """Average the ranks' parameters, or their fp32 masters, when `plan_averages` says so. Making it is collective, and
+    raises CpuftError for a `--grad-compression` that cannot send changes of parameters.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
@@ -30,11 +29,6 @@ class LocalSGDExchange(Exchange):
         with fp32_weights(model, self.trained) as weights:
             self._local = LocalSGD(weights, compression, config.outer_momentum, words)
         self._updates_since_sent = 0
-
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks and `--sync-every` is above 1, so that they average parameters."""
-        return ranks > 1 and config.sync_every > 1
 
     def reset(self) -> None:
         """Count changes from the parameters of now, as after a checkpoint; unsent changes and momentum are dropped."""
@@ -50,9 +44,8 @@ class LocalSGDExchange(Exchange):
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Give the model the mean of all ranks' parameters inside this context, and its own ones afterwards.
-
-        Collective at its beginning. Averages that are under way, and later updates, stay as they are without it.
+        """Give the model the mean of all ranks' parameters inside this context, and its own ones afterwards. Collective
+        at its beginning; averages that are under way, and later updates, stay as they are without it.
         """
         with fp32_weights(self.bare_model, self.trained) as weights, torch.no_grad():
             own = [weight.detach().clone() for weight in weights]
@@ -67,9 +60,8 @@ class LocalSGDExchange(Exchange):
                     weight.copy_(value)
 
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
-        """Start to send this rank's changes in the background if an average is due; with `wait`, finish it now.
-
-        Without `wait`, the mean of the changes is waited for and applied `--sync-every` updates after they were sent.
+        """Start to send this rank's changes in the background if an average is due; their mean is applied
+        `--sync-every` updates later, or with `wait` now.
         """
         self._updates_since_sent += 1
         is_mean_due = self._updates_since_sent == self.config.sync_every

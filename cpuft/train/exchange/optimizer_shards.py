@@ -81,12 +81,11 @@ class ShardedBucket(Bucket):
 
 
 class OptimizerShards:
-    """This rank's shards of everything that an optimizer updates. They replace the parameters in the optimizer.
+    """This rank's shards of everything that an optimizer updates, which replace the parameters in the optimizer.
 
     They are made when the model has its layers, with the same weights on all ranks, and the optimizer has no state yet.
-    The fp32 masters of bf16 parameters are taken from the model: outside of `full_weights` it cannot be saved. A word
-    embedding that is exchanged by rows, `embedding`, has a bucket of its own with shards of whole rows; so has each
-    parameter of `unused` (see `list_unused`), after all others.
+    They take the fp32 masters from the model, which outside of `full_weights` cannot be saved. A word embedding that is
+    exchanged by rows has a bucket of its own with shards of whole rows; so has each parameter of `unused`.
     """
 
     def __init__(
@@ -145,9 +144,8 @@ class OptimizerShards:
 
     @contextmanager
     def full_weights(self) -> Iterator[None]:
-        """Inside this context, the model has all of its fp32 weights on this rank, to read or save.
-
-        Collective at its beginning if the model has fp32 masters, whose changes inside are lost; else nothing happens.
+        """Inside this context, the model has all of its fp32 weights on this rank, to read or save. Collective at its
+        beginning if the model has fp32 masters.
         """
         if self._masters is None:
             yield
@@ -165,10 +163,9 @@ class OptimizerShards:
         return max(float(state.get("step", 0)) for state in [*self._optimizer.state.values(), {}])
 
     def gather_state(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield all that is sharded, as (kind, parameter, value), bucket by bucket. Collective, to the end.
-
-        The kind is "exp_avg", "exp_avg_sq" or, for bf16 parameters with masters only, "model"; the value is the whole
-        fp32 tensor in the parameter's shape. One bucket at a time is gathered in memory.
+        """Yield all that is sharded, as (kind, parameter, value), one bucket in memory at a time. Collective, to the
+        end. The kind is "exp_avg", "exp_avg_sq" or, for bf16 parameters, "model"; the value is fp32, in the parameter's
+        shape.
         """
         for bucket in self.buckets:
             state = self._optimizer.state.get(bucket.shard, {})
@@ -179,9 +176,8 @@ class OptimizerShards:
 
     @torch.no_grad()
     def restore(self, find_value: Callable[[str, nn.Parameter], Tensor], step: Tensor) -> None:
-        """Take this rank's shards of the values that `gather_state` has yielded after `step` updates. Not collective.
-
-        The model has its weights back already. `find_value` returns the value of a kind and a parameter.
+        """Take this rank's shards of the values that `gather_state` has yielded after `step` updates, by their kind and
+        parameter. The model has its weights back already. Not collective.
         """
         for bucket in self.buckets:
             if bucket.has_masters:

@@ -1,11 +1,10 @@
 """ZeRO stage 1: each rank updates a shard of all parameters (`--shard optimizer`).
 
 In an update, each rank receives the other ranks' gradients of its shards, during the backward pass, and afterwards all
-ranks receive the updated weights of all shards. A rank adds up gradients in the order of ranks and in fp32, on any
-backend, after an all-to-all, which costs half of an all-reduce everywhere; gloo's own reduce-scatter costs a whole one.
-Gradients of word embeddings are still exchanged by rows: that is a tenth of their whole gradient. Of the embedding's
-weights, only rows that ever had a gradient are sent, since moments change them in later updates, too; with weight decay
-all rows change, and all are sent.
+ranks receive the updated weights of all shards. A rank adds up gradients in the order of ranks and in fp32, after an
+all-to-all, which costs half of an all-reduce; gloo's own reduce-scatter costs a whole one. Gradients of word embeddings
+are still exchanged by rows. Of the embedding's weights, rows that ever had a gradient are sent, since moments change
+them in later updates, too; with weight decay, all rows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpuft.comm.compression.table import to_wire_type
-from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.data_parallel import GradientExchange
 from cpuft.train.exchange.optimizer_shards import OptimizerShards, ShardedBucket
 from cpuft.train.fast.adamw import clip_gradients
@@ -29,15 +27,9 @@ _MAX_BUCKETS_IN_FLIGHT = 8
 
 class ShardedExchange(GradientExchange[ShardedBucket]):
     """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets that are sent during the backward pass.
-
     Making it is collective, moves the parameters into buckets, and replaces them in the optimizer by this rank's
-    shards. With gradient compression bf16 or fp16, gradients are sent in that type, and added up in fp32.
+    shards.
     """
-
-    @staticmethod
-    def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks and `--shard optimizer` is given."""
-        return ranks > 1 and config.shard == "optimizer"
 
     def _make_buckets(self) -> list[ShardedBucket]:
         embedding, late = self._rows.weight if self._rows else None, {*self._unused}
@@ -68,8 +60,11 @@ class ShardedExchange(GradientExchange[ShardedBucket]):
         super()._apply_rows(rows)
         self._shards.mark_rows(rows)
         if self._rows and self._shards.embedding_bucket:
-            bucket = self._shards.embedding_bucket
-            bucket.shard.grad = _slice_gradient(self._rows.weight, bucket)
+            bucket, weight = self._shards.embedding_bucket, self._rows.weight
+            assert weight.grad is not None
+            own = weight.grad.view(-1)[bucket.own]
+            missing = len(bucket.shard) - len(own)
+            bucket.shard.grad = torch.nn.functional.pad(own, (0, missing)) if missing else own
 
     def clip_gradients(self) -> None:
         """Scale gradients down to `--max-grad-norm` if it is set, by the norm of all ranks' shards. Collective then."""
@@ -85,11 +80,3 @@ class ShardedExchange(GradientExchange[ShardedBucket]):
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
         """Give all ranks the weights of all shards, after every update and whatever `wait` is. Collective."""
         self._shards.gather_weights()
-
-
-def _slice_gradient(weight: Tensor, bucket: ShardedBucket) -> Tensor:
-    """Return this rank's shard of the gradient of a weight that is alone in its bucket; a copy only if it is padded."""
-    assert weight.grad is not None
-    own = weight.grad.view(-1)[bucket.own]
-    missing = len(bucket.shard) - len(own)
-    return torch.nn.functional.pad(own, (0, missing)) if missing else own

@@ -100,9 +100,8 @@ def patch_model(
 def keep_freed_memory() -> bool:
     """Make glibc's malloc keep memory that this process frees, and return whether it has accepted all settings.
 
-    By default each block above 32 MB is mapped anew and the free top of the heap is returned, so that every training
-    step takes page faults for all its activations and gradients. The process's peak stays the same, but its resident
-    size does not fall. Another allocator that is preloaded (jemalloc, tcmalloc) may accept without any effect.
+    Otherwise every training step takes page faults for all its activations and gradients. The resident size does not
+    fall any more. Another allocator that is preloaded (jemalloc, tcmalloc) may accept without any effect.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -24,9 +24,8 @@ MASTERS_ATTRIBUTE = "_cpuft_masters"
 
 
 class MasterWeights:
-    """The fp32 masters of a model's bf16 parameters, which state dicts have under the parameters' own names.
-
-    If something writes to a parameter (a copy, an initialiser), the next step or save takes that for the master.
+    """The fp32 masters of a model's bf16 parameters, which state dicts have under the parameters' own names; what
+    something writes to a parameter (a copy, an initialiser), the next step or save takes for the master.
     """
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
@@ -63,9 +62,8 @@ class MasterWeights:
         return master
 
     def hand_over(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Remove and return these parameters' masters: the caller updates both from now on.
-
-        Until `take_back`, saving the model's state raises KeyError, and values that are loaded are rounded to bf16.
+        """Remove and return these parameters' masters: the caller updates both from now on. Until `take_back`, saving
+        the model's state raises KeyError, and values that are loaded are rounded to bf16.
         """
         return {parameter: self._masters.pop(parameter) for parameter in parameters if parameter in self._masters}
 
@@ -87,21 +85,6 @@ class MasterWeights:
             master.copy_(torch.where(value == rounded, master, value.float()))
         self.mark_rounded([parameter])
 
-    def save(self, parameters: Mapping[str, nn.Parameter], state: dict[str, Any]) -> None:
-        """Replace bf16 parameters by their masters, not copied; `parameters` have their names in the state dict."""
-        for name, parameter in parameters.items():
-            if name in state:
-                self._follow(parameter)
-                state[name] = self._masters[parameter]
-
-    @torch.no_grad()
-    def load(self, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]) -> None:
-        """Copy values into the masters; `parameters` are bf16, by their names in the state dict."""
-        for name, parameter in parameters.items():
-            value = state.get(name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape and parameter in self._masters:
-                self._masters[parameter].copy_(value)
-
     @torch.no_grad()
     def round(self, parameters: Iterable[Tensor]) -> None:
         """Let those of the parameters that have a master be it, rounded."""
@@ -109,6 +92,11 @@ class MasterWeights:
         for parameter in mine:
             parameter.copy_(self._masters[parameter])
         self.mark_rounded(mine)
+
+    def save(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's master itself, for a state dict. Raises KeyError: it was handed over."""
+        self._follow(parameter)
+        return self._masters[parameter]
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
@@ -138,10 +126,18 @@ class _StateHooks:
         self.parameters = parameters
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self.masters.save({prefix + name: p for name, p in self.parameters.items()}, state)
+        """Replace bf16 parameters in a state dict by their masters, not copied."""
+        for name, parameter in self.parameters.items():
+            if prefix + name in state:
+                state[prefix + name] = self.masters.save(parameter)
 
+    @torch.no_grad()
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        self.masters.load({prefix + name: p for name, p in self.parameters.items()}, state)
+        """Copy the values of a state dict into the masters."""
+        for name, parameter in self.parameters.items():
+            value, master = state.get(prefix + name), self.masters.get(parameter)
+            if isinstance(value, Tensor) and value.shape == parameter.shape and master is not None:
+                master.copy_(value)
 
 
 def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Parameter]) -> None:
@@ -155,9 +151,8 @@ def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Para
 
 @contextmanager
 def fp32_weights(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Give the parameters of a model, fp32 masters in place of bf16 ones, to write to; on leaving, these are rounded.
-
-    They are the same memory every time, so that they may be kept and written to in a later context.
+    """Give the parameters of a model, fp32 masters in place of bf16 ones, the same memory every time, to write to; on
+    leaving, they are rounded.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters is None:
@@ -171,8 +166,7 @@ def fp32_weights(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterat
 
 def set_gradient_rows(model: nn.Module, rows: Tensor) -> None:
     """State, after writing to the token embedding's gradient, the rows outside of which it is zero: int64, ascending.
-
-    Otherwise all its rows count as unknown, and clipping and AdamW process them all.
+    Otherwise clipping and AdamW process all rows.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters and masters.embedding:
@@ -183,48 +177,13 @@ def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class _SwapHooks:
-    """Hooks that put masters in the place of compute weights while an optimizer steps."""
-
-    def __init__(self, masters: MasterWeights) -> None:
-        self.masters = masters
-        self.open: Any = None
-
-    def enter(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Swap the weights before `step`, and return its arguments, with another closure if there is one."""
-        self._swap(optimizer)
-        own, *others = args
-        others = [self._wrap_closure(optimizer, one) if callable(one) else one for one in others]
-        kwargs = {name: self._wrap_closure(optimizer, one) if callable(one) else one for name, one in kwargs.items()}
-        return (own, *others), kwargs
-
-    def leave(self, *call: Any) -> None:
-        if self.open is not None:
-            self.open.__exit__(None, None, None)
-            self.open = None
-
-    def _swap(self, optimizer: Optimizer) -> None:
-        self.leave()  # a step that has raised an error has left the masters in the groups
-        self.open = self.masters.in_optimizer(optimizer)
-        self.open.__enter__()
-
-    def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that runs with the compute weights: layers compute in bf16, and gradients go to these."""
-
-        def run() -> Any:
-            self.leave()
-            loss = closure()
-            self._swap(optimizer)
-            return loss
-
-        return run
-
-
 class MasterStep(Optimizer):
     """Mixed in before the class of an optimizer that updates masters, whatever optimizer it is."""
 
     masters: list[MasterWeights]
     """One for each model; parameters without a master are updated as they are."""
+    swapped: ExitStack
+    """What ends the exchange of weights after a step; not of a `FusedStep`."""
 
     @contextmanager
     def with_masters(self) -> Iterator[None]:
@@ -238,6 +197,32 @@ class MasterStep(Optimizer):
         """Load the optimizer's state as torch does, with fp32 moments for the masters."""
         with self.with_masters():
             super().load_state_dict(state_dict)
+
+    def enter_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Swap the weights before `step`, and return its arguments, with another closure if there is one."""
+        self._swap()
+        own, *others = args
+        others = [self._wrap_closure(one) if callable(one) else one for one in others]
+        return (own, *others), {name: self._wrap_closure(one) if callable(one) else one for name, one in kwargs.items()}
+
+    def leave_step(self, *call: Any) -> None:
+        """Give the optimizer the compute weights back after `step`."""
+        self.swapped.close()
+
+    def _swap(self) -> None:
+        self.leave_step()  # a step that has raised an error has left the masters in the groups
+        self.swapped.enter_context(self.with_masters())
+
+    def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that runs with the compute weights: layers compute in bf16, and gradients go to these."""
+
+        def run() -> Any:
+            self.leave_step()
+            loss = closure()
+            self._swap()
+            return loss
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -325,9 +310,8 @@ class FusedStep(MasterStep):
 def _run_adamw(
     kernels: Kernels, updates: list[ParameterUpdate], count: float, group: dict[str, Any], factor: float = 1.0
 ) -> None:
-    """Make one step of AdamW, or of Adam, by the kernel, in place; the formulas are those of torch.optim.
-
-    The updates are of one group, with gradients of one dtype; `count` is the number of this step, from 1.
+    """Make one step of AdamW, or of Adam, as in torch.optim, by the kernel, for updates of one group with gradients of
+    one dtype; `count` is the number of this step, from 1.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     rate, decay = float(group["lr"]), float(group["weight_decay"])
@@ -352,11 +336,11 @@ def clip_gradients(
 ) -> float:
     """Clip the gradients of `parameters` for the optimizer's next step; return their L2 norm before clipping.
 
-    If the optimizer is a `FusedStep` that holds all these parameters, and the kernels can read all gradients, these
-    stay as they are and the next step scales them, which saves a pass over memory. Where this rank holds only a shard
-    of the gradients, `sum_over_ranks` sums the squared norm, an fp64 scalar, in place. Where all ranks have the same
-    gradients, `share_plain` gives them one rank's squared norm, in place, if torch computes it: unlike the kernels'
-    sums, torch's depend on the CPU and the number of threads.
+    If the kernels can read all gradients, and the optimizer is a `FusedStep` with all these parameters, its next step
+    scales the gradients, which saves a pass over memory. Where this rank holds a shard of the gradients,
+    `sum_over_ranks` sums the squared norm, an fp64 scalar, in place. Where all ranks have the same gradients,
+    `share_plain` gives them one rank's squared norm, in place, if torch computes it: its sums depend on the CPU and the
+    number of threads.
     """
     found = [(p, p.grad) for p in parameters if p.grad is not None]
     parameters = [p for p, _ in found]
@@ -399,24 +383,23 @@ def _can_fuse(optimizer: Optimizer) -> bool:
 
 
 def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
-    """Make `optimizer` update the masters of its bf16 parameters and round them into these parameters.
-
-    It stays the same object, so that a scheduler or a trainer that holds it goes on as before; only its class becomes a
-    subclass with `FusedStep` or `MasterStep`. A call with another model's masters adds these.
+    """Make `optimizer` update the masters of its bf16 parameters, also another model's, and round them into these. It
+    stays the same object, for schedulers and trainers that hold it; its class becomes a subclass of `MasterStep`.
     """
     known = vars(optimizer).setdefault("masters", [])
     if any(one is masters for one in known):
         return
     known.append(masters)
     own = type(optimizer)
-    if not isinstance(optimizer, MasterStep):
-        mixin = FusedStep if _can_fuse(optimizer) else MasterStep
-        name = f"Fused{own.__name__}" if mixin is FusedStep else own.__name__
-        optimizer.__class__ = type(name, (mixin, own), {"__module__": __name__})
-        # torch puts hooks around `step` of a class when its first instance is made, and this class had none.
-        optimizer._patch_step_function()
-    if isinstance(optimizer, FusedStep):
+    if isinstance(optimizer, MasterStep):
         return
-    swap = _SwapHooks(masters)
-    optimizer.register_step_pre_hook(swap.enter)
-    optimizer.register_step_post_hook(swap.leave)
+    mixin = FusedStep if _can_fuse(optimizer) else MasterStep
+    name = f"Fused{own.__name__}" if mixin is FusedStep else own.__name__
+    changed: Any = optimizer
+    changed.__class__ = type(name, (mixin, own), {"__module__": __name__})
+    # torch puts hooks around `step` of a class when its first instance is made, and this class had none.
+    changed._patch_step_function()
+    if mixin is MasterStep:
+        changed.swapped = ExitStack()
+        changed.register_step_pre_hook(changed.enter_step)
+        changed.register_step_post_hook(changed.leave_step)

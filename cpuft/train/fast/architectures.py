@@ -8,7 +8,7 @@ imports no torch, because data preparation reads it, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class LayerParts:
     attention_dropout: nn.Module | float
     """Dropout of the attention probabilities, or its rate while `attention_module` is in training."""
     attention_output: Any
-    attention_output_dropout: nn.Module | None
+    attention_output_dropout: nn.Module | None = None
     attention_norm: Any
     """Norm after attention and its residual; in a pre-norm layer before attention."""
     inner: list[Any]
@@ -79,9 +79,9 @@ class LayerParts:
     """The function between `inner` and `outer`; in a pre-norm layer its name in config.json, such as silu."""
     outer: Any
     """Linear layer from the intermediate size back to the hidden size."""
-    outer_dropout: nn.Module | None
+    outer_dropout: nn.Module | None = None
     """Dropout after `outer`; in a pre-norm layer before it."""
-    outer_norm: Any
+    outer_norm: Any = None
     """Norm after feed-forward and its residual; in a pre-norm layer of what feed-forward adds."""
 
     positions: PositionParts | None = None
@@ -99,9 +99,9 @@ class LayerParts:
     attention_end_norm: Any = None
     """Norm of what attention adds to the hidden states of a pre-norm layer."""
 
-    packed: PackedLinear | None = None
-    """`projections` as one product; like `packed_inner`, None until `stack.Stack.install` has patched the layer."""
-    packed_inner: PackedLinear | None = None
+    packed: PackedLinear = field(init=False)
+    """`projections` as one product; like `packed_inner`, made when `stack.Stack.install` patches the layer."""
+    packed_inner: PackedLinear = field(init=False)
     int8: bool = False
     """Whether products have 8-bit operands while the layer is in training."""
     recomputes: bool = False
@@ -176,7 +176,6 @@ def _read_distilbert_layer(layer: Any) -> LayerParts:
         projections=[attention.q_lin, attention.k_lin, attention.v_lin],
         attention_dropout=attention.dropout,
         attention_output=attention.out_lin,
-        attention_output_dropout=None,
         attention_norm=layer.sa_layer_norm,
         inner=[feed_forward.lin1],
         activation=feed_forward.activation,
@@ -200,7 +199,6 @@ def _read_albert_layer(layer: Any) -> LayerParts:
         inner=[layer.ffn],
         activation=layer.activation,
         outer=layer.ffn_output,
-        outer_dropout=None,
         outer_norm=layer.full_layer_layer_norm,
     )
 
@@ -231,12 +229,10 @@ def _read_llama_layer(layer: Any) -> LayerParts:
         projections=[attention.q_proj, attention.k_proj, attention.v_proj],
         attention_dropout=attention.attention_dropout,
         attention_output=attention.o_proj,
-        attention_output_dropout=None,
         attention_norm=layer.input_layernorm,
         inner=[mlp.gate_proj, mlp.up_proj],
         activation=getattr(config, "hidden_act", "") or getattr(config, "hidden_activation", ""),
         outer=mlp.down_proj,
-        outer_dropout=None,
         outer_norm=layer.post_feedforward_layernorm if has_end_norms else None,
         feed_forward_norm=layer.pre_feedforward_layernorm if has_end_norms else layer.post_attention_layernorm,
         query_norm=getattr(attention, "q_norm", None),
@@ -262,7 +258,6 @@ def _read_modernbert_layer(layer: Any) -> LayerParts:
         activation=config.hidden_activation,
         outer=mlp.Wo,
         outer_dropout=mlp.drop,
-        outer_norm=None,
         feed_forward_norm=layer.mlp_norm,
         is_rotated=True,
     )
@@ -424,29 +419,10 @@ SIZE_SETTINGS = {
     "vocab_size": ("vocab_size",),
     "positions": ("max_position_embeddings",),
 }
-"""The sizes that decide how much memory a model of `POST_NORM_ARCHITECTURES` takes -> their names in config.json, first
-BERT's, then DistilBERT's."""
+"""Sizes that decide how much memory a model takes -> their names in config.json, first BERT's, then DistilBERT's."""
 
 ATTENTION_DROPOUT_SETTINGS = ("attention_probs_dropout_prob", "attention_dropout")
 """Names in config.json of the dropout rate on attention probabilities, for models of `POST_NORM_ARCHITECTURES`."""
-
-DROPOUT_SETTINGS = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "dropout",
-    "attention_dropout",
-    "seq_classif_dropout",
-    "hidden_dropout",
-    "embd_pdrop",
-    "resid_pdrop",
-    "attn_pdrop",
-    "summary_last_dropout",
-    "classifier_dropout_prob",
-    "mlp_dropout",
-    "embedding_dropout",
-)
-"""Names in config.json of all dropout rates, for any encoder of transformers: what --dropout sets."""
 
 POSITIONS_AFTER_PADDING = (
     "roberta",
@@ -481,9 +457,8 @@ def find_architecture(layer: object) -> Architecture | None:
 
 
 def reads_first_token(model: Any) -> bool:
-    """Return whether a model's output depends only on the first token of the encoder's output.
-
-    True for the sequence classifiers of `POST_NORM_ARCHITECTURES`, also inside of a model of peft or a CrossEncoder.
+    """Return whether a model's output depends only on the first token of the encoder's output: that of a sequence
+    classifier of `POST_NORM_ARCHITECTURES`, also inside of a model of peft or a CrossEncoder.
     """
     if type(model).__name__ == "Transformer" and type(model).__module__.startswith("sentence_transformers."):
         model = getattr(model, "model", model)  # the module calls its forward without hooks

@@ -13,10 +13,8 @@ R = TypeVar("R")
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that it runs with autocast of the CPU switched off.
-
-    Autocast makes the products of fp32 factors bf16 or fp16. The kernels around them would then read this result, or a
-    bias beside it, as another dtype than it has.
+    """Decorate a function so that it runs with autocast of the CPU off, which would make products of fp32 factors bf16
+    or fp16, while kernels would read them, or a bias beside them, as another dtype.
     """
 
     @functools.wraps(function)

@@ -64,16 +64,12 @@ class _Arguments:
     keys: Grid
     queries: Grid
 
-    def for_kernel(self, query: Tensor, key: Tensor) -> tuple[Any, ...]:
-        """The kernel's last arguments, from the bias on; the strides are those of these two arrays of tokens."""
-        return *self.places, *self.sizes(query, key)
-
     @property
     def places(self) -> tuple[Tensor | None, ...]:
         return self.bias, self.queries.rows, self.keys.rows
 
     def sizes(self, query: Tensor, key: Tensor) -> tuple[int | float, ...]:
-        """The kernel's arguments from the number of examples on."""
+        """The kernel's arguments from the number of examples on; the strides are those of these arrays of tokens."""
         heads, strides = self.heads, (0, 0, 0) if self.bias is None else bias_strides(self.bias)
         sizes = (self.keys.batch, heads.count, self.queries.length, self.keys.length, heads.size)
         return *sizes, query.stride(0), key.stride(0), *strides, heads.factor, *self.mask.kernel_arguments
@@ -86,8 +82,7 @@ class _Arguments:
 
 def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
     """Return the number of DeBERTa's relative embedding for each distance query - key: (2 * length - 1,) int64.
-
-    `length` is that of the longest example; `buckets` and `span` are `position_buckets` and `max_relative_positions`.
+    `length` is that of the longest example; the others are `position_buckets` and `max_relative_positions`.
     """
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
@@ -142,7 +137,8 @@ class _Disentangled(torch.autograd.Function):
         positions = (position_keys, position_queries)
         if not (kernels := kernels_for(packed, *positions)):
             return _plain((q, k, v, *positions), arguments)
-        kernels.run("disentangled_forward", q.dtype, q, k, v, *positions, context, *arguments.for_kernel(q, k))
+        arrays = (q, k, v, *positions, context, *arguments.places)
+        kernels.run("disentangled_forward", q.dtype, *arrays, *arguments.sizes(q, k))
         return context
 
     @staticmethod

@@ -49,10 +49,8 @@ NO_MASK = Mask(seed=0, threshold=0)
 
 
 def draw_mask(p: float, training: bool) -> Mask:
-    """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536; `p` = 1 becomes 65535/65536.
-
-    The seed comes from torch's generator: `torch.manual_seed` repeats a run, and gradient checkpointing, which restores
-    the generator, repeats a mask. `NO_MASK` draws no number.
+    """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536; `p` = 1 becomes 65535/65536. torch's
+    generator makes the seed, which gradient checkpointing repeats so; `NO_MASK` draws no number.
     """
     threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
     if threshold == 0:
@@ -132,9 +130,8 @@ def is_exact_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
 
 
 def gelu_and_slope(x: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the exact GELU of `x + bias`, and its slope there if it is wanted: both like `x`, (rows, columns).
-
-    There must be kernels for the dtype of `x`. Autograd does not see this. `bias` is (columns,).
+    """Return the exact GELU of `x + bias`, (rows, columns) + (columns,), and its slope there if it is wanted, both like
+    `x`, for whose dtype there must be kernels. Autograd does not see this.
     """
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     slope = torch.empty_like(y) if keeps_slope else None
@@ -143,9 +140,8 @@ def gelu_and_slope(x: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, 
 
 
 def times_slope(grad: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `grad * slope`, (rows, columns) in their dtype, and the sums of its columns, (columns,) fp32.
-
-    There must be kernels for the dtype of `slope`. Autograd does not see this.
+    """Return `grad * slope`, (rows, columns) in their dtype, for which there must be kernels, and the sums of its
+    columns, (columns,) fp32. Autograd does not see this.
     """
     dx, sums = torch.empty_like(slope), torch.zeros(slope.shape[1], dtype=torch.float32)
     _find_kernels(slope).run("gelu_backward", slope.dtype, grad.contiguous(), slope, dx, sums, *slope.shape)
@@ -272,7 +268,7 @@ _RMS_NORMS = ("LlamaRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "EuroBertRMSNorm
 """Classes of transformers with a weight and `variance_epsilon`."""
 
 
-def read_norm(module: nn.Module) -> Norm | None:
+def read_norm(module: nn.Module | None) -> Norm | None:
     """Return the norm that a module of exactly one of the known classes computes, with its parameters; else None."""
     kind: Any = type(module)
     parameters: Any = module
@@ -288,39 +284,20 @@ def read_norm(module: nn.Module) -> Norm | None:
     return None
 
 
-def _layer_norm_parameters(norm: Norm, columns: int) -> tuple[Tensor, Tensor]:
-    """Return weight and bias: torch's layer norm of bf16 takes both in fp32, or none."""
-    scale, shift = norm.scale, norm.shift
-    return torch.ones(columns) if scale is None else scale, torch.zeros(columns) if shift is None else shift
-
-
-def _plain_norm_forward(total: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the normed rows, their means (None for RMSNorm) and one over their deviation."""
+def _plain_add_norm(x: Tensor, shift: Tensor | None, residual: Tensor | None, norm: Norm, mask: Mask) -> Any:
+    """Compute what `_AddNorm` returns in plain torch, with torch's own gradients."""
+    total = x
+    if residual is not None:
+        total = residual + dropout(x if shift is None else x + shift, mask)
+    weight = None if norm.weight is None else norm.weight.float() + norm.weight_offset
+    bias, columns = None if norm.bias is None else norm.bias.float(), total.shape[-1:]
     if norm.is_centred:
-        parameters = _layer_norm_parameters(norm, total.shape[-1])
-        y, mean, rstd = torch.native_layer_norm(total, [total.shape[-1]], *parameters, norm.eps)
-        return y, mean, rstd
-    wide = total.float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    y = wide * rstd if norm.scale is None else wide * rstd * norm.scale
-    y = y if norm.bias is None else y + norm.bias
-    return y.to(total.dtype), None, rstd
-
-
-def _plain_norm_backward(
-    dy: Tensor, total: Tensor, norm: Norm, mean: Tensor | None, rstd: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if mean is not None:
-        parameters = _layer_norm_parameters(norm, total.shape[-1])
-        dtotal, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, total, [total.shape[-1]], mean, rstd, *parameters, [True, True, True]
-        )
-        return dtotal, None if norm.weight is None else dweight, None if norm.bias is None else dbias
-    z, wide = total.float() * rstd, dy.float()
-    grad = wide if norm.scale is None else wide * norm.scale
-    dtotal = (grad - z * (grad * z).mean(-1, keepdim=True)) * rstd
-    dweight = None if norm.weight is None else (wide * z).flatten(0, -2).sum(0)
-    return dtotal.to(total.dtype), dweight, None if norm.bias is None else wide.flatten(0, -2).sum(0)
+        y = functional.layer_norm(total.float(), columns, weight, bias, norm.eps)
+    else:
+        y = functional.rms_norm(total.float(), columns, weight, norm.eps)
+        y = y if bias is None else y + bias
+    y = y.to(total.dtype)
+    return y if residual is None else (total, y)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -336,64 +313,54 @@ class _AddNorm(torch.autograd.Function):
         bias: Tensor | None,
         norm: Norm,
         mask: Mask,
+        kernels: Kernels,
     ) -> tuple[Tensor, Tensor] | Tensor:
         ctx.set_materialize_grads(False)
-        ctx.mask, ctx.norm = mask, replace(norm, weight=None, bias=None)
-        ctx.shift_dtype = None if shift is None else shift.dtype
-        total, mean = x, None
-        if kernels := kernels_for(*(t for t in (x, shift, residual) if t is not None)):
-            x = total = x.contiguous()
-            if residual is not None:
-                residual, total = residual.contiguous(), torch.empty_like(x)
-            y = torch.empty_like(x)
-            rows, columns = x.shape[:-1].numel(), x.shape[-1]
-            statistics = torch.empty(2, rows, dtype=torch.float32)
-            mean, rstd = statistics[0] if norm.is_centred else None, statistics[1]
-            arrays = (x, shift, residual, norm.scale, norm.shift, None if residual is None else total, y, mean, rstd)
-            kernels.run("norm_forward", x.dtype, *arrays, rows, columns, *mask.kernel_arguments, norm.eps)
-        else:
-            if residual is not None:
-                total = residual + masked(x if shift is None else x + shift, mask)
-            y, mean, rstd = _plain_norm_forward(total, norm)
-        ctx.save_for_backward(total, mean, rstd, weight, norm.bias)
+        ctx.mask, ctx.norm, ctx.kernels = mask, replace(norm, weight=None, bias=None), kernels
+        x = total = x.contiguous()
+        if residual is not None:
+            residual, total = residual.contiguous(), torch.empty_like(x)
+        y = torch.empty_like(x)
+        rows, columns = x.shape[:-1].numel(), x.shape[-1]
+        statistics = torch.empty(2, rows, dtype=torch.float32)
+        mean, rstd = statistics[0] if norm.is_centred else None, statistics[1]
+        arrays = (x, shift, residual, norm.scale, norm.shift, None if residual is None else total, y, mean, rstd)
+        kernels.run("norm_forward", x.dtype, *arrays, rows, columns, *mask.kernel_arguments, norm.eps)
+        ctx.save_for_backward(total, mean, rstd, weight)
         return y if residual is None else (total, y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, mean, rstd, weight, bias = ctx.saved_tensors
-        norm, mask = replace(ctx.norm, weight=weight, bias=bias), ctx.mask
-        _, wants_shift, _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        total, mean, rstd, weight = ctx.saved_tensors
+        mask, (_, wants_shift, _, wants_weight, wants_bias, *_) = ctx.mask, ctx.needs_input_grad
         *dtotals, dy = grads
-        dtotal = dtotals[0] if dtotals else None
+        dtotal = dtotals[0].contiguous() if dtotals and dtotals[0] is not None else None
         dweight = dbias = dshift = None
         if dy is None:
             assert dtotal is not None
             dresidual, dx = dtotal, masked(dtotal, mask)
-        # The kernel's rstd is flat, torch's is not: each backward must read its own forward's.
-        elif (kernels := kernels_for(dy, total)) and rstd.dim() == 1:
-            dy, dtotal = dy.contiguous(), None if dtotal is None else dtotal.contiguous()
+            dshift = dx.flatten(0, -2).sum(0) if wants_shift else None
+        else:
             dresidual = torch.empty_like(total)
             dx = torch.empty_like(total) if mask.threshold else dresidual
             sums, wanted = torch.zeros(3, total.shape[-1]), (wants_weight, wants_bias, wants_shift)
             dweight, dbias, dshift = (one if wants else None for one, wants in zip(sums, wanted, strict=True))
-            arrays = (dy, dtotal, total, mean, rstd, norm.scale, dx, dresidual, dweight, dbias, dshift)
-            kernels.run("norm_backward", total.dtype, *arrays, rstd.numel(), total.shape[-1], *mask.kernel_arguments)
-        else:
-            dresidual, dweight, dbias = _plain_norm_backward(dy, total, norm, mean, rstd)
-            if dtotal is not None:
-                dresidual = dresidual + dtotal
-            dx = masked(dresidual, mask)
-        if wants_shift:
-            dshift = (dx.flatten(0, -2).sum(0) if dshift is None else dshift).to(ctx.shift_dtype)
-        return dx, dshift, dresidual if dtotals else None, dweight, dbias, None, None
+            scale = replace(ctx.norm, weight=weight).scale
+            arrays = (dy.contiguous(), dtotal, total, mean, rstd, scale, dx, dresidual, dweight, dbias, dshift)
+            sizes = (rstd.numel(), total.shape[-1])
+            ctx.kernels.run("norm_backward", total.dtype, *arrays, *sizes, *mask.kernel_arguments)
+            dshift = None if dshift is None else dshift.to(total.dtype)
+        return dx, dshift, dresidual if dtotals else None, dweight, dbias, None, None, None
 
 
 _add_norm: Callable[..., Any] = _AddNorm.apply
 
 
 def _run_add_norm(x: Tensor, shift: Tensor | None, residual: Tensor | None, norm: Norm, mask: Mask) -> Any:
-    return _add_norm(x, shift, residual, norm.weight, norm.bias, norm, mask)
+    if kernels := kernels_for(*(t for t in (x, shift, residual) if t is not None)):
+        return _add_norm(x, shift, residual, norm.weight, norm.bias, norm, mask, kernels)
+    return _plain_add_norm(x, shift, residual, norm, mask)
 
 
 def dropout_add_norm(x: Tensor, shift: Tensor, residual: Tensor, norm: nn.LayerNorm, mask: Mask) -> Tensor:

@@ -54,9 +54,7 @@ class FrozenEmbedding(nn.Embedding):
 
 def freeze_linear(layer: nn.Linear, scales: Tensor | None = None) -> None:
     """Make a torch.nn.Linear a FrozenLinear in place; its weight has its final type, int8 if there are `scales`."""
-    layer.weight.requires_grad_(False)
-    if layer.bias is not None:
-        layer.bias.requires_grad_(False)
+    layer.requires_grad_(False)
     layer.__class__ = FrozenLinear
     assert isinstance(layer, FrozenLinear)
     layer.scales = scales

@@ -22,16 +22,10 @@ class ForwardPass(Enum):
     RECOMPUTE = "the second, during backward: keep what backward needs; of the result only the shape matters"
 
 
-def run_once(part: Callable[..., Any], *tensors: Any) -> Any:
-    """Return `part(ForwardPass.ONLY, *tensors)`: autograd keeps what backward needs, as usual."""
-    return part(ForwardPass.ONLY, *tensors)
-
-
 def run_with_recompute(part: Callable[..., Any], *tensors: Any) -> Any:
     """Return `part(ForwardPass.FIRST, *tensors)`, and keep only `tensors` until backward, which recomputes the part.
 
-    The part must draw no random numbers, because the generator's state is not restored. The checkpoint is not
-    re-entrant, so that each parameter gets its gradient at once.
+    The part must draw no random numbers, because the generator's state is not restored.
     """
     passes = itertools.chain([ForwardPass.FIRST], itertools.repeat(ForwardPass.RECOMPUTE))
     return checkpoint(

@@ -13,8 +13,8 @@ _ATTRIBUTE = "_cpuft_gradient_place"
 def offer_place(parameter: Tensor, place: Tensor) -> None:
     """Let the next gradient of a parameter be written to `place`, a contiguous tensor of its shape and type.
 
-    Only some layers write to places, so look afterwards whether the gradient is there. Withdraw the offer as soon as
-    the parameter has a gradient: a later one must not be written over it.
+    Only some layers do so: look afterwards where the gradient is, and withdraw the offer, lest a later one be written
+    over it.
     """
     setattr(parameter, _ATTRIBUTE, place)
 
@@ -27,9 +27,8 @@ def withdraw_place(parameter: Tensor) -> None:
 def take_place(parameters: Sequence[Tensor]) -> Tensor | None:
     """End the offers, and return the memory for these parameters' gradients, one after another: (sum of rows, ...).
 
-    None if one was not offered or was taken before, or if they do not lie one after another: a shared weight has
-    several gradients in one backward pass, and torch adds up those behind the first one. The tensor is a new view,
-    because torch takes a gradient without a copy only if nothing else refers to it.
+    None if a place was not offered or was taken before (a shared weight has several gradients in one backward pass), or
+    if they do not lie one after another. It is a new view, because torch takes a gradient without a copy only then.
     """
     places: list[Tensor | None] = [vars(parameter).pop(_ATTRIBUTE, None) for parameter in parameters]
     found = [place for place in places if place is not None]

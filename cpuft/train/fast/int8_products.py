@@ -1,8 +1,8 @@
 """Matrix products of 8-bit integers in place of fp32 ones.
 
 As in SwitchBack (Wortsman and others 2023, arXiv 2304.13013), each row of the left operand has its own scale. So has
-each output of a weight: the output's gradient is multiplied by these scales before it is quantised itself, so that the
-weight as it was quantised for the output also serves for the input's gradient.
+each output of a weight; the output's gradient is multiplied by these before it is quantised, which saves a second
+quantised weight.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def is_adapted(layer: Any) -> bool:
 def can_pack(layers: Sequence[Any], adapters: bool) -> bool:
     """Return whether the outputs of these linear layers, which have the same input, can be one product.
 
-    Either all or none have a bias, and either all or none are a FrozenLinear. All are plain, or with `adapters` also
-    adapted; the plain ones beside adapted ones are frozen.
+    All or none have a bias, and all or none are a FrozenLinear. All are plain, or with `adapters` some are adapted, and
+    the plain ones beside them frozen.
     """
     if len({layer.bias is None for layer in layers if hasattr(layer, "bias")}) != 1:
         return False
@@ -196,11 +196,25 @@ def _base_of(layer: Any) -> Any:
 
 
 def _find_weight(layers: Sequence[Any]) -> Tensor | FrozenWeight:
+    """Return the weights of layers, one after another, without gradients."""
     bases = [_base_of(layer) for layer in layers]
-    if isinstance(bases[0], FrozenLinear):
-        return FrozenWeight(bases)
-    weight: Tensor = layers[0].weight.detach()
-    return weight
+    return FrozenWeight(bases) if isinstance(bases[0], FrozenLinear) else _join([layer.weight for layer in layers])
+
+
+def _find_bias(layers: Sequence[Any]) -> Tensor | None:
+    return None if layers[0].bias is None else _join([layer.bias for layer in layers])
+
+
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    """Return all parameters as one tensor: a view of their memory if they lie there in this order, else a copy."""
+    first, block = parameters[0].detach(), parameters[0].untyped_storage().data_ptr()
+    addresses = itertools.accumulate((p.nbytes for p in parameters[:-1]), initial=first.data_ptr())
+    if all(
+        p.data_ptr() == address and p.untyped_storage().data_ptr() == block and p.dtype == first.dtype
+        for p, address in zip(parameters, addresses, strict=True)
+    ):
+        return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
+    return torch.cat([p.detach() for p in parameters])
 
 
 def _lora_factors(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -212,14 +226,10 @@ def _lora_factors(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _project(
-    x: Tensor,
-    layers: Sequence[Any],
-    weight: Tensor | FrozenWeight,
-    bias: Tensor | None,
-    forward_pass: ForwardPass,
-    int8: bool,
+    x: Tensor, layers: Sequence[Any], int8: bool, forward_pass: ForwardPass = ForwardPass.ONLY, adds_bias: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of `layers` side by side, given their weights and biases, and `x`, as `branch` does."""
+    """Return the outputs of `layers` side by side, and `x`, as `PackedLinear.branch` does."""
+    weight, bias = _find_weight(layers), _find_bias(layers) if adds_bias else None
     if all(map(is_plain, layers)):
         if isinstance(weight, FrozenWeight):
             return frozen_linear(x, weight, bias, forward_pass), x
@@ -236,8 +246,7 @@ def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
     `x` has the dtype of the layer's weight, unless that is a FrozenLinear's. `int8` multiplies 8-bit numbers, if the
     layer is a torch.nn.Linear in training with fp32 weights and there are at least `MIN_ROWS` tokens.
     """
-    bias = None if layer.bias is None else layer.bias.detach()
-    return _project(x, [layer], _find_weight([layer]), bias, ForwardPass.ONLY, int8)[0]
+    return _project(x, [layer], int8)[0]
 
 
 def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass = ForwardPass.ONLY) -> Tensor:
@@ -245,7 +254,7 @@ def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass
 
     A part that gives its `forward_pass` must end with this product, which is undefined in the pass RECOMPUTE.
     """
-    return _project(x, [layer], _find_weight([layer]), None, forward_pass, int8)[0]
+    return _project(x, [layer], int8, forward_pass, adds_bias=False)[0]
 
 
 def can_feed_forward(inner: Any, outer: Any, x: Tensor) -> bool:
@@ -266,8 +275,8 @@ def feed_forward(x: Tensor, inner: nn.Linear, outer: nn.Linear, forward_pass: Fo
 class PackedLinear:
     """Linear layers with the same input whose weights become views of one tensor, so that one product serves all.
 
-    `can_pack` must hold. Weights that get other storage are concatenated at each call. Those of FrozenLinear layers
-    stay where they are, which may be a mapped file, and are expanded into one buffer at each call.
+    `can_pack` must hold. Weights that get other storage are concatenated at each call, and those of FrozenLinear
+    layers, which may be in a mapped file, are expanded into one buffer.
     """
 
     def __init__(self, layers: list[Any]) -> None:
@@ -285,18 +294,6 @@ class PackedLinear:
         for parameter, view in zip(parameters, torch.split(packed, [len(p) for p in parameters]), strict=True):
             parameter.data = view
 
-    @staticmethod
-    def _current(parameters: Sequence[Tensor]) -> Tensor:
-        """Return all parameters as one tensor: a view of their memory if they lie there in this order, else a copy."""
-        first, block = parameters[0].detach(), parameters[0].untyped_storage().data_ptr()
-        addresses = itertools.accumulate((p.nbytes for p in parameters[:-1]), initial=first.data_ptr())
-        if all(
-            p.data_ptr() == address and p.untyped_storage().data_ptr() == block and p.dtype == first.dtype
-            for p, address in zip(parameters, addresses, strict=True)
-        ):
-            return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
-        return torch.cat([p.detach() for p in parameters])
-
     def __call__(self, x: Tensor, first: int = 0, int8: bool = False) -> Tensor:
         """Return the outputs, side by side, of the layers from number `first` on; for `x` and `int8` see `linear`."""
         return self.branch(x, first, int8)[0]
@@ -304,16 +301,10 @@ class PackedLinear:
     def branch(self, x: Tensor, first: int = 0, int8: bool = False) -> tuple[Tensor, Tensor]:
         """Return what calling this object returns, and `x` for what else needs it, such as a residual connection.
 
-        If the second result is used instead of `x`, the product that makes the gradient of `x` adds the gradient from
-        there, and no pass over memory is needed for it.
+        The product that makes the gradient of `x` adds that of the second result, which takes no pass over memory.
         """
-        return _project(x, self.layers[first:], *self.current(first), ForwardPass.ONLY, int8)
+        return _project(x, self.layers[first:], int8)
 
-    def current(self, first: int = 0) -> tuple[Any, Tensor | None]:
-        """Return weights, which may be a FrozenWeight, and biases, without gradients, of the layers from `first` on."""
-        layers = self.layers[first:]
-        if isinstance(_base_of(layers[0]), FrozenLinear):
-            weight: Any = _find_weight(layers)
-        else:
-            weight = self._current([layer.weight for layer in layers])
-        return weight, None if layers[0].bias is None else self._current([layer.bias for layer in layers])
+    def current(self) -> tuple[Any, Tensor | None]:
+        """Return weights, which may be a FrozenWeight, and biases, without gradients, of the layers."""
+        return _find_weight(self.layers), _find_bias(self.layers)

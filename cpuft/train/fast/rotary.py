@@ -109,12 +109,6 @@ def _plain_heads(x: Tensor, angles: Angles | None, norm: Norm | None, size: int)
     return heads.to(x.dtype).view(x.shape)
 
 
-def _plain_rotate(packed: Tensor, angles: Angles | None, norms: HeadNorms, heads: Heads) -> Tensor:
-    query, key, values = split_packed(None, packed, heads)
-    turned = (_plain_heads(x, angles, norm, heads.size) for x, norm in ((query, norms.query), (key, norms.key)))
-    return torch.cat([*turned, values], 1)
-
-
 def _may_overwrite(packed: Tensor, norms: HeadNorms) -> bool:
     """Whether nothing needs the old values: backward needs them for norms, and autograd protects leaves and views."""
     if packed._is_view() or (packed.is_leaf and packed.requires_grad):
@@ -123,7 +117,7 @@ def _may_overwrite(packed: Tensor, norms: HeadNorms) -> bool:
     return not trains or (norms.query is None and norms.key is None)
 
 
-def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms | None) -> Tensor:
+def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms) -> Tensor:
     """Return queries, keys and values side by side, the queries and keys normed and then rotated, the values unchanged.
 
     `packed` is (tokens, (count + 2 * keys) * size), fp32 or bf16. The result has its shape and dtype, and may have its
@@ -131,11 +125,13 @@ def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms
     numbers of a head from 2 * half on do not turn. Values are computed in fp32 and rounded once. Gradients go to
     `packed` and to the weights of the norms, not to the angles.
     """
-    norms = norms or HeadNorms(None, None)
     if angles is None and norms.query is None and norms.key is None:
         return packed
+    both = (norms.query, norms.key)
     if kernels := kernels_for(packed):
         packed = packed.contiguous()
-        weights = [None if norm is None else norm.weight for norm in (norms.query, norms.key)]
+        weights = [None if norm is None else norm.weight for norm in both]
         return _rotate(packed, *weights, angles, norms, heads, _may_overwrite(packed, norms), kernels)
-    return _plain_rotate(packed, angles, norms, heads)
+    *turned, values = split_packed(None, packed, heads)
+    turned = [_plain_heads(x, angles, norm, heads.size) for x, norm in zip(turned, both, strict=True)]
+    return torch.cat([*turned, values], 1)

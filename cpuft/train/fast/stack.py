@@ -29,10 +29,8 @@ class FastLayer:
     fast_stack: Stack
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer with the layout of this batch among its arguments.
-
-        Gradient checkpointing of transformers keeps the arguments, and runs the layer again in backward, when the stack
-        has no layout any more, or that of another batch.
+        """Run the layer with the layout of this batch among its arguments, which gradient checkpointing of transformers
+        keeps for backward, when the stack has no layout any more, or that of another batch.
         """
         stack = self.fast_stack
         if stack.layout is not None:
@@ -66,10 +64,10 @@ class FastLayer:
 
 
 class Stack:
-    """The layers of one encoder or decoder, and hooks which make the layout of each batch.
+    """The layers of one encoder or decoder, as often as they run, and hooks which make the layout of each batch.
 
     `owner` gets the hooks: the `holder` of the layers, or the model around it, see `Architecture.is_entered_at_model`.
-    Hooks are methods, so that a deep copy of the model copies them along. `runs` are the layers as often as they run.
+    Hooks are methods, so that a deep copy of the model copies them along.
     """
 
     def __init__(self, owner: nn.Module, holder: nn.Module, runs: list[Any], architecture: Architecture) -> None:
@@ -118,8 +116,14 @@ class Stack:
         """Patch the layers and register hooks; call it once. For bf16, the linear weights must be bf16 already."""
         self.precision_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
+            own = type(layer)
+            parts.packed, parts.packed_inner = PackedLinear(parts.projections), PackedLinear(parts.inner)
             parts.int8 = precision == "int8"
-            _patch_layer(layer, parts, self)
+            # The layer's own gradient checkpointing replaces that of transformers.
+            parts.recomputes = bool(getattr(layer, "gradient_checkpointing", False))
+            layer.gradient_checkpointing = False
+            layer.fast_parts, layer.fast_stack = parts, self
+            layer.__class__ = type(f"Fast{own.__name__}", (FastLayer, own), {"__module__": __name__})
         self.owner.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.owner.register_forward_hook(self._leave, always_call=True)
         if self.architecture.positions is not None:
@@ -193,16 +197,6 @@ class Stack:
     def _pack(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Pack tokens before the projection to the hidden size, which the encoder runs before the first layer."""
         return args if self.layout is None else (self.layout.pack(args[0]),)
-
-
-def _patch_layer(layer: Any, parts: LayerParts, stack: Stack) -> None:
-    """Give `layer` the fast forward in place, and replace transformers' gradient checkpointing by the layer's own."""
-    own = type(layer)
-    parts.packed, parts.packed_inner = PackedLinear(parts.projections), PackedLinear(parts.inner)
-    parts.recomputes = bool(getattr(layer, "gradient_checkpointing", False))
-    layer.gradient_checkpointing = False
-    layer.fast_parts, layer.fast_stack = parts, stack
-    layer.__class__ = type(f"Fast{own.__name__}", (FastLayer, own), {"__module__": __name__})
 
 
 def _find_obstacle(layer: Any, parts: LayerParts, adapters: bool) -> str:

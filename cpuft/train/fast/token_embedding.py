@@ -15,17 +15,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cpuft.comm.compression.embedding_rows import find_embedding
-from cpuft.kernels import Kernels, kernels_for
+from cpuft.kernels import kernels_for
 from cpuft.train.fast.elementwise import apply_norm, read_norm
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class EmbeddingGradient:
-    """The gradient of one embedding, and which of its rows may be other than zero.
-
-    If anything writes to the gradient by torch's operators, the version that torch counts for it changes, and the rows
-    are unknown until the next gradient.
+    """The gradient of one embedding, and which of its rows may be other than zero; unknown, until the next gradient, if
+    anything writes to it by torch's operators, because that changes its version.
     """
 
     def __init__(self, embedding: nn.Embedding) -> None:
@@ -73,10 +71,10 @@ class EmbeddingGradient:
         return self._touched
 
     def accumulate(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Return what backward has to return for the weight, and record which rows its gradient has then.
+        """Return what backward has to return for the weight, and record which rows its gradient has then: the buffer,
+        or if there is a gradient a sparse tensor, which autograd adds to it.
 
-        Without a gradient, that is the buffer; else a sparse tensor that autograd adds to the gradient. `rows` are
-        (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
+        `rows` are (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
         """
         if self.weight.grad is None:
             buffer = self._buffer = self._cleared_buffer()
@@ -143,9 +141,8 @@ _look_up: Callable[..., Tensor] = _LookUp.apply
 
 
 def _sum_by_row(grad: Tensor, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Return the rows of a table that were looked up, ascending, and their gradients: (rows,) int64, (rows, width).
-
-    `grad` is that of what was looked up, (..., width), and `padding` is a row that gets none.
+    """Return the rows of a table that were looked up, ascending, and their gradients, (rows,) int64 and (rows, width),
+    from the gradient of what was looked up, (..., width); the row `padding` gets none.
     """
     kernels, ids = kernels_for(grad), ids.long()
     if kernels is None:
@@ -210,14 +207,12 @@ _COUNTS_ALL_POSITIONS = {
     "CamembertEmbeddings": False,
     "MPNetEmbeddings": False,
 }
-"""The classes of transformers that `FusedEmbeddings` knows (Embeddings is DistilBERT's) -> whether they count positions
-of padding, too."""
+"""Classes of transformers that `FusedEmbeddings` knows (Embeddings: DistilBERT's) -> whether padding has positions."""
 
 
 class FusedEmbeddings:
-    """A module of transformers that adds word, position and token type embeddings, with its norm and dropout.
-
-    Its own forward makes eight passes over memory in fp32, and torch's backward of each embedding is serial.
+    """A module of transformers that adds word, position and token type embeddings, with its norm and dropout: its own
+    forward makes eight passes over memory in fp32, and torch's backward of each embedding is serial.
     """
 
     def __init__(self, module: nn.Module, gradient: EmbeddingGradient) -> None:
@@ -268,26 +263,16 @@ class FusedEmbeddings:
         ids = [one.expand(words.shape).contiguous().long() for one in (words, positions, types)[: len(tables)]]
         weights = [one.weight for one in tables]
         total = weights[0].new_empty(*words.shape, weights[0].shape[1])
-        if not _run_sum(kernels, [one.detach() for one in weights], ids, total):
-            return None
-        return _sum_of_rows(total, ids, self, *weights)
-
-
-def _run_sum(kernels: Kernels, tables: list[Tensor], ids: list[Tensor], total: Tensor) -> bool:
-    """Write the sums of the tables' rows to `total`; return whether all ids are rows of their table."""
-    outside = torch.zeros(1, dtype=torch.int64)
-    missing = [None] * (3 - len(tables))
-    sizes = (total[..., 0].numel(), total.shape[-1], *(len(table) for table in tables), *(0 for _ in missing))
-    arrays = (*tables, *missing, *ids, *missing, total, outside)
-    kernels.run("add_table_rows", total.dtype, *arrays, *sizes)
-    return not outside.item()
+        outside, missing = torch.zeros(1, dtype=torch.int64), [None] * (3 - len(weights))
+        sizes = (words.numel(), total.shape[-1], *map(len, weights), *(0 for _ in missing))
+        kernels.run("add_table_rows", total.dtype, *weights, *missing, *ids, *missing, total, outside, *sizes)
+        return None if outside.item() else _sum_of_rows(total, ids, self, *weights)
 
 
 def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
-    """Give a model's token embedding the fast look-up, and return the object that keeps its gradient, or None.
-
-    The embedding, and the module around it if `FusedEmbeddings` knows that, get another `forward`, a bound method, so
-    that a deep copy of the model copies it along.
+    """Give a model's token embedding, and the module around it if `FusedEmbeddings` knows that, the fast look-up, and
+    return the object that keeps the gradient, or None. The new `forward` is a bound method: a deep copy of the model
+    copies it along.
     """
     embedding = find_embedding(model)
     if embedding is None or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
-from cpuft.judge.metrics import compute_label_metrics
+from cpuft.judge.metrics import average_searches, compute_label_metrics
 from cpuft.train.data.archive import Tokens, hash_sequences
 from cpuft.train.data.order import Indices
 from cpuft.train.embedder import normalize, pool
@@ -23,7 +23,7 @@ from cpuft.train.model import load_model
 from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
 from cpuft.train.objective.labels import list_scores
 from cpuft.train.passes import Passes
-from cpuft.train.retrieval_metrics import compute_retrieval_metrics, measure_queries
+from cpuft.train.retrieval_metrics import measure_queries
 
 if TYPE_CHECKING:
     from cpuft.train.setup import TrainingSetup
@@ -180,7 +180,7 @@ class Pairs(EmbeddingObjective):
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name, from the embeddings of a retrieval set: all queries, then all documents."""
-        return compute_retrieval_metrics(self.metrics, *self._split(predictions, tokens))
+        return average_searches(measure_queries(self.metrics, *self._split(predictions, tokens))[1])
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
         """Return a column for each of `metrics`, and "row": the numbers of the queries with a relevant document."""

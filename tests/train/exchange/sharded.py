@@ -32,7 +32,7 @@ from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.loop import train
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.optimizer import make_optimizer
-from cpuft.train.ranks import prove_equal_parameters
+from cpuft.train.ranks import checksum_parameters, prove_equal_parameters
 from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import become_rank
 from tests.records import make_record
@@ -96,7 +96,8 @@ def go(loop: TrainingSetup, root: Path | None = None, done: int = 0) -> dict[str
         if root and line.step == KEPT_AFTER:
             keep(loop, root)
     with loop.exchange.full_weights():
-        found["checksum"] = prove_equal_parameters(loop.model, "at the end")
+        prove_equal_parameters(loop.model, "at the end")
+        found["checksum"] = checksum_parameters(loop.model)
         found["weights"] = {name: value.clone() for name, value in loop.model.state_dict().items()}
     return found | {"bytes": count_bytes(loop)}
 

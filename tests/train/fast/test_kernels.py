@@ -87,7 +87,8 @@ def run_gated(dtype: torch.dtype, cols: int) -> list[Tensor]:
     assert norm.weight is not None
     packed = torch.randn(ROWS, 4 * 2 * cols).to(dtype).requires_grad_()
     angles = Angles(*torch.randn(2, ROWS, cols))
-    turned = [rotate(packed, angles, Heads(2, 2 * cols, 1.0, 1), norms) for norms in (None, HeadNorms(norm, norm))]
+    both = (HeadNorms(None, None), HeadNorms(norm, norm))
+    turned = [rotate(packed, angles, Heads(2, 2 * cols, 1.0, 1), norms) for norms in both]
     outputs = [*add_norm(x, residual, norm, MASK), *(glu(x, kind) for kind in ("silu", "gelu", "gelu_tanh")), *turned]
     weights = [torch.randn(output.shape).to(dtype) for output in outputs]
     return [*outputs, *torch.autograd.grad(outputs, [x, residual, packed, norm.weight], weights)]

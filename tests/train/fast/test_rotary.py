@@ -22,6 +22,7 @@ from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3 / 256}
+NO_NORMS = HeadNorms(None, None)
 
 
 def each_way() -> Iterator[contextlib.AbstractContextManager[None]]:
@@ -109,7 +110,7 @@ def test_the_rotation_is_that_of_a_model() -> None:
     wanted = torch.cat(list(turned), 1)
     for way in each_way():
         with way:
-            found = rotate(packed.clone(), Angles(cos[0, :, :8], sin[0, :, :8]), Heads(2, 16, 0.25, 1), None)
+            found = rotate(packed.clone(), Angles(cos[0, :, :8], sin[0, :, :8]), Heads(2, 16, 0.25, 1), NO_NORMS)
         torch.testing.assert_close(found, wanted)
 
 
@@ -131,28 +132,27 @@ def test_memory_is_reused_only_where_nothing_needs_the_old_values() -> None:
     leaf = torch.randn(5, 48, requires_grad=True)
     before = leaf.detach().clone()
 
-    def overwrites(packed: Tensor, norms: HeadNorms | None) -> bool:
+    def overwrites(packed: Tensor, norms: HeadNorms) -> bool:
         return rotate(packed, angles, heads, norms).data_ptr() == packed.data_ptr()
 
-    assert overwrites(leaf * 1, None)
+    assert overwrites(leaf * 1, NO_NORMS)
     assert not overwrites(leaf * 1, norms)
-    assert not overwrites(leaf, None)
-    assert not overwrites((leaf * 1)[:], None)
+    assert not overwrites(leaf, NO_NORMS)
+    assert not overwrites((leaf * 1)[:], NO_NORMS)
     with torch.no_grad():
         assert overwrites(leaf * 1, norms)
         assert not overwrites(leaf, norms)
     assert torch.equal(leaf, before)
     # An operation that has saved its result for backward notices.
     saved = leaf.exp()
-    turned = rotate(saved, angles, heads, None)
+    turned = rotate(saved, angles, heads, NO_NORMS)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(turned.sum(), leaf)
 
 
 def test_without_angles_and_norms_nothing_happens() -> None:
     packed = torch.randn(5, 24)
-    assert rotate(packed, None, Heads(1, 8, 1.0), None) is packed
-    assert rotate(packed, None, Heads(1, 8, 1.0), HeadNorms(None, None)) is packed
+    assert rotate(packed, None, Heads(1, 8, 1.0), NO_NORMS) is packed
 
 
 def test_other_norms_of_heads_are_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.judge.metrics import compute_label_metrics, compute_tag_metrics
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.evaluate import join
+from cpuft.train.model import load_model
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.labels import (
     Classification,
@@ -122,6 +125,17 @@ def test_the_rows_decide_on_the_head(labels: tuple[str, ...], kind: str, wanted:
     assert model.classifier.weight.shape == (outputs, 384)
     assert model.config.hidden_dropout_prob == 0.25
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["xlm", "esm"])
+def test_dropout_is_set_everywhere(kind: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "emb_dim": 32}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **sizes, "n_layers": 1, "n_heads": 4, "mask_token_id": 3}))
+    config = TrainConfig(from_config=str(path), dropout=0.25)
+    model = load_model(config, "AutoModelForSequenceClassification", {"num_labels": 2})
+    assert {one.p for one in model.modules() if isinstance(one, torch.nn.Dropout)} == {0.25}
+    assert type(getattr(model.config, "token_dropout", False)) is bool  # of ESM: no rate
 
 
 @pytest.mark.parametrize("padding, width", [("dynamic", 2), ("max_length", 16)])
