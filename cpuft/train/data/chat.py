@@ -181,7 +181,9 @@ def _join_parts(message: dict[str, Any]) -> Any:
 
 
 def set_chat_template(tokenizer: Any, path: str, name: str) -> None:
-    """Give a tokenizer the chat template in the file `path`, if given. Raises CpuftError: then it still has none."""
+    """Give a tokenizer the chat template in the file `path`, if there is a path. Raises as `read_chat_template`, and
+    CpuftError: the tokenizer has no template then.
+    """
     if path:
         tokenizer.chat_template = read_chat_template(path)
     try:

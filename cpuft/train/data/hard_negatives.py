@@ -103,7 +103,7 @@ def split_cell(cell: Cell) -> list[str]:
 
 
 def choose_usual_pair(table: Table, example: str, advice: str) -> tuple[str, str]:
-    """Return the columns of query and document that have usual names. CpuftError, with `example` and `advice`: none."""
+    """Return the columns of query and document by usual names. CpuftError, with `example` and `advice`: it has none."""
     for query, document in _USUAL_PAIRS:
         if query in table.columns and document in table.columns:
             return query, document

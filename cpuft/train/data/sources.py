@@ -369,7 +369,7 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
 
 
 def read_both_files(config: TrainConfig, what: str) -> tuple[Table, Table | None]:
-    """Open --train-file, which needs rows of `what`, and --validation-file, if given. CpuftError: it cannot."""
+    """Open --train-file, with rows of `what`, and --validation-file, if given. CpuftError: one cannot be read."""
     if not config.train_file:
         raise CpuftError(
             f"--task {config.task} needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with {what}"
@@ -689,7 +689,7 @@ def _number_labels(
 
 
 def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a kind's metrics; with an f1 for two classes, or if all tags are those of named entities."""
+    """Return the names of a kind's metrics. Two classes have an f1, and so have tags if all are those of entities."""
     if kind == "score":
         return ("pearson", "spearman")
     if kind == "labels":
