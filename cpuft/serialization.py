@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import reprlib
 import unicodedata
 from collections.abc import Callable
@@ -20,6 +21,14 @@ _MAX_NUMBER = 10**300  # larger integers do not fit into a float, so that arithm
 def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
     """Return whether a text is a whole number from `least` to `most`, written in fewer than 20 digits 0 to 9 only."""
     return text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most
+
+
+def to_number(text: str) -> float:
+    """Return the number that a text is, nan if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def find_control(text: str, allowed: str = "") -> str:

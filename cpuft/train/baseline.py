@@ -130,7 +130,7 @@ def _read(config: TrainConfig) -> TaskData:
     data = read_task_data(config, check_labels=False)
     if data.task.kind in ("class", "labels") and len(data.task.labels) > MOST_CLASSES:
         raise CpuftError(f"it is for at most {MOST_CLASSES} classes, and there are {len(data.task.labels):,}")
-    return replace(data, train=data.train.first(config.max_train_samples))
+    return data
 
 
 def _select_rows(data: TaskData) -> Examples:

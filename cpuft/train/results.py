@@ -8,13 +8,14 @@ from pathlib import Path
 
 from cpuft.config.train import WorkerConfig
 from cpuft.errors import describe_error
+from cpuft.files import write_text
 from cpuft.judge.predictions import FILE_NAME, read_predictions
 from cpuft.judge.tables import describe_judgement
 from cpuft.record import Header, format_baseline
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
 from cpuft.train.baseline_process import BaselineProcess
 from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
-from cpuft.train.checkpoint.model_card import write_model_card
+from cpuft.train.checkpoint.model_card import format_model_card
 from cpuft.train.checkpoint.policy import wait_for_disks
 from cpuft.train.ranks import gather
 from cpuft.train.reporter import Progress, RunReporter, TrainingResult, make_footer
@@ -58,7 +59,8 @@ def save_results(
                 progress.show_result(format_baseline(found))
                 record.write(found)
             if (folder / MODEL_DIR).is_dir() and evaluation:
-                write_model_card(folder / MODEL_DIR, header, evaluation, footer, found)
+                card = format_model_card(header, evaluation, footer, found)
+                write_text(folder / MODEL_DIR / "README.md", card)
             show_judgement(folder, progress)
         if reporter.watch:
             simple = found.metrics if found else None

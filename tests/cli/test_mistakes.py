@@ -228,7 +228,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=mrpc",
         {},
-        "the data of --task mrpc is not in the cache of data sets, and the Hugging Face hub does not answer within 3 s: either check the network and the proxy settings; or give --data-dir a folder that contains MRPC/train.tsv, from a GLUE download; or use --task demo",
+        "the data of --task mrpc is not in the cache of data sets, and the Hugging Face hub does not answer within 3 s: check the network and the proxy settings, or give --data-dir a folder that contains MRPC/train.tsv, from a GLUE download, or use --task demo",
     ),
     (
         "--task=mrpc --data-dir=glue",
@@ -293,7 +293,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/data-00000-of-00001.arrow": b"ARROW1", "reviews/dataset_info.json": "{}", "reviews/state.json": "{}"},
-        "reviews is cut off or damaged (state.json names no files): copy or download it again, or check --train-file",
+        "reviews is cut off or damaged (KeyError: '_data_files'): copy or download it again, or check --train-file",
     ),
     (
         "--task=files --train-file=reviews --validation-file=reviews",

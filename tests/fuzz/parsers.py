@@ -66,7 +66,6 @@ from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.chat import (
-    choose_validation,
     parse_conversation,
     parse_messages,
     read_chat_template,
@@ -227,7 +226,7 @@ def _read_prompts(path: Path) -> object:
 
 def _read_chats(path: Path) -> object:
     chats = scan_chats(str(path), "--train-file")
-    return list(chats.list_conversations(choose_validation(chats, 0.5)))
+    return list(chats.split(0.5)[1].list_conversations())
 
 
 def _log_in(path: Path) -> object:

@@ -31,7 +31,6 @@ CHECKPOINTS_KEPT = 2
 _LAST = "last"
 _META, _NEW, _OLD = "checkpoint.json", ".new", ".old"
 _FORMAT = 1
-_BLOCK = 1 << 24
 _AT_CWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 _NAME = re.compile(r"(\d{9,})\.(\d+)(\.new|\.old)?")  # update, rank, and whether it is being written or removed
 
@@ -40,8 +39,8 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
     """Write a rank's checkpoint of an update, and return its folder, such as root/000000100.0 (update 100, rank 0).
 
     The files, STATE and RECORD or VALUES, are on the disk (fsync) when this returns. An earlier checkpoint of the same
-    update and rank is replaced. Checkpoints of any rank that are older than this rank's newest two are removed. On
-    OSError, as with a full disk, checkpoints of other updates stay as they were.
+    update and rank is replaced, and those of any rank that are older than this rank's newest two are removed. On
+    OSError, those of other updates stay.
     """
     target = root / f"{update:09}.{rank}"
     new = root / f"{target.name}{_NEW}"
@@ -72,9 +71,8 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
 
 
 def keep_best(path: Path) -> None:
-    """Keep a checkpoint as that of the best evaluation, in the folder `best` beside it, in place of an earlier one.
-
-    Its files are linked, not copied, and stay when the checkpoint itself is removed. On OSError, an earlier one stays.
+    """Keep a checkpoint as that of the best evaluation, in place of an earlier one: its files get links in the folder
+    `best` beside it, and stay when the checkpoint is removed. On OSError, the earlier one stays.
     """
     root = path.parent / BEST
     root.mkdir(exist_ok=True)
@@ -110,15 +108,11 @@ def _remove(path: Path) -> None:
 
 
 def _write(path: Path, content: memoryview) -> str:
-    digest = hashlib.sha256()
-    with path.open("xb", buffering=0) as file:
-        for start in range(0, len(content), _BLOCK):
-            block = content[start : start + _BLOCK]
-            digest.update(block)
-            while block:
-                block = block[file.write(block) :]
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
         os.fsync(file.fileno())
-    return digest.hexdigest()
+    return hashlib.sha256(content).hexdigest()
 
 
 def _sync(folder: Path) -> None:
@@ -174,10 +168,8 @@ def _read(path: Path) -> bytearray:
 
 
 def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
-    """Return (update, files, damaged) of the newest undamaged checkpoint in a folder, which may be missing.
-
-    `damaged` has a message for each newer checkpoint that is damaged, the newest first. Without an undamaged one,
-    update is -1, files is empty, and all checkpoints have a message.
+    """Return update and files of the newest undamaged checkpoint in a folder (-1 and {}: there is none), and a message
+    for each newer one, which is damaged.
     """
     damaged: list[str] = []
     for update, path in list_checkpoints(root):
@@ -213,9 +205,7 @@ def _forget_updates(root: Path) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """Remove all checkpoints in `root`, also half-written ones and the best one, and then `root` if it is empty. Errors
-    of the disk are ignored.
-    """
+    """Remove all checkpoints in `root`, also half-written and best ones, and `root` if empty; ignore OSErrors."""
     if root.name != BEST:
         remove_all(root / BEST)
     for path, name in _list_folders(root):

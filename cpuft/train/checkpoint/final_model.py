@@ -27,10 +27,9 @@ def save_model(
 ) -> Path:
     """Write the model and its tokenizer to `run_dir`/model, whose earlier content stays if this fails; return the path.
 
-    A model of peft is saved as its adapters and head or, with `merged`, whole, with the adapters merged into weights
-    that are loaded again. `source` is the folder or hub name whose tokenizer is saved, unless `made` is the JSON of one
-    that was made for this run. `finish` writes more files before the folder gets its name. Raises DiskFullError,
-    CpuftError, and whatever transformers and safetensors raise.
+    Adapters are saved with their head or, if `merged`, as a whole model. `source` is the folder or hub name whose
+    tokenizer is saved, unless `made` is the JSON of one. `finish` writes more files before the folder gets its name.
+    Raises DiskFullError, CpuftError, and whatever transformers and safetensors raise.
     """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:

@@ -11,7 +11,7 @@ import cpuft
 from cpuft.config.fields import option_names
 from cpuft.config.train import EVALUATION_ONLY, TrainConfig
 from cpuft.errors import counted
-from cpuft.files import hash_text, write_text
+from cpuft.files import hash_text
 from cpuft.record import BaselineLine, EvaluationLine, Footer, Header, format_baseline, format_line
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS
 
@@ -34,46 +34,31 @@ _LEFT_OUT = (
 """Options that the recipe does not show: they are elsewhere in the card, name local files, or change no weight."""
 
 
-def write_model_card(
-    folder: Path, header: Header, evaluation: EvaluationLine, footer: Footer, baseline: BaselineLine | None = None
-) -> None:
-    """Write README.md into the folder of a model; `evaluation` is that of the weights in the folder."""
-    write_text(folder / "README.md", format_model_card(header, evaluation, footer, baseline))
-
-
 def format_model_card(
     header: Header, evaluation: EvaluationLine, footer: Footer, baseline: BaselineLine | None = None
 ) -> str:
-    """Return the card: what the Hugging Face hub reads of a model, then task, metrics, recipe, hosts, speed, versions.
-
-    It names no hosts and no local paths. Texts from options or files are written as JSON in its header and without line
-    breaks below, so that none ends the header or begins a line of its own.
-    """
+    """Return the card of a run: without names of hosts and local paths, and without lines that a user's text begins."""
     base = header.model if not _is_local(header.model) else ""
     kind = TASKS[header.task].kind if header.task in TASKS else ""
     is_known = kind in SENTENCE_TRANSFORMERS_KINDS
     library = "sentence-transformers" if is_known else "transformers"
     front: dict[str, Any] = {"library_name": library, "tags": ["cpuft"], "metrics": list(evaluation.metrics)}
     if is_known:
-        front |= {"pipeline_tag": "text-ranking" if kind == "relevance" else "sentence-similarity"}
+        front["pipeline_tag"] = "text-ranking" if kind == "relevance" else "sentence-similarity"
     elif kind == "chat" or header.options.get("causal"):
-        front |= {"pipeline_tag": "text-generation"}
+        front["pipeline_tag"] = "text-generation"
     if base:
-        front |= {"base_model": base}
-    default = TrainConfig(task=header.task if header.task in ("demo",) else "mrpc")
+        front["base_model"] = base
+    default, always = TrainConfig(), ("epochs", "batch_size", "learning_rate", "seed")
     recipe = {
-        name: header.options[name]
+        name: value
         for name in option_names(TrainConfig)
-        if name in header.options
-        and name not in _LEFT_OUT
-        and (
-            header.options[name] != getattr(default, name) or name in ("epochs", "batch_size", "learning_rate", "seed")
-        )
+        if name in header.options and name not in _LEFT_OUT
+        if (value := header.options[name]) != getattr(default, name) or name in always
     }
     # Ranks that are named only by number: the names of hosts are their owner's.
-    place = f"{counted(header.world_size, 'rank')} on {counted(len(header.hosts), 'host')} ({header.cpu_model})"
     speed = {
-        "place": place,
+        "place": f"{counted(header.world_size, 'rank')} on {counted(len(header.hosts), 'host')} ({header.cpu_model})",
         "precision": header.precision,
         "backend": header.backend,
         "training": f"{footer.train_seconds:.0f} s, {footer.steady_samples_per_second:.1f} samples/s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -53,7 +54,7 @@ _DISK_DAYS = 1
 
 @dataclass(frozen=True)
 class Requests:
-    """What ranks request of all ranks after an update. It travels as one number in a control message."""
+    """What ranks request of all ranks after an update."""
 
     checkpoint: bool = False
     """Write a checkpoint. Only rank 0 requests this."""
@@ -86,9 +87,9 @@ class TrainingInterrupted(Exception):
 class Checkpoints:
     """What the training loop knows of checkpoints and of stopping; every rank has one.
 
-    Without a writer, ranks contribute to the checkpoints of others, if the run has any (`enabled`).
-    `Checkpoints(exchange)` is that of a run that writes no checkpoints and does not stop early. With `state`, what
-    checkpoints hold, `restore_best` is possible; with `keep_final`, `write_final` writes one.
+    Ranks without a writer contribute to the checkpoints of others, if the run has any (`enabled`): that of
+    `Checkpoints(exchange)` has none, and does not stop early. With `state`, what checkpoints hold, `restore_best` is
+    possible; with `keep_final`, `write_final` writes one.
     """
 
     def __init__(
@@ -104,6 +105,13 @@ class Checkpoints:
         self._state, self._root = state, root
         self._exchange, self._enabled, self._keep_final = exchange, enabled, enabled and keep_final
 
+    def _write(self, update: int, **options: Any) -> bool:
+        """Write this rank's checkpoint, as `CheckpointWriter.write` does, or contribute to those of other ranks."""
+        if self.writer:
+            return self.writer.write(update, **options)
+        self._exchange.contribute_to_checkpoint()
+        return False
+
     def find_requests(self) -> Requests:
         """Return what this rank requests after an update: a stop if it was told so; on rank 0, a checkpoint if due."""
         if not self._enabled:
@@ -118,16 +126,13 @@ class Checkpoints:
         It returns when the state is copied; a thread writes the copy. A writer whose previous checkpoint is not on the
         disk yet writes none or, with `is_best`, waits for it. A full disk is a warning, not an exception.
         """
-        if self.writer:
-            self.writer.write(update, skip_if_busy=not is_best, is_best=is_best)
-        else:
-            self._exchange.contribute_to_checkpoint()
+        self._write(update, skip_if_busy=not is_best, is_best=is_best)
 
     def restore_best(self, update: int, world: World) -> bool:
         """Restore the weights of the best evaluation, made after this update, into the model on all ranks. Collective.
 
-        Returns False, and leaves the model as it is, if no host has them, for example because a disk was full. Raises
-        CpuftError on all ranks alike if all checkpoints of best evaluations are damaged.
+        Returns False, and leaves the model as it is, if no host has them. Raises CpuftError on all ranks alike if all
+        checkpoints of best evaluations are damaged.
         """
         if self._state is None:
             return False
@@ -143,40 +148,31 @@ class Checkpoints:
         """Write a checkpoint after an update, wait for the disk, raise TrainingInterrupted on all ranks. Collective.
 
         At least one rank must have been told to stop. It returns only if no rank could write its checkpoint, as on a
-        full disk: then training goes on. `updates` are the whole run's.
+        full disk. `updates` are the whole run's.
         """
         causes: list[tuple[str, bool]] = gather(
             (describe_cause(os.environ), is_host_leaving(os.environ)) if is_interrupted() else ("", False)
         )
         leaving = tuple(rank for rank, (_, is_so) in enumerate(causes) if is_so)
         line = InterruptedLine(update, updates, next(cause for cause, _ in causes if cause), leaving)
-        written = False
         with wait_for_disks():
-            if self.writer:
-                written = self.writer.write(update, wait=True, last_line=line)
-            else:
-                self._exchange.contribute_to_checkpoint()
+            written = self._write(update, wait=True, last_line=line)
         if any(gather(written)):
             raise TrainingInterrupted(line)
 
     def write_final(self, updates: int) -> None:
-        """Begin to write a checkpoint after the last update, if `keep_final` and `enabled` are set. Collective.
+        """Begin to write a checkpoint after the last update, if `keep_final` is set. Collective.
 
-        If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again from
-        this checkpoint. A run on one host writes none: it would be lost as well.
+        If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again
+        from it. A run on one host writes none: it would be lost as well.
         """
-        if self._keep_final and self.writer:
-            self.writer.write(updates, skip_if_busy=False)
-        elif self._keep_final:
-            self._exchange.contribute_to_checkpoint()
+        if self._keep_final:
+            self._write(updates)
 
 
 @contextmanager
 def wait_for_disks() -> Iterator[None]:
-    """Let each rank wait at the end of the context until all ranks are there, also if a disk is slow. Collective.
-
-    --comm-timeout does not end this wait, but the loss of a rank or host does.
-    """
+    """Let each rank wait at the context's end for all ranks, also longer than --comm-timeout. Collective."""
     # The group is made before any rank writes, because torch waits for all ranks in the default group, too.
     has_others = dist.is_initialized() and dist.get_world_size() > 1
     group = dist.new_group(timeout=timedelta(days=_DISK_DAYS)) if has_others else None
@@ -204,8 +200,8 @@ class CheckpointWriter:
     ) -> None:
         """Begin to allocate the memory of the copy on a thread.
 
-        `every`: seconds between two checkpoints; below 0, they may cost DEFAULT_TIME_SHARE of the time; with inf, none
-        is ever due. `contribute` takes part in the snapshots of other writers and is called if this rank makes none.
+        `every`: seconds between two checkpoints; below 0, they may cost DEFAULT_TIME_SHARE of the time. `contribute`
+        takes part in the snapshots of other writers and is called if this rank makes none.
         """
         self.rank = rank
         self.record: list[str] = []
@@ -245,27 +241,25 @@ class CheckpointWriter:
         update: int,
         wait: bool = False,
         last_line: Line | None = None,
-        skip_if_busy: bool | None = None,
+        skip_if_busy: bool = False,
         is_best: bool = False,
     ) -> bool:
         """Copy the state, and write it with the record as the checkpoint of an update, on a thread.
 
-        With an exchange that shards the optimizer this is collective: ranks without a writer contribute. A disk that
-        does not take the checkpoint, or has less than twice its size free, is one warning per run. With `skip_if_busy`
-        (None: unless `wait`), a writer whose previous checkpoint is still being written only contributes to those of
-        other ranks; else it waits. `last_line` ends the record in this checkpoint. Returns whether it is on the disk,
-        always False without `wait`.
+        With an exchange that shards the optimizer this is collective. A disk that does not take the checkpoint, or has
+        less than twice its size free, is one warning per run. A writer whose previous checkpoint is still being written
+        waits for it or, with `skip_if_busy`, only contributes to those of other ranks. `last_line` ends the record in
+        this checkpoint. Returns whether it is on the disk, always False without `wait`.
         """
-        if self._thread.is_alive() and (not wait if skip_if_busy is None else skip_if_busy):
+        if skip_if_busy and self._thread.is_alive():
             self._contribute()
             return False
         self._thread.join()
-        start = self._last = time.monotonic()
+        self._last = time.monotonic()
         self._block = self._block if len(self._block) else torch.empty(self._state.nbytes, dtype=torch.uint8)
         self._state.snapshot(self._block)
-        paused = time.monotonic() - start
         record = [*self.record, *([format_line(last_line)] if last_line else [])]
-        arguments = (update, record, paused, is_best)
+        arguments = (update, record, time.monotonic() - self._last, is_best)
         self._thread = threading.Thread(target=self._write_to_disk, args=arguments, daemon=True)
         self._thread.start()
         if wait:
@@ -280,7 +274,10 @@ class CheckpointWriter:
         files = {STATE: self._block.numpy().data, RECORD: to_view(record)}
         self._is_written = False
         try:
-            self._check_space()
+            self._root.mkdir(parents=True, exist_ok=True)
+            # The model that is saved at the end needs space, too.
+            if shutil.disk_usage(self._root).free < 2 * self._state.nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             path = write_checkpoint(self._root, update, self.rank, files)
             self._is_written = True
             if is_best:
@@ -291,12 +288,6 @@ class CheckpointWriter:
                 print(f"{problem}: training goes on, and the last good one stays", file=sys.stderr, flush=True)
             self._has_warned = True
         self.cost = paused + time.thread_time()
-
-    def _check_space(self) -> None:
-        """Raise OSError if the disk would have no space left for the model at the end."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(self._root).free < 2 * self._state.nbytes:
-            raise OSError(28, "No space left on device")
 
 
 @dataclass(frozen=True)
@@ -328,10 +319,9 @@ def find_newest_checkpoint(
 ) -> tuple[HostCheckpoint, Callable[[], torch.Tensor]]:
     """Find the newest whole checkpoint in `root` on any host. Collective: the first rank of each host reads `root`.
 
-    Returns the checkpoint, on every rank the same, with update -1 if there is none, and a collective function for its
-    state on every rank, uint8 of shape (nbytes,), to be called only if there is one. `text` names the file beside the
-    state that all ranks need, RECORD or VALUES; `header` is the number of bytes of the state that they compare. Rank 0
-    prints a line for each newer checkpoint that is damaged; CpuftError is raised on all ranks if all are damaged.
+    Returns on all ranks the checkpoint, with `text`, RECORD or VALUES, and the first `header` bytes of its state
+    (update -1: there is none); and a collective function that returns the state, uint8, (nbytes,). Rank 0 prints a line
+    for each newer checkpoint that is damaged. Raises CpuftError on all ranks: all are damaged.
     """
     update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
     content, decoded = files.get(STATE, bytearray()), files.get(text, bytearray()).decode(errors="replace")
@@ -351,8 +341,8 @@ def find_newest_checkpoint(
 def resume(state: TrainingState, root: Path, world: World, options: Mapping[str, Any], data: str) -> ResumePoint:
     """Restore the newest whole checkpoint in `root` on any host into model and optimizer, if there is one. Collective.
 
-    Before, `options` and `data` are compared with those of the checkpoint (see `find_difference`); CpuftError is raised
-    on all ranks alike. Afterwards newer checkpoints, which are damaged, are removed on each host.
+    Removes newer checkpoints, which are damaged. Raises CpuftError on all ranks: `find_difference` finds one, or all
+    checkpoints are damaged.
     """
     newest, read = find_newest_checkpoint(root, world, RECORD, len(state.header))
     record = None
@@ -368,10 +358,8 @@ def resume(state: TrainingState, root: Path, world: World, options: Mapping[str,
 
 
 def find_difference(record: Record, same_tensors: bool, options: Mapping[str, Any], data: str) -> str:
-    """Return the first difference between a checkpoint's job and this one, and what to do; "" if they are one job.
-
-    The text is the end of a sentence about the checkpoint. `same_tensors` says whether names, dtypes and shapes of the
-    state, and the frozen weights, are the same; `data` is the checksum of this run's examples.
+    """Return, as the end of a sentence about the checkpoint, how its job differs from this one, and what to do; "" if
+    it does not. `same_tensors`: whether the headers of the states are the same; `data`: the checksum of the examples.
     """
     then = record.header.options
     for name, value in options.items():

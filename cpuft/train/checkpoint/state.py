@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,9 +45,12 @@ class _Place:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
     def view(self, block: Tensor) -> Tensor:
-        nbytes = self.dtype.itemsize * torch.Size(self.shape).numel()
-        return block[self.start : self.start + nbytes].view(self.dtype).view(self.shape)
+        return block[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
 class TrainingState:
@@ -71,9 +75,7 @@ class TrainingState:
         self._trained = {parameter: name for name, parameter in parameters.items() if parameter in trained}
         self.header, self._places = lay_out(self._list_tensors(), _checksum_frozen(frozen))
         """The first bytes of every block: names, dtypes and shapes of the tensors, and the frozen weights' checksum."""
-        self.nbytes = len(self.header) + sum(
-            place.dtype.itemsize * torch.Size(place.shape).numel() for place in self._places.values()
-        )
+        self.nbytes = len(self.header) + sum(place.nbytes for place in self._places.values())
 
     def _list_tensors(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         with_masters = self._masters.parameters if self._masters else {}
@@ -85,21 +87,20 @@ class TrainingState:
             found += [(f"{moment}.{name}", torch.float32, tuple(p.shape)) for p, name in self._trained.items()]
         return [*found, (_STEP, torch.float32, (len(self._trained),))]
 
-    def _view(self, block: Tensor, kind: str, name: str) -> Tensor:
-        return self._places[f"{kind}.{name}"].view(block)
+    def _view(self, block: Tensor, *names: str) -> Tensor:
+        return self._places[".".join(names)].view(block)
 
     @torch.no_grad()
     def snapshot(self, block: Tensor) -> None:
         """Copy the header and the state into a block, uint8 of shape (nbytes,).
 
-        With shards this is collective: other ranks call this, too, or `Exchange.contribute_to_checkpoint`. Parameters
-        without optimizer state get moments and a step of 0.
+        With shards this is collective: other ranks call this, too, or `Exchange.contribute_to_checkpoint`.
         """
         block[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         for name, tensor in self._weights.items():
             master = self._masters.get(tensor) if self._masters else None  # None also if this rank has shards only
             self._view(block, WEIGHTS, name).copy_(tensor if master is None else master)
-        steps = self._places[_STEP].view(block)
+        steps = self._view(block, _STEP)
         if self._shards:
             for kind, parameter, value in self._shards.gather_state():
                 self._view(block, kind, self._trained[parameter]).copy_(value)
@@ -118,7 +119,7 @@ class TrainingState:
         values = {name: self._view(block, WEIGHTS, name) for name in self._weights}
         # Not strict, because a weight with two names is in the block once.
         self._model.load_state_dict(values, strict=False)
-        steps = self._places[_STEP].view(block)
+        steps = self._view(block, _STEP)
         if self._shards:
             self._shards.restore(lambda kind, p: self._view(block, kind, self._trained[p]), steps.max())
             return
@@ -151,15 +152,13 @@ def lay_out(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], frozen: str = ""
 ) -> tuple[bytes, dict[str, _Place]]:
     """Return a safetensors header of these tensors, and each one's place. KeyError: a dtype is not in TYPE_NAMES."""
-    tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # so that every tensor is aligned
     header: dict[str, Any] = {"__metadata__": {"frozen": frozen}} if frozen else {}
-    starts, end = list[int](), 0
-    for name, dtype, shape in tensors:
-        start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-        starts.append(start)
-        header[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    places, end = dict[str, _Place](), 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):  # so that every one is aligned
+        places[name] = place = _Place(dtype, shape, end)
+        end += place.nbytes
+        header[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [place.start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     encoded = len(text).to_bytes(8, "little") + text
-    places = {name: _Place(dtype, shape, len(encoded) + start) for (name, dtype, shape), start in zip(tensors, starts)}
-    return encoded, places
+    return encoded, {name: replace(place, start=len(encoded) + place.start) for name, place in places.items()}

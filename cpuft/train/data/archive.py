@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -67,9 +67,7 @@ class Tokens:
 
 
 def hash_sequences(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of each sequence of token ids, which follow one another in `ids`, shape (sequences,). Different
-    sequences have the same one by chance in one of 2**64 cases.
-    """
+    """Return a hash of 64 bits of each sequence of token ids, which follow one another in `ids`, (sequences,)."""
     ends = lengths.cumsum()
     factors = np.full(int(lengths.max(initial=0)), _KEY_FACTOR, np.uint64).cumprod()
     place_in_sequence = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
@@ -108,10 +106,12 @@ class ValidationRows:
     def list_texts(self, rows: NDArray[np.int64]) -> list[list[str] | None]:
         """Return the beginnings of the texts of each of these rows, and None for rows whose texts are not kept."""
         begins = np.append(0, self.text_ends.ravel())[:-1].reshape(self.text_ends.shape)
-        return [self._read_texts(begins[row], self.text_ends[row]) if row < len(begins) else None for row in rows]
 
-    def _read_texts(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[str]:
-        return [self.text_bytes[begin:end].tobytes().decode(errors="replace") for begin, end in zip(begins, ends)]
+        def read(row: int) -> list[str]:
+            spans = zip(begins[row], self.text_ends[row])
+            return [self.text_bytes[begin:end].tobytes().decode(errors="replace") for begin, end in spans]
+
+        return [read(row) if row < len(begins) else None for row in rows]
 
 
 @dataclass(frozen=True)
@@ -150,22 +150,33 @@ class Prepared:
     repeated: int = 0
     """Number of validation examples whose tokens a training example has; 0 for kinds without labels."""
     rows: str = ""
-    """Checksum of the validation rows, which does not depend on the tokenizer; empty for the kinds that predict tokens
-    of texts."""
+    """Checksum of the validation rows, independent of the tokenizer; empty for kinds that predict tokens of texts."""
     validation_rows: dict[str, ValidationRows] = field(default_factory=dict)
     """What is kept of the rows of each validation split; empty if `rows` is."""
 
 
-def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
-    """Write an uncompressed NumPy archive that `read_prepared` opens, completely or not at all.
+_ROW_ARRAYS = ("text_bytes", "text_ends", "slice_numbers")
 
-    `meta` is stored as JSON text in the array `meta`, and each field of a split as the array `KEY.FIELD`, such as
-    `train.ids`; keys are `train`, and `validation` with the suffix of the metrics' names. Raises CpuftError: the folder
-    cannot be written.
+
+def write_prepared(
+    path: Path,
+    meta: dict[str, Any],
+    splits: Mapping[str, Tokens],
+    rows: Mapping[str, ValidationRows],
+    token_kinds: NDArray[np.int8] = EMPTY,
+) -> None:
+    """Write an archive that `read_prepared` opens, completely or not at all.
+
+    `meta` has fields of `Prepared` that JSON can hold. The keys of `splits` are `train`, and `validation` with the
+    suffix of the metrics' names; those of `rows` only the suffix. Raises CpuftError: the folder cannot be written.
     """
-    arrays = {"meta": np.asarray(json.dumps(meta)), **others}
+    values = {name: one.slice_values for name, one in rows.items()}
+    names = [key.removeprefix("validation") for key in splits if key != "train"]
+    text = json.dumps({"fields": meta, "validation": names, "slice_values": values})
+    arrays: dict[str, Any] = {"meta": np.asarray(text), "token_kinds": token_kinds}
     for key, tokens in splits.items():
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
+    arrays |= {f"validation{name}.{part}": getattr(one, part) for name, one in rows.items() for part in _ROW_ARRAYS}
     with explain_cache_failures(path.parent), write_atomically(path) as beside, beside.open("wb") as file:
         np.savez(file, **arrays)
 
@@ -183,57 +194,43 @@ def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Ite
 
 
 def read_prepared(path: str) -> Prepared:
-    """Open an archive of `write_prepared`, whose arrays are memory-mapped and read-only: the file must stay. Raises
-    CpuftError: it is missing or damaged.
-    """
+    """Open an archive as read-only maps of its file, which must stay. Raises CpuftError: it is missing or damaged."""
     try:
         meta, arrays = map_archive(path)
-        splits = {
-            key: _check_tokens(Tokens(*(arrays[f"{key}.{name}"] for name in ("ids", "types", "offsets", "labels"))))
-            for key in ("train", *(f"validation{name}" for name in meta["validation"]))
+
+        def read_split(key: str) -> Tokens:
+            return _check_tokens(Tokens(*(arrays[f"{key}.{name}"] for name in ("ids", "types", "offsets", "labels"))))
+
+        validation = {name: read_split(f"validation{name}") for name in meta["validation"]}
+        rows = {
+            name: ValidationRows(
+                **{part: arrays[f"validation{name}.{part}"] for part in _ROW_ARRAYS},
+                slice_values=tuple(map(str, values)),
+            )
+            for name, values in meta["slice_values"].items()
+        }
+        for name, kept in rows.items():
+            _check_rows(kept, len(validation[name]))
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in meta["fields"].items()
         }
         return Prepared(
-            labels=tuple(meta["labels"]),
-            metrics=tuple(meta["metrics"]),
-            checksum=meta["checksum"],
-            pad_id=meta["pad_id"],
-            train=splits["train"],
-            validation={name: splits[f"validation{name}"] for name in meta["validation"]},
-            kind=meta["kind"],
-            mask_id=meta["mask_id"],
-            token_kinds=arrays.get("word_kinds", EMPTY),
-            vocab_size=meta["words"],
-            tokenizer=meta["tokenizer"],
-            texts=tuple(meta["texts"]),
-            label=meta["label"],
-            truncated=meta["cut"],
-            unknown_share=meta["unknown"],
-            note=str(meta.get("note", "")),
-            repeated=int(meta.get("repeated", 0)),
-            rows=str(meta.get("rows", "")),
-            validation_rows={
-                name: _check_rows(
-                    ValidationRows(
-                        **{part: arrays[f"validation{name}.{part}"] for part in ROW_ARRAYS},
-                        slice_values=tuple(map(str, values)),
-                    ),
-                    len(splits[f"validation{name}"]),
-                )
-                for name, values in meta.get("slice_values", {}).items()
-            },
+            **fields,
+            train=read_split("train"),
+            validation=validation,
+            token_kinds=arrays["token_kinds"],
+            validation_rows=rows,
         )
     except Exception as error:  # zipfile and NumPy raise many kinds of errors
         raise CpuftError(f"{path} is not prepared data ({error!r}): remove it, and start again") from None
 
 
-ROW_ARRAYS = ("text_bytes", "text_ends", "slice_numbers")
-"""The arrays of `ValidationRows`."""
 _ARRAY_TYPES: dict[str, tuple[tuple[type[np.generic], int], ...]] = {
     "ids": ((np.int32, 1),),
     "types": ((np.int8, 1),),
     "offsets": ((np.int64, 1),),
     "labels": ((np.float32, 1), (np.float32, 2), (np.int32, 1), (np.int32, 2), (np.int8, 1)),
-    "word_kinds": ((np.int8, 1),),
+    "token_kinds": ((np.int8, 1),),
     "text_bytes": ((np.uint8, 1),),
     "text_ends": ((np.int64, 2),),
     "slice_numbers": ((np.int32, 1),),
@@ -262,20 +259,19 @@ def _check_judgements(tokens: Tokens) -> Tokens:
     return tokens
 
 
-def _check_rows(rows: ValidationRows, count: int) -> ValidationRows:
+def _check_rows(rows: ValidationRows, count: int) -> None:
     ends, numbers = rows.text_ends, rows.slice_numbers
     if len(ends) > count or (np.diff(ends.ravel(), prepend=0) < 0).any() or ends.max(initial=0) > len(rows.text_bytes):
         raise ValueError("the ends of the validation rows' texts are damaged")
     if len(numbers) not in (0, count) or not all(0 <= number < len(rows.slice_values) for number in np.unique(numbers)):
         raise ValueError("the values of the validation rows are damaged")
-    return rows
 
 
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the JSON object in the array `meta` of a NumPy archive, and all its other arrays by name.
+    """Return the JSON object in the array `meta` of a NumPy archive, and its other arrays by name, as read-only maps.
 
-    The arrays are memory-mapped and read-only. For a missing or damaged file, the libraries' exceptions pass through.
-    Raises ValueError for an array that is compressed, or whose name or type prepared data does not have.
+    Raises ValueError: an array is compressed, or has a name or type that prepared data does not have; for a missing or
+    damaged file, the libraries' exceptions pass through.
     """
     with np.load(path, allow_pickle=False) as archive:
         meta = load(dict[str, Any], parse_json(str(archive["meta"])))

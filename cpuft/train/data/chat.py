@@ -1,29 +1,28 @@
 """Conversations of the user's own, as a tokenizer's chat template renders them, with a mask of the assistant's tokens.
 
-The loss is computed on the tokens of the assistant only. If the template marks them ({% generation %}), they are these.
-Otherwise they are found by comparing what the template makes of the messages before an answer, where the assistant
-would begin, with what it makes of the messages up to that answer.
+The loss is computed on the assistant's tokens only. Some templates mark them ({% generation %}). Otherwise an answer is
+what the template adds when it renders the messages up to the answer, instead of those before it.
 """
 
 from __future__ import annotations
 
 import bisect
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.errors import CpuftError, counted, describe_error
+from cpuft.config.train import TrainConfig
+from cpuft.errors import CpuftError, describe_error
 from cpuft.serialization import load, parse_json
 from cpuft.train.data.archive import EMPTY, Tokens
-from cpuft.train.data.tables import list_json_lines, read_text
+from cpuft.train.data.tables import choose_smallest, hash_content, list_json_lines, read_text
 
 ROLES = ("system", "user", "assistant", "tool")
 _ASSISTANT = "assistant"
@@ -49,36 +48,49 @@ Conversation = tuple[str, list[Message]]
 
 @dataclass(frozen=True)
 class Chats:
-    """Files of conversations that `scan_chats` has read once."""
+    """The conversations of a split, in files that `scan_chats` has read once."""
 
     paths: str
     """Paths and patterns, separated by commas."""
     option: str
     checksums: NDArray[np.uint64]
+    """Of all conversations in the files."""
+    chosen: NDArray[np.bool_]
+    """Which of them belong to the split."""
 
     @property
     def checksum(self) -> str:
-        """Checksum of all conversations, 64 hexadecimal digits."""
+        """Checksum of all conversations in the files, 64 hexadecimal digits."""
         return hashlib.sha256(self.checksums.tobytes()).hexdigest()
 
-    def list_conversations(self, chosen: NDArray[np.bool_]) -> Iterator[Conversation]:
-        """Read the files again; yield conversations with `chosen` true. Raises CpuftError: a file is gone or broken."""
-        for is_chosen, (where, line) in zip(chosen, list_json_lines(self.paths, self.option)):
-            if is_chosen:
-                yield where, parse_conversation(line, where)
+    def list_conversations(self) -> Iterator[Conversation]:
+        """Read the files again; yield where each conversation is, and its messages. Raises as `scan_chats` does."""
+        for where, line in compress(list_json_lines(self.paths, self.option), self.chosen):
+            yield where, parse_conversation(line, where)
+
+    def split(self, share: float) -> tuple[Chats, Chats]:
+        """Return those for training and for validation. Raises CpuftError: fewer than two are different."""
+        is_kept = choose_smallest(self.checksums, share, self.paths, "conversation")
+        return replace(self, chosen=~is_kept), replace(self, chosen=is_kept)
 
 
 def scan_chats(paths: str, option: str) -> Chats:
-    """Read all conversations of JSON lines files once, to check them and to take their checksums. Raises CpuftError: a
-    file cannot be read, a line is no conversation to learn from, or there is none.
-    """
-    checksums = []
-    for where, line in list_json_lines(paths, option):
-        content = json.dumps(parse_conversation(line, where), sort_keys=True).encode()
-        checksums.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
+    """Return the conversations of JSON lines files. CpuftError: one cannot be read, is none, or there are none."""
+    lines = list_json_lines(paths, option)
+    checksums = [hash_content(parse_conversation(line, where)) for where, line in lines]
     if not checksums:
         raise CpuftError(f"{paths} holds no conversations: give JSON lines of the form {_FORM} with {option}")
-    return Chats(paths, option, np.asarray(checksums, np.uint64))
+    return Chats(paths, option, np.asarray(checksums, np.uint64), np.ones(len(checksums), bool))
+
+
+def read_chats(config: TrainConfig) -> tuple[Chats, Chats]:
+    """Return the conversations of --train-file and --validation-file. Raises as `scan_chats`, and as `Chats.split`."""
+    if not config.train_file:
+        raise CpuftError("--task chat needs --train-file: name JSON lines files of conversations")
+    chats = scan_chats(config.train_file, "--train-file")
+    if not config.validation_file:
+        return chats.split(config.validation_split)
+    return chats, scan_chats(config.validation_file, "--validation-file")
 
 
 def parse_conversation(line: str, where: str) -> list[Message]:
@@ -95,9 +107,8 @@ def parse_conversation(line: str, where: str) -> list[Message]:
 
 
 def parse_messages(line: str, where: str) -> list[Message]:
-    """Return the messages of a line of JSON, each with a role of ROLES and a text as content. The line may have the
-    keys of OpenAI, ShareGPT, Alpaca, Dolly, or prompt and completion. Raises CpuftError, which begins with `where`, for
-    any other.
+    """Return the messages of a line of JSON: dicts with a role of ROLES and a text as content. Raises CpuftError, which
+    begins with `where`: it is none of the forms of OpenAI, ShareGPT, Alpaca, Dolly, or prompt and completion.
     """
     try:
         messages = load(list[dict[str, Any]], _list_messages(load(dict[str, Any], parse_json(line))), "messages")
@@ -169,24 +180,9 @@ def _join_parts(message: dict[str, Any]) -> Any:
     return content
 
 
-def choose_validation(chats: Chats, share: float) -> NDArray[np.bool_]:
-    """Return which conversations are for validation: those with the smallest checksums, whatever their order. At least
-    one is, and at least one is not. Raises CpuftError: fewer than two conversations are different.
-    """
-    different = np.unique(chats.checksums)
-    if len(different) < 2:
-        raise CpuftError(
-            f"{chats.paths} has {counted(len(different), 'different conversation')}, too few to take some for "
-            f"validation: give more, or others with --validation-file"
-        )
-    count = min(len(different) - 1, max(1, round(share * len(different))))
-    chosen: NDArray[np.bool_] = chats.checksums <= different[count - 1]
-    return chosen
-
-
 def set_chat_template(tokenizer: Any, path: str, name: str) -> None:
-    """Give a tokenizer the chat template in the file `path`; without a path, check that it has one. Raises CpuftError:
-    it has none, or the file holds none.
+    """Give a tokenizer the chat template in the file `path`, if there is a path. Raises as `read_chat_template`, and
+    CpuftError: the tokenizer has no template then.
     """
     if path:
         tokenizer.chat_template = read_chat_template(path)
@@ -251,10 +247,9 @@ class Encoded:
 def encode_chats(conversations: Iterable[Conversation], tokenizer: Any, max_length: int) -> Encoded:
     """Tokenise conversations as the chat template renders them, cut at the last answer that fits into `max_length`.
 
-    If no answer fits, the conversation is left out. A template may render earlier answers in another way than the last
-    one: Qwen3's drops their thoughts. Then each answer is an example of its own, after the messages before it, as the
-    model sees them where it is used. Raises CpuftError: the tokenizer is not a fast one, or the template refuses a
-    conversation or does not tell what the assistant says.
+    If no answer fits, the conversation is left out. Where a template renders earlier answers in another way than the
+    last one (Qwen3's drops their thoughts), each answer is an example of its own. Raises CpuftError: the tokenizer is
+    not a fast one, or the template refuses a conversation or does not tell what the assistant says.
     """
     if not tokenizer.is_fast:
         raise CpuftError(
@@ -267,7 +262,7 @@ def encode_chats(conversations: Iterable[Conversation], tokenizer: Any, max_leng
         encode = _encode_marked if is_marked else _encode_rendered
         for examples in encode([(where, _drop_end(messages)) for where, messages in batch], tokenizer):
             parts = [_cut(ids, mask, max_length) for ids, mask in examples]
-            kept = [part for part in parts if part is not None]
+            kept = list(filter(None, parts))
             found.conversations += 1
             found.divided += len(examples) > 1
             found.left_out += not kept
@@ -367,9 +362,7 @@ def _cut(ids: NDArray[np.int32], mask: NDArray[np.int8], max_length: int) -> _Ex
 
 
 def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
-    """Return conversations as examples: each by itself, or packed into examples of up to `max_length` tokens. Raises
-    CpuftError: there are none.
-    """
+    """Return conversations as examples; with `packs`, several in one, up to `max_length`. CpuftError: there is none."""
     if not found.ids:
         raise CpuftError(
             f"in none of the conversations the first answer fits into --max-length {max_length}: give a larger "
@@ -377,16 +370,16 @@ def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
         )
     lengths = [len(ids) for ids in found.ids]
     groups = pack_lengths(lengths, max_length) if packs else [[number] for number in range(len(lengths))]
-    order = [number for group in groups for number in group]
-    sizes = [sum(lengths[number] for number in group) for group in groups]
+    order = list(chain.from_iterable(groups))
+    starts = np.cumsum([0, *(lengths[number] for number in order)], dtype=np.int64)
     types = EMPTY
     if packs:
         types = np.zeros(sum(lengths), np.int8)
-        types[np.cumsum([0, *(lengths[number] for number in order)])[:-1]] = 1
+        types[starts[:-1]] = 1
     return Tokens(
         np.concatenate([found.ids[number] for number in order]),
         types,
-        np.cumsum([0, *sizes]).astype(np.int64),
+        starts[np.cumsum([0, *map(len, groups)])],
         np.concatenate([found.masks[number] for number in order]),
     )
 

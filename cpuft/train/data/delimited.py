@@ -37,20 +37,23 @@ class Dialect:
     """What decided on the dialect, if the user is to know."""
 
 
+def advise_conversion(path: Path, ending: str, command: str) -> str:
+    """Return the advice to run a command, with its output in a file beside `path` whose name has another ending."""
+    target = str(path.with_name(f"{path.stem}{ending}"))
+    return f"convert it with this command, then give {target} instead: {command} > {shlex.quote(target)}"
+
+
 def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions) -> Dialect:
     """Return the dialect of a file: that of the options, or the one that fits the header and the quotation marks.
 
-    The delimiter is the one that divides header and first row into the same, largest number of columns; of several, the
-    usual one of the suffix. The quoting auto reads the whole file. Raises CpuftError: a quotation mark opens a cell
-    without an end or one that seems to be several rows, or the first line is Excel's `sep=`.
+    The delimiter is the one that divides header and first row into the same, largest number of columns. The quoting
+    auto reads the whole file. Raises CpuftError: a quotation mark opens a cell without an end or one that seems to be
+    several rows, or the first line is Excel's `sep=`.
     """
     csv.field_size_limit(sys.maxsize)  # the format has no limit
     if re.fullmatch("sep=.?", first := next(lines()).strip(), re.IGNORECASE):
-        target = str(path.with_name(f"{path.stem}-rows{path.suffix}"))
-        raise CpuftError(
-            f"{path} begins with the line {first!r}, which only Excel reads: convert it with this command, then give "
-            f"{target} instead: tail -n +2 {shlex.quote(str(path))} > {shlex.quote(target)}"
-        )
+        advice = advise_conversion(path, f"-rows{path.suffix}", f"tail -n +2 {shlex.quote(str(path))}")
+        raise CpuftError(f"{path} begins with the line {first!r}, which only Excel reads: {advice}")
     usual = "\t" if suffix == ".tsv" else ","
     order = [usual, *(other for other in DELIMITERS.values() if other != usual)]
     if options.delimiter != "auto":
@@ -74,9 +77,7 @@ def _rate(header: list[str], row: Sequence[str] = ()) -> tuple[bool, int]:
 
 
 def split_rows(lines: Iterator[str], dialect: Dialect, path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield where each row that is not blank ends (such as `line 3`; the header is a row, too), and its cells. Raises
-    CpuftError: a quoted cell does not end.
-    """
+    """Yield where each row that is not blank ends, such as `line 3`, and its cells. CpuftError: a cell does not end."""
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if dialect.is_quoted else csv.QUOTE_NONE
     reader = csv.reader(lines, delimiter=dialect.delimiter, quoting=quoting, strict=True)
     begin = 1
@@ -101,8 +102,7 @@ def _find_quoting(lines: Lines, dialect: Dialect, path: Path) -> Dialect:
     """Return the dialect, without quoting if the file can only be read so.
 
     If all lines as they are have the header's number of columns, quotation marks that open a cell over several lines
-    are most likely a part of the texts: line breaks would divide the columns. Commas in texts stand before a space,
-    those between columns do not.
+    are most likely a part of the texts. Commas in texts stand before a space, those between columns do not.
     """
     count = len(dialect.columns) - 1
     fits, divides = True, True  # whether all lines have that many columns, and no delimiter is in a text

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +14,22 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import Task
 from cpuft.train.data.archive import EMPTY
-from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives
+from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, choose_usual_pair, name_negatives
 from cpuft.train.data.retrieval import RetrievalSet, make_retrieval_set, read_beir
-from cpuft.train.data.sources import Examples, FileExamples, TaskData, drop_unlabelled, scan_rows
-from cpuft.train.data.tables import Row, Rows, Table, find_column, read_tables, split_table
+from cpuft.train.data.sources import (
+    Examples,
+    FileExamples,
+    TaskData,
+    check_columns,
+    drop_unlabelled,
+    read_both_files,
+    scan_rows,
+)
+from cpuft.train.data.tables import Row, Rows, Table, split_names, split_table
 from cpuft.train.embedding_form import EmbeddingForm, choose_form
 
-_USUAL_PAIRS = (
-    ("anchor", "positive"),
-    ("query", "positive"),
-    ("question", "answer"),
-    ("query", "document"),
-    ("query", "passage"),
-    ("sentence1", "sentence2"),
-    ("text1", "text2"),
-)
 _USUAL_SCORES = ("score", "similarity", "label")
 _NAME_PAIRS = "name the columns of the texts with --text-columns, for example --text-columns question,answer"
-
 _NAME_SCORES = "name the column of the scores with --label-column, or learn from pairs without scores by --task pairs"
 
 
@@ -60,59 +57,44 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
     retrieval set, in which the anchors look for their positives. Raises CpuftError: a file, column or row does not fit
     the task, or all positives are the same text.
     """
-    if not config.train_file:
-        raise CpuftError(
-            f"--task {task.name} needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with pairs of "
-            f"texts"
-        )
-    form = choose_form(config)
-    train = read_tables(config.train_file, "--train-file", config)
-    task = replace(task, texts=choose_pair_columns(train, config.text_columns, task.kind == "pairs"))
+    form, is_scored = choose_form(config), task.kind == "similarity"
+    is_folder = not is_scored and _is_beir_folder(config.validation_file)
+    train, validation = read_both_files(replace(config, validation_file="") if is_folder else config, "pairs of texts")
+    task = replace(task, texts=choose_pair_columns(train, config.text_columns, has_negatives=not is_scored))
     if config.hard_negatives and len(task.texts) > 2:
         raise CpuftError(
             f"--hard-negatives finds negatives for rows without any, and {train.source} has some ({task.texts[2]}): "
             f"leave --hard-negatives out, or name two columns with --text-columns"
         )
-    is_folder = task.kind == "pairs" and _is_beir_folder(config.validation_file)
-    validation = None
-    if config.validation_file and not is_folder:
-        validation = read_tables(config.validation_file, "--validation-file", config, "validation")
-    notes = train.notes
-    if task.kind == "similarity":
+    if is_scored:
         task = replace(task, label=_choose_score_column(train, config.label_column))
-        if config.skip_unlabelled:
-            for table in filter(None, (train, validation)):
-                _check_columns(table, task)
-            train = drop_unlabelled(train, task.label)
-            validation = validation and drop_unlabelled(validation, task.label)
-            notes = (*train.notes, *(validation.notes if validation else ()))
+    for table in filter(None, (train, validation)):
+        check_columns(table, task, _NAME_PAIRS, _NAME_SCORES)
+    notes = train.notes
+    if is_scored and config.skip_unlabelled:
+        train = drop_unlabelled(train, task.label)
+        validation = validation and drop_unlabelled(validation, task.label)
+        notes = (*train.notes, *(validation.notes if validation else ()))
     if not validation and not is_folder:
         # All rows of a query are kept for validation together, or the model has learned some of its documents.
-        names = task.texts[:1] if task.kind == "pairs" else ()
-        train, validation = split_table(train, config.validation_split, names)
-    learned = task
+        train, validation = split_table(train, config.validation_split, () if is_scored else task.texts[:1])
+    names = task.texts
     if config.hard_negatives:
-        _check_columns(train, task)
-        train = add_hard_negatives(train, task.texts[0], task.texts[1], config, every_row=True)
-        learned = replace(task, texts=(*task.texts, *name_negatives(config.hard_negatives)))
-    prompts = dict.fromkeys(learned.texts, form.document_prompt) | {task.texts[0]: form.query_prompt}
-    found = [
-        _check(table, its_task)
-        for table, its_task in (
-            (_add_prompts(train, prompts if task.kind == "pairs" else {}), learned),
-            (validation, task),
-        )
-        if table
-    ]
-    if task.kind == "similarity":
-        return TaskData(task, found[0], {"": found[1]}, notes)
-    _refuse_equal_positives(found[0])
-    retrieval = (
-        read_beir(config.validation_file, "--validation-file")
-        if is_folder
-        else make_retrieval_set(found[1].load().texts)
-    )
-    return TaskData(learned, found[0], {"": _make_retrieval_examples(retrieval, form)}, notes)
+        train = add_hard_negatives(train, names[0], names[1], config, every_row=True)
+        names = (*names, *name_negatives(config.hard_negatives))
+    if not is_scored:
+        train = _add_prompts(train, names, form)
+    learned, _ = scan_rows(train, replace(task, texts=names))
+    if not is_scored:
+        _refuse_equal_positives(learned)
+    if not validation:
+        retrieval = read_beir(config.validation_file, "--validation-file")
+    else:
+        validated, _ = scan_rows(validation, task)
+        if is_scored:
+            return TaskData(task, learned, {"": validated}, notes)
+        retrieval = make_retrieval_set(validated.load().texts)
+    return TaskData(learned.task, learned, {"": _make_retrieval_examples(retrieval, form)}, notes)
 
 
 def _is_beir_folder(path: str) -> bool:
@@ -120,38 +102,17 @@ def _is_beir_folder(path: str) -> bool:
     return any(Path(path, name).exists() for name in ("corpus.jsonl", "corpus.jsonl.gz", "queries.jsonl", "qrels"))
 
 
-def _check_columns(table: Table, task: Task) -> None:
-    for name in task.texts:
-        find_column(table.columns, name, table.source, _NAME_PAIRS)
-    if task.label:
-        find_column(table.columns, task.label, table.source, _NAME_SCORES)
-
-
-def _check(table: Table, task: Task) -> FileExamples:
-    _check_columns(table, task)
-    scan = scan_rows(table, task)
-    return FileExamples(table, task, scan.count, scan.checksum)
-
-
 def choose_pair_columns(table: Table, wanted: str, has_negatives: bool) -> tuple[str, ...]:
-    """Return the names of the columns of the texts: `wanted`, else a usual pair, then those of negatives. `wanted` has
-    names with commas between them, which are not looked up in the table. Raises CpuftError: these are too few, too many
-    or not different, or the table has no usual pair.
+    """Return the names in `wanted`, with commas between them, as columns of the texts; without any, those of a usual
+    pair and of negatives. Raises CpuftError: these are too few, too many or not different, or there is no usual pair.
     """
-    if wanted:
-        names = tuple(name.strip() for name in wanted.split(","))
+    if names := split_names(wanted):
         if len(names) < 2 or (len(names) > 2 and not has_negatives) or len(set(names)) < len(names):
             most = "the columns of anchor, positive and perhaps negatives" if has_negatives else "two columns"
             raise CpuftError(f"--text-columns {wanted!r:.80} is not valid: name {most}, with commas between them")
         return names
-    for names in _USUAL_PAIRS:
-        if set(names) <= set(table.columns):
-            others = [name for name in table.columns if name.startswith(NEGATIVE)] if has_negatives else []
-            return (*names, *others)
-    raise CpuftError(
-        f"{table.source} has no columns anchor and positive, nor another usual pair (it has "
-        f"{', '.join(table.columns)}): {_NAME_PAIRS}"
-    )
+    others = [name for name in table.columns if name.startswith(NEGATIVE)] if has_negatives else []
+    return (*choose_usual_pair(table, "anchor and positive", _NAME_PAIRS), *others)
 
 
 def _choose_score_column(table: Table, wanted: str) -> str:
@@ -161,20 +122,18 @@ def _choose_score_column(table: Table, wanted: str) -> str:
     return next((name for name in _USUAL_SCORES if name in table.columns), wanted)
 
 
-def _add_prompts(table: Table, prompts: Mapping[str, str]) -> Table:
-    """Return the table with the prompt of each column in front of its texts; empty texts stay empty."""
-    needed = {name: prompt for name, prompt in prompts.items() if prompt}
-    return replace(table, rows=Rows(partial(_prefix_rows, table, needed))) if needed else table
+def _add_prompts(table: Table, names: Sequence[str], form: EmbeddingForm) -> Table:
+    """Return the table with the model's prompts in front of the texts of these columns; empty texts stay empty."""
 
+    def read() -> Iterator[Row]:
+        for where, cells in table.rows:
+            prefixed = dict(cells)
+            for name, prompt in zip(names, (form.query_prompt, *[form.document_prompt] * len(names))):
+                if isinstance(text := cells.get(name), str) and text.strip():
+                    prefixed[name] = prompt + text
+            yield where, prefixed
 
-def _prefix_rows(table: Table, prompts: Mapping[str, str]) -> Iterator[Row]:
-    for where, cells in table.rows:
-        prefixed = {
-            name: prompt + text
-            for name, prompt in prompts.items()
-            if isinstance(text := cells.get(name), str) and text.strip()
-        }
-        yield where, {**cells, **prefixed}
+    return replace(table, rows=Rows(read)) if form.query_prompt or form.document_prompt else table
 
 
 def _refuse_equal_positives(examples: FileExamples) -> None:
@@ -193,9 +152,11 @@ def _refuse_equal_positives(examples: FileExamples) -> None:
 
 def _make_retrieval_examples(retrieval: RetrievalSet, form: EmbeddingForm) -> RetrievalExamples:
     """Return the texts of a retrieval set with the prompts of a model in front: the queries, then the documents."""
-    plain: list[tuple[str, ...]] = [(text,) for text in (*retrieval.queries, *retrieval.documents)]
-    labels, queries = [0.0] * len(plain), tuple(retrieval.queries)
-    rows_checksum = RetrievalExamples(plain, labels, False, retrieval.relevant).checksum
-    prompts = [form.query_prompt] * len(queries) + [form.document_prompt] * len(retrieval.documents)
-    texts: list[tuple[str, ...]] = [(prompt + text,) for prompt, (text,) in zip(prompts, plain)]
-    return RetrievalExamples(texts, labels, False, retrieval.relevant, queries, rows_checksum)
+
+    def list_rows(query_prompt: str, document_prompt: str) -> list[tuple[str, ...]]:
+        queries = [(query_prompt + text,) for text in retrieval.queries]
+        return [*queries, *((document_prompt + text,) for text in retrieval.documents)]
+
+    labels = [0.0] * (len(retrieval.queries) + len(retrieval.documents))
+    plain = RetrievalExamples(list_rows("", ""), labels, False, retrieval.relevant, tuple(retrieval.queries))
+    return replace(plain, texts=list_rows(form.query_prompt, form.document_prompt), rows_checksum=plain.checksum)

@@ -7,12 +7,10 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +30,19 @@ RELATIVE_MARGIN = 0.05
 """A negative's similarity to the query must be at least this share below that of the positive. Documents above it are
 often relevant themselves (Moreira and others 2024, arXiv:2407.15831, section 4.1)."""
 
+_USUAL_PAIRS = (
+    ("anchor", "positive"),
+    ("query", "positive"),
+    ("question", "positive"),
+    ("question", "answer"),
+    ("query", "document"),
+    ("query", "passage"),
+    ("query", "text"),
+    ("question", "document"),
+    ("question", "passage"),
+    ("sentence1", "sentence2"),
+    ("text1", "text2"),
+)
 _FORMAT = 1
 """Part of the checksum: to be raised when the same texts get other negatives."""
 
@@ -49,15 +60,12 @@ def add_hard_negatives(
     others: Sequence[tuple[Table, str]] = (),
     every_row: bool = False,
 ) -> Table:
-    """Return the table with columns of --hard-negatives negatives for each query, which --mining-model has found.
+    """Return the table with columns negative_1, negative_2 and so on: --hard-negatives irrelevant documents of each
+    query, which --mining-model has found among the documents of all rows and of `others` (tables and their columns).
 
-    The columns are negative_1, negative_2 and so on, in place of those that the table has under these names. Negatives
-    are the documents of all rows, and of the tables in `others` (each with its column of documents), that are most
-    similar to the query, apart from its own positives and from documents that are nearly as similar as these. All
-    queries and documents have to fit into memory. With `every_row`, each row has the negatives, and rows whose query
-    has fewer of them are left out; otherwise only the first row of each query has negatives, perhaps fewer, and the
-    cells that are left are empty. Raises CpuftError: there are too few rows or documents, or no embedding model to find
-    negatives with.
+    With `every_row`, each row has them, and rows whose query has fewer are left out; otherwise only the first row of
+    each query, and missing ones are empty cells. All texts have to fit into memory. Raises CpuftError: there are too
+    few rows or documents, or no embedding model to find negatives with.
     """
     pairs = [
         (asked, text)
@@ -70,18 +78,23 @@ def add_hard_negatives(
         raise CpuftError(f"{table.source} has no rows with {query!r} and {document!r}: give rows of both")
     found = _mine(pairs, corpus, config, table.source)
     names = name_negatives(config.hard_negatives)
-    count = sum(len(texts) < len(names) for texts in found.values())
-    if count:
+    if few := sum(len(texts) < len(names) for texts in found.values()):
         what = "their rows are left out" if every_row else "they get those that there are"
-        few = f"{count:,} have fewer than {counted(len(names), 'hard negative')}"
-        print(f"of {_counted_queries(len(found))}, {few}: {what}", file=sys.stderr, flush=True)
-    if every_row:
-        found = {asked: texts for asked, texts in found.items() if len(texts) == len(names)}
-    return replace(
-        table,
-        columns=[*(name for name in table.columns if name not in names), *names],
-        rows=Rows(partial(_add_cells, table, query, found, names, every_row)),
-    )
+        have = f"{few:,} have fewer than {counted(len(names), 'hard negative')}"
+        print(f"of {_counted_queries(len(found))}, {have}: {what}", file=sys.stderr, flush=True)
+    kept = {asked: texts for asked, texts in found.items() if len(texts) == len(names) or not every_row}
+
+    def read() -> Iterator[Row]:
+        seen = set[str]()
+        for where, row in table.rows:
+            asked = str(row.get(query, ""))
+            if every_row and asked.strip() and asked not in kept:
+                continue
+            texts = kept.get(asked, []) if every_row or asked not in seen else []
+            seen.add(asked)
+            yield where, {**row, **dict.fromkeys(names, ""), **dict(zip(names, texts))}
+
+    return replace(table, columns=[*(name for name in table.columns if name not in names), *names], rows=Rows(read))
 
 
 def split_cell(cell: Cell) -> list[str]:
@@ -89,17 +102,14 @@ def split_cell(cell: Cell) -> list[str]:
     return [text for text in ([cell] if isinstance(cell, str) else cell) if text.strip()]
 
 
-def _add_cells(
-    table: Table, query: str, found: Mapping[str, list[str]], names: Sequence[str], every_row: bool
-) -> Iterator[Row]:
-    seen: set[Any] = set()
-    for where, row in table.rows:
-        asked = str(row.get(query, ""))
-        if every_row and asked.strip() and asked not in found:
-            continue
-        texts = [] if asked in seen and not every_row else found.get(asked, [])
-        seen.add(asked)
-        yield where, {**row, **dict.fromkeys(names, ""), **dict(zip(names, texts))}
+def choose_usual_pair(table: Table, example: str, advice: str) -> tuple[str, str]:
+    """Return the columns of query and document by usual names. CpuftError, with `example` and `advice`: it has none."""
+    for query, document in _USUAL_PAIRS:
+        if query in table.columns and document in table.columns:
+            return query, document
+    raise CpuftError(
+        f"{table.source} has no columns {example}, nor another usual pair (it has {', '.join(table.columns)}): {advice}"
+    )
 
 
 def _mine(
@@ -118,7 +128,9 @@ def _mine(
         )
     key = _digest(model, (pairs, corpus, count, RELATIVE_MARGIN, pooling))
     path = cache_folder(os.environ) / f"negatives-{key}.npy"
-    numbers = _open_cached(path, (len(queries), count), len(documents))
+    numbers: NDArray[np.int64] | None = None
+    with suppress(OSError, ValueError, EOFError):  # it is not there, or is damaged
+        numbers = np.load(path, allow_pickle=False)
     if numbers is None:
         from cpuft.train.embedder import Embedder
         from cpuft.train.mine import MiningRules, mine_negatives  # imports torch
@@ -172,12 +184,3 @@ def _digest(model: str, parts: object) -> str:
 
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model")
 """Endings of the names of files that decide what a model computes."""
-
-
-def _open_cached(path: Path, shape: tuple[int, int], documents: int) -> NDArray[np.int64] | None:
-    """Return the array in a file of the cache; None if it is not there, or is none of this shape."""
-    with suppress(OSError, ValueError, EOFError):
-        numbers: NDArray[np.int64] = np.load(path, allow_pickle=False)
-        if numbers.shape == shape and numbers.dtype == np.int64 and -1 <= numbers.min() <= numbers.max() < documents:
-            return numbers
-    return None

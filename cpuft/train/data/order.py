@@ -22,10 +22,9 @@ Indices = NDArray[np.int64]
 
 
 def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: int, grouped: bool) -> list[Indices]:
-    """Return the examples of each update of an epoch; every example is in exactly one update.
+    """Return the examples of each update of an epoch, each in exactly one; the same for the same arguments.
 
-    The same arguments give the same plan. One update of the epoch may have fewer examples than `global_batch`; with
-    `grouped` (by length), it has the shortest examples of the last pool.
+    One update may have fewer examples than `global_batch`; with `grouped` (by length), the shortest of the last pool.
     """
     generator = np.random.default_rng((seed, epoch))
     order = generator.permutation(len(lengths))
@@ -41,9 +40,8 @@ def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: 
 
 
 def select_for_rank(examples: Indices, rank: int, world_size: int) -> Indices:
-    """Return a rank's examples of an update, `examples[rank::world_size]`, so that all ranks get similar lengths.
-
-    A rank without an example gets the first one; the caller has to give it weight zero.
+    """Return `examples[rank::world_size]`, so that all ranks get similar lengths; for a rank without any, the first
+    example of all, to which the caller has to give weight zero.
     """
     share = examples[rank::world_size]
     return share if len(share) else examples[:1]
@@ -57,9 +55,7 @@ def count_updates(examples: int, global_batch: int, epochs: float, max_steps: in
 def plan_updates(
     tokens: Tokens, global_batch: int, seed: int, updates: int, grouped: bool
 ) -> Iterator[tuple[int, Indices]]:
-    """Yield for each of `updates` updates its epoch, counted from 0, and its examples (`plan_epoch`). Raises
-    ValueError: there are no examples.
-    """
+    """Yield the epoch, from 0, and the examples of each of `updates` updates. ValueError: there are no examples."""
     if not len(tokens.lengths):
         raise ValueError("there are no examples to plan updates of")
     epoch, done = 0, 0

@@ -7,7 +7,6 @@ prepared only once.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import os
@@ -28,16 +27,16 @@ from numpy.typing import NDArray
 
 from cpuft.config.fields import parse_arguments
 from cpuft.config.train import TrainConfig
-from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
+from cpuft.errors import CpuftError, counted
 from cpuft.files import cache_folder, hash_text, write_atomically
 from cpuft.host_memory import split_run_memory
 from cpuft.judge.metrics import LEAST_RELEVANT
 from cpuft.secret_variables import take_secrets
+from cpuft.serialization import to_number
 from cpuft.tasks import EMBEDDING_KINDS, LABEL_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.trackers import check_trackers
 from cpuft.train.data.archive import (
     EMPTY,
-    ROW_ARRAYS,
     UNKNOWN,
     UNTAGGED,
     Prepared,
@@ -48,12 +47,11 @@ from cpuft.train.data.archive import (
     write_prepared,
 )
 from cpuft.train.data.chat import (
-    choose_validation,
     describe_chats,
     encode_chats,
     join_examples,
     read_chat_template,
-    scan_chats,
+    read_chats,
     set_chat_template,
 )
 from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
@@ -66,7 +64,7 @@ from cpuft.train.data.texts import (
     find_document_marks,
     join_pieces,
     pack,
-    scan_texts,
+    read_corpora,
     split_texts,
 )
 from cpuft.train.data.tokenizer import (
@@ -92,11 +90,12 @@ from cpuft.train.model import (
     get_model_name,
     load_config,
 )
+from cpuft.train.startup import describe_exit
 
-FORMAT = 8
+_FORMAT = 8
 """Part of the checksum: to be raised when the same input gives other tokens, so that older archives are not reused."""
-_ROWS_FORMAT = 1
-"""To be raised when more is kept of validation rows. It is no part of the checksum, by which runs are compared."""
+_ARCHIVE_FORMAT = 2
+"""To be raised when archives hold something else. It is no part of the checksum, by which runs are compared."""
 _MOST_TEXTS = 100_000
 """Number of validation rows, the first ones of a split, whose texts are kept."""
 MAX_UNKNOWN_SHARE = 0.05
@@ -111,7 +110,7 @@ def checksum_data(data: TaskData, config: TrainConfig) -> str:
     """Return 16 hexadecimal digits for all that decides token ids and labels. Raises CpuftError: there is no model."""
     digest = hashlib.sha256()
     task = data.task
-    sizes = (FORMAT, config.max_length, config.max_train_samples)
+    sizes = (_FORMAT, config.max_length, config.max_train_samples)
     for part in (*sizes, task.kind, task.labels, task.metrics, task.texts, task.label):
         digest.update(repr(part).encode())
     digest.update(digest_tokenizer(config))
@@ -121,20 +120,23 @@ def checksum_data(data: TaskData, config: TrainConfig) -> str:
 
 
 def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> Tokens:
-    """Tokenise examples, each cut to `max_length` tokens, with special tokens and without padding. Raises CpuftError:
-    the tokenizer does not tell words apart for the kind tags, or makes no token of a text for embedding models.
+    """Tokenise examples, each cut to `max_length` tokens, with special tokens. Raises CpuftError: the tokenizer makes
+    no token of a text, for embedding models, or does not tell words apart, for the kind tags.
     """
     return _tokenize_and_count(examples, tokenizer, max_length, task)[0]
 
 
 def _tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> tuple[Tokens, int]:
     """Return what `tokenize` does, and the number of examples that were cut, or UNKNOWN if it is not a fast one."""
-    if task.kind in EMBEDDING_KINDS:
-        return _tokenize_separately(examples, tokenizer, max_length)
-    in_words = task.kind == "tags"
+    in_words, separately = task.kind == "tags", task.kind in EMBEDDING_KINDS
     if in_words and not tokenizer.is_fast:
         raise CpuftError("this model's tokenizer does not tell which word a token belongs to: give another --model")
-    texts = [list(map(list, examples.texts))] if in_words else [list(column) for column in zip(*examples.texts)]
+    texts = [list(column) for column in zip(*examples.texts)]
+    parts = 1  # number of texts of an example that are tokenised by themselves
+    if in_words:
+        texts = [list(map(list, examples.texts))]
+    elif separately:
+        parts, texts = len(texts), [list(examples.list_texts())]
     encoded = tokenizer(
         *texts,
         truncation=True,
@@ -143,45 +145,25 @@ def _tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, tas
         is_split_into_words=in_words,
         return_attention_mask=False,
     )
-    ids = encoded["input_ids"]
-    types = encoded.get("token_type_ids", [])
-    truncated = sum(bool(one.overflowing) for one in encoded.encodings) if encoded.encodings else UNKNOWN
-    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    count = int(offsets[-1])
-    tokens = Tokens(
-        np.fromiter(chain.from_iterable(ids), np.int32, count),
-        np.fromiter(chain.from_iterable(types), np.int8, count) if types else EMPTY,
-        offsets,
-        _label_tokens(examples, encoded) if in_words else _label_examples(examples, task),
-    )
-    return tokens, truncated
-
-
-def _tokenize_separately(examples: Examples, tokenizer: Any, max_length: int) -> tuple[Tokens, int]:
-    """Return what `_tokenize_and_count` does, for embedding models: each text is tokenised by itself."""
-    encoded = [
-        tokenizer(list(column), truncation=True, max_length=max_length, padding=False, return_attention_mask=False)
-        for column in zip(*examples.texts)
-    ]
-    texts = [ids for example in zip(*(column["input_ids"] for column in encoded)) for ids in example]
-    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-    if not lengths.all():
+    ids, types, given_types = encoded["input_ids"], EMPTY, encoded.get("token_type_ids", [])
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    if separately and not lengths.all():
         raise CpuftError(
             "the tokenizer makes no token of some of the texts: correct or remove the rows whose texts hold nothing "
             "but spaces or characters that cannot be printed"
         )
-    count = len(encoded)
-    truncated = UNKNOWN
-    if all(column.encodings for column in encoded):
-        cut = (any(part.overflowing for part in parts) for parts in zip(*(column.encodings for column in encoded)))
-        truncated = sum(cut)
+    if parts > 1:
+        types = np.repeat(np.tile(np.arange(parts, dtype=np.int8), len(examples)), lengths)
+    elif given_types and not separately:
+        types = np.fromiter(chain.from_iterable(given_types), np.int8, int(lengths.sum()))
+    is_cut = [bool(one.overflowing) for one in encoded.encodings or ()]
     tokens = Tokens(
-        np.fromiter(chain.from_iterable(texts), np.int32, int(lengths.sum())),
-        np.repeat(np.tile(np.arange(count, dtype=np.int8), len(examples)), lengths) if count > 1 else EMPTY,
-        np.append(0, lengths.reshape(-1, count).sum(1).cumsum()),
-        np.asarray(examples.labels, np.float32) if examples.has_labels else EMPTY,
+        np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum())),
+        types,
+        np.append(0, lengths.reshape(-1, parts).sum(1).cumsum()),
+        _label_tokens(examples, encoded) if in_words else _label_examples(examples, task),
     )
-    return tokens, truncated
+    return tokens, int(np.reshape(is_cut, (-1, parts)).any(1).sum()) if is_cut else UNKNOWN
 
 
 def _tokenize_to_files(
@@ -192,25 +174,21 @@ def _tokenize_to_files(
     folder: Path,
     beginnings: TextBeginnings | None,
 ) -> tuple[Tokens, int, int]:
-    """Return what `_tokenize_and_count` does, mapped from files in `folder`, and how many examples have no text. Adds
-    the texts to `beginnings`.
-    """
+    """Return what `_tokenize_and_count` does, as maps of files, and how many examples lack a text; fill beginnings."""
     if beginnings and isinstance(examples, RetrievalExamples):
         beginnings.add((query,) for query in examples.queries)
         beginnings = None
     folder.mkdir()
     offsets, truncated, done, next_line = [np.zeros(1, np.int64)], 0, 0, time.monotonic() + _SECONDS_BETWEEN_LINES
-    parts = {name: (folder / name).open("wb") for name in ("ids", "types", "labels")}
     empty: dict[str, NDArray[Any]] = {}
     blanks, blank_texts = 0, Counter[str]()
-    with ExitStack() as files:
-        for part in parts.values():
-            files.enter_context(part)
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((folder / name).open("wb")) for name in ("ids", "types", "labels")}
         for batch in examples.batches():
             tokens, cut = _tokenize_and_count(batch, tokenizer, max_length, task)
-            for name, part in parts.items():
+            for name, file in files.items():
                 array = getattr(tokens, name)
-                part.write(array.tobytes())
+                file.write(array.tobytes())
                 empty[name] = array[:0]
             offsets.append(tokens.offsets[1:] + offsets[-1][-1])
             truncated = truncated + cut if cut != UNKNOWN else UNKNOWN
@@ -222,13 +200,13 @@ def _tokenize_to_files(
             blank_texts.update(chain.from_iterable(blank))
             if time.monotonic() >= next_line:
                 next_line += _SECONDS_BETWEEN_LINES
-                share = f"{done / len(examples):.0%}".replace("%", " %")
+                share = f"{100 * done / len(examples):.0f} %"
                 print(f"tokenised {done:,} of {len(examples):,} examples ({share})", file=sys.stderr, flush=True)
     for name, count in blank_texts.items():
         if count > MAX_BLANK_SHARE * done:
             raise CpuftError(describe_blank(name, count, done))
     mapped = {name: _map_file(folder / name, array) for name, array in empty.items()}
-    return Tokens(mapped["ids"], mapped["types"], np.concatenate(offsets), mapped["labels"]), truncated, blanks
+    return Tokens(**mapped, offsets=np.concatenate(offsets)), truncated, blanks
 
 
 def list_blank(examples: Examples, task: Task) -> list[list[str]]:
@@ -252,7 +230,9 @@ def _map_file(path: Path, empty: NDArray[Any]) -> NDArray[Any]:
     return np.memmap(path, empty.dtype, "r").reshape(-1, *empty.shape[1:])
 
 
-def _label_examples(examples: Examples, task: Task) -> NDArray[np.float32]:
+def _label_examples(examples: Examples, task: Task) -> NDArray[Any]:
+    if task.kind in EMBEDDING_KINDS and not examples.has_labels:
+        return EMPTY
     if task.kind != "labels":
         return np.asarray(examples.labels, np.float32)
     has_label = np.zeros((len(examples.labels), len(task.labels)), np.float32)
@@ -272,9 +252,8 @@ def _label_tokens(examples: Examples, encoded: Any) -> NDArray[np.int32]:
 
 
 def prepare(config: TrainConfig) -> Path:
-    """Return the path of the prepared data in the user's cache folder, where it is written if it is not there. Prints
-    the progress to stderr. Raises CpuftError: the examples, options, tokenizer and model do not fit each other, or the
-    disk is full.
+    """Return the path of the prepared data in the cache folder, where it is written if it is not there. Raises
+    CpuftError: examples, options, tokenizer and model do not fit each other, or the disk is full.
     """
     check_untrained(config)
     check_trainable(config)
@@ -283,68 +262,54 @@ def prepare(config: TrainConfig) -> Path:
     if config.task == "chat":
         return _prepare_chats(config)
     data = read_task_data(config)
-    data = replace(data, train=data.train.first(config.max_train_samples))
     checksum = checksum_data(data, config)
     slices = {name: read_slices(split, config.slice_by) for name, split in data.validation.items()}
     rows_key = repr(
-        (_ROWS_FORMAT, config.examples, [(numbers.tobytes(), values) for numbers, values in slices.values()])
+        (_ARCHIVE_FORMAT, config.examples, [(numbers.tobytes(), values) for numbers, values in slices.values()])
     )
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}-{hash_text(rows_key, 8)}.npz"
-    if path.exists():
-        return _check_cached(config, path)
-    check_positions(config)
+    if _is_prepared(path, config):
+        return path
     tokenizer, trained = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     splits = {"train": data.train, **{f"validation{name}": split for name, split in data.validation.items()}}
     beginnings = {key: TextBeginnings(_MOST_TEXTS if config.examples else 0) for key in splits if key != "train"}
     with explain_cache_failures(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix="tokens-") as folder:
-        found = {
-            key: _tokenize_to_files(
+        tokens, truncated, blanks = dict[str, Tokens](), dict[str, int](), dict[str, int]()
+        for key, split in splits.items():
+            tokens[key], truncated[key], blanks[key] = _tokenize_to_files(
                 split, tokenizer, config.max_length, data.task, Path(folder, key), beginnings.get(key)
             )
-            for key, split in splits.items()
-        }
-        tokens = {key: tokens for key, (tokens, *_) in found.items()}
-        _, cut, blanks = found["train"]
-        notes = [f"{blanks:,} of {len(data.train):,} examples have no text (empty, nan or null)"] if blanks else []
-        for key, split in splits.items():
             if isinstance(split, RetrievalExamples):
                 tokens[key] = replace(tokens[key], labels=split.relevant)
-        meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens)
-        repeated = 0
+        notes, repeated = [*data.notes], 0
+        if count := blanks["train"]:
+            notes.append(f"{count:,} of {len(data.train):,} examples have no text (empty, nan or null)")
         if data.task.kind in LABEL_KINDS:
             repeated = sum(count_repeated(tokens["train"], split) for key, split in tokens.items() if key != "train")
-        meta |= {"cut": cut, "note": "; ".join((*data.notes, *notes)), "repeated": repeated}
-        kept = {name: beginnings[f"validation{name}"].finish(values) for name, values in slices.items()}
-        meta |= {"rows": checksum_rows(data), "slice_values": {name: rows.slice_values for name, rows in kept.items()}}
-        arrays = {f"validation{name}.{part}": getattr(kept[name], part) for name in kept for part in ROW_ARRAYS}
-        write_prepared(path, meta, tokens, arrays)
+        more = {"note": "; ".join(notes), "repeated": repeated, "rows": checksum_rows(data)}
+        meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens, truncated["train"])
+        rows = {name: beginnings[f"validation{name}"].finish(values) for name, values in slices.items()}
+        write_prepared(path, meta | more, tokens, rows)
     return path
 
 
 def read_task_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the training and validation examples of a task that is neither text nor chat. Raises CpuftError: they cannot
-    be read, or do not fit the task.
-    """
+    """Read the examples of a task that is neither text nor chat. CpuftError: they do not fit it, or cannot be read."""
     task = TASKS[config.task]
     if task.kind in EMBEDDING_KINDS:
-        return read_pairs(task, config)
-    return read_relevance(task, config) if task.kind == "relevance" else read_data(config, check_labels)
+        data = read_pairs(task, config)
+    else:
+        data = read_relevance(task, config) if task.kind == "relevance" else read_data(config, check_labels)
+    return replace(data, train=data.train.first(config.max_train_samples))
 
 
 def _prepare_texts(config: TrainConfig) -> Path:
     """Return what `prepare` does, for --task text. Texts are read and written piece by piece."""
-    if not config.train_file:
-        raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
-    columns, exact, other = config.text_columns, config.causal, config.validation_file
-    corpus = scan_texts(config.train_file, columns, "--train-file", exact, config)
-    validation = scan_texts(other, columns, "--validation-file", exact, config) if other else None
+    exact, (corpus, validation) = config.causal, read_corpora(config)
     key = f"{corpus.checksum} {validation.checksum if validation else config.validation_split}"
-    sizes = repr((FORMAT, key, config.max_length, config.max_train_samples, *(("causal",) * exact))).encode()
-    checksum = hashlib.sha256(sizes + digest_tokenizer(config)).hexdigest()[:16]
-    path = cache_folder(os.environ) / f"text-{checksum}.npz"
-    if path.exists():
-        return _check_cached(config, path)
-    check_positions(config)
+    checksum, path = _choose_archive(config, key, *(("causal",) * exact))
+    if _is_prepared(path, config):
+        return path
     pieces = partial(split_texts, corpus, config.validation_split, validation)
     tokenizer, trained = choose_tokenizer(
         config, lambda: (text for validates, text, _ in pieces() if not validates), key
@@ -361,44 +326,37 @@ def _prepare_texts(config: TrainConfig) -> Path:
                 f"more texts, or other texts with --validation-file"
             )
         task = find_task(config.task, config.causal)
-        meta = _make_meta(config, task, tokenizer, trained, checksum, tokens) | {"cut": 0}
-        write_prepared(path, meta, tokens, {} if exact else {"word_kinds": classify_tokens(tokenizer)})
+        meta = _make_meta(config, task, tokenizer, trained, checksum, tokens, 0)
+        write_prepared(path, meta, tokens, {}, EMPTY if exact else classify_tokens(tokenizer))
     return path
 
 
+def _choose_archive(config: TrainConfig, *parts: Any) -> tuple[str, Path]:
+    """Return checksum and path of the archive of a task whose examples have no labels; `parts` tell the texts."""
+    sizes = repr((_FORMAT, parts[0], config.max_length, config.max_train_samples, *parts[1:])).encode()
+    checksum = hashlib.sha256(sizes + digest_tokenizer(config)).hexdigest()[:16]
+    return checksum, cache_folder(os.environ) / f"{config.task}-{checksum}-{_ARCHIVE_FORMAT}.npz"
+
+
 def _prepare_chats(config: TrainConfig) -> Path:
-    if not config.train_file:
-        raise CpuftError("--task chat needs --train-file: name JSON lines files of conversations")
-    chats, other = scan_chats(config.train_file, "--train-file"), config.validation_file
-    validation = scan_chats(other, "--validation-file") if other else None
+    chats = dict(zip(("train", "validation"), read_chats(config)))
+    validation = chats["validation"].checksum if config.validation_file else config.validation_split
     template = read_chat_template(config.chat_template) if config.chat_template else ""
     own = Path(find_model(get_tokenizer_name(config)), "chat_template.jinja")
     own_template = own.read_bytes() if own.exists() else b""
-    key = (chats.checksum, validation.checksum if validation else config.validation_split, template, own_template)
-    sizes = repr((FORMAT, key, config.max_length, config.max_train_samples, config.pack)).encode()
-    checksum = hashlib.sha256(sizes + digest_tokenizer(config)).hexdigest()[:16]
-    path = cache_folder(os.environ) / f"chat-{checksum}.npz"
-    if path.exists():
-        return _check_cached(config, path)
-    check_positions(config)
+    key = (chats["train"].checksum, validation, template, own_template)
+    checksum, path = _choose_archive(config, key, config.pack)
+    if _is_prepared(path, config):
+        return path
     tokenizer, trained = choose_tokenizer(config, lambda: iter(()), "")
     set_chat_template(tokenizer, config.chat_template, get_tokenizer_name(config))
-    if validation:
-        parts = [(chats, np.ones(len(chats.checksums), bool)), (validation, np.ones(len(validation.checksums), bool))]
-    else:
-        is_kept = choose_validation(chats, config.validation_split)
-        parts = [(chats, ~is_kept), (chats, is_kept)]
-    found = [
-        encode_chats(islice(some.list_conversations(chosen), most), tokenizer, config.max_length)
-        for (some, chosen), most in zip(parts, (config.max_train_samples or None, None))
-    ]
-    tokens = {
-        name: join_examples(encoded, config.max_length, config.pack)
-        for name, encoded in zip(("train", "validation"), found)
-    }
-    note = describe_chats(found[0], tokens["train"], config.max_length)
-    more = {"cut": found[0].cut, "note": note}
-    write_prepared(path, _make_meta(config, TASKS["chat"], tokenizer, trained, checksum, tokens) | more, tokens, {})
+    conversations = {name: some.list_conversations() for name, some in chats.items()}
+    conversations["train"] = islice(conversations["train"], config.max_train_samples or None)
+    found = {name: encode_chats(some, tokenizer, config.max_length) for name, some in conversations.items()}
+    tokens = {name: join_examples(some, config.max_length, config.pack) for name, some in found.items()}
+    meta = _make_meta(config, TASKS["chat"], tokenizer, trained, checksum, tokens, found["train"].cut)
+    note = describe_chats(found["train"], tokens["train"], config.max_length)
+    write_prepared(path, meta | {"note": note}, tokens, {})
     return path
 
 
@@ -423,22 +381,31 @@ def _choose_block_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int]
     return [], [], [end, *begin], begin, [end]
 
 
-def _check_cached(config: TrainConfig, path: Path) -> Path:
-    """Return the path of an archive, which may have been made for another model, if its tokenizer fits."""
+def _is_prepared(path: Path, config: TrainConfig) -> bool:
+    """Return whether an archive is there; checks before that the model takes its tokens and examples of that length."""
+    if not path.exists():
+        check_positions(config)
+        return False
     # The checksum contains the positions that `check_positions` has checked, so that transformers, whose import takes
     # seconds, is not needed here.
     if may_mismatch_model(config):
         check_tokenizer(config, read_prepared(str(path)).vocab_size)
-    return path
+    return True
 
 
 def _make_meta(
-    config: TrainConfig, task: Task, tokenizer: Any, trained: str, checksum: str, splits: dict[str, Tokens]
+    config: TrainConfig,
+    task: Task,
+    tokenizer: Any,
+    trained: str,
+    checksum: str,
+    splits: dict[str, Tokens],
+    truncated: int,
 ) -> dict[str, Any]:
-    """Return the JSON of the archive, after checking that the model embeds all of these tokens."""
+    """Return fields of `Prepared`, after checking that the model embeds all of these tokens."""
     vocab_size = get_vocab_size(tokenizer)
     embedded = load_config(config, {}, vocab_size).vocab_size
-    largest = max(_find_largest(tokens.ids) for tokens in splits.values())
+    largest = max(int(tokens.ids.max(initial=0)) for tokens in splits.values())
     if largest >= embedded:
         raise CpuftError(
             f"the tokenizer makes tokens with ids up to {largest}, and {get_model_name(config)} embeds the ids from 0 "
@@ -454,36 +421,28 @@ def _make_meta(
         "kind": task.kind,
         "labels": task.labels,
         "metrics": task.metrics,
-        "validation": [key.removeprefix("validation") for key in splits if key != "train"],
         "texts": task.texts,
         "label": task.label,
         "pad_id": choose_pad_id(config, tokenizer, vocab_size),
         "mask_id": tokenizer.mask_token_id or 0,
-        "unknown": unknown_share,
+        "unknown_share": unknown_share,
         "checksum": checksum,
-        "words": vocab_size,
+        "vocab_size": vocab_size,
         "tokenizer": trained,
+        "truncated": truncated,
     }
-
-
-def _split_ids(ids: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-    """Views of token ids, which may be more than fit into memory, in parts of 2**24."""
-    return [ids[start : start + 2**24] for start in range(0, len(ids), 2**24)]
-
-
-def _find_largest(ids: NDArray[np.int32]) -> int:
-    return max((int(part.max()) for part in _split_ids(ids)), default=0)
 
 
 def find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
     """Return the share (0 to 1) of tokens that the tokenizer does not know, among those that are not special tokens."""
-    unknown, known = tokenizer.unk_token_id, tokenizer
-    others = {known.pad_token_id, known.bos_token_id, known.eos_token_id, known.cls_token_id, known.sep_token_id}
+    unknown = tokenizer.unk_token_id
+    others = (getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep"))
     if unknown is None or unknown in others:  # GPT-2's unknown token is its end of text; it knows all bytes
         return 0.0
-    special = np.asarray(sorted({*tokenizer.all_special_ids} - {unknown}), np.int32)
-    count = sum(np.count_nonzero(~np.isin(part, special)) for part in _split_ids(ids))
-    return sum(np.count_nonzero(part == unknown) for part in _split_ids(ids)) / max(1, count)
+    special = sorted({*tokenizer.all_special_ids} - {unknown})
+    parts = [ids[start : start + 2**24] for start in range(0, len(ids), 2**24)]  # all may not fit into memory
+    count = sum(np.isin(part, special, invert=True).sum() for part in parts)
+    return float(sum((part == unknown).sum() for part in parts) / max(1, count))
 
 
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
@@ -546,23 +505,14 @@ def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
     rest = f" and {len(prepared.labels) - len(shown)} rarer ones" if len(shown) < len(prepared.labels) else ""
     if missing := [label for label in prepared.labels if label in MISSING]:
         rest += f" ({missing[0]} may stand for rows without a label, which --skip-unlabelled leaves out)"
-    are_numbers = prepared.kind == "class" and config.task == "files" and all(map(_is_number, prepared.labels))
+    is_own = prepared.kind == "class" and config.task == "files"
+    are_numbers = is_own and all(math.isfinite(to_number(label)) for label in prepared.labels)
     hint = " (the labels are numbers: --label-type number learns them by regression)" * are_numbers
     return f"labels: {len(prepared.labels)} {what}, {named}{rest}{hint}"
 
 
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
 def main() -> None:
-    """Prepare the data, check that training fits into the hosts' memory, and copy the archive to the path OUTPUT.
-
-    Exits with code 2 for bad input and too little memory, or 74 for a full disk.
-    """
+    """Prepare the data, check that training fits into the hosts' memory, and copy the archive to the path OUTPUT."""
     try:
         memory, arguments = split_run_memory(sys.argv[2:])
         output, config = sys.argv[1], parse_arguments(TrainConfig, arguments)
@@ -580,13 +530,10 @@ def main() -> None:
             check_fit(config, prepared, memory)
         with write_atomically(Path(output)) as beside:
             shutil.copyfile(path, beside)
-    except CpuftError as error:
-        print(f"cpuft: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        reason = describe_path_error(error) or f"{error}: give another place with --run-dir"
-        print(f"cpuft: error: {reason}", file=sys.stderr)
-        sys.exit(IO_ERROR if error.errno in (errno.ENOSPC, errno.EDQUOT) else 2)
+    except (CpuftError, OSError) as error:
+        problem, exit_code = describe_exit(error)
+        print(f"cpuft: error: {problem or f'{error}: give another place with --run-dir'}", file=sys.stderr)
+        sys.exit(exit_code if problem else 2)
 
 
 if __name__ == "__main__":

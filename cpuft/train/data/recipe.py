@@ -8,7 +8,7 @@ import numpy as np
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, suggest_names
-from cpuft.serialization import is_count
+from cpuft.serialization import is_count, to_number
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.data.archive import UNTAGGED, Prepared
 from cpuft.train.model import get_model_name
@@ -18,14 +18,12 @@ LOWER_IS_BETTER = ("perplexity",)
 """Metrics of which the smallest value is the best."""
 _MACRO_F1 = "f1_macro"
 """The mean F1 of the classes, which tasks whose examples have one class can have."""
-_HAVE_CLASSES = ("class", "tags")
-"""Kinds of data in which each example, or each word, has one class."""
 
 
 def check_recipe(config: TrainConfig, prepared: Prepared) -> None:
     """Raise CpuftError if an option of the recipe does not fit the data, such as class weights without classes."""
     for flag, value in (("--label-smoothing", config.label_smoothing), ("--class-weights", config.class_weights)):
-        if value and prepared.kind not in _HAVE_CLASSES:
+        if value and prepared.kind not in ("class", "tags"):
             raise CpuftError(
                 f"{flag} is for tasks with one class per example or per word, which these examples do not have: leave "
                 f"it out"
@@ -53,9 +51,7 @@ def _check_embedding_recipe(config: TrainConfig, prepared: Prepared) -> None:
 
 
 def parse_dimensions(text: str) -> tuple[int, ...]:
-    """Return the numbers of --matryoshka, such as 384,256,128; () for an empty text. Raises CpuftError: one is not a
-    positive whole number, or is there twice.
-    """
+    """Return the numbers of --matryoshka; () for an empty text. CpuftError: one is not positive, or is there twice."""
     parts = text.split(",") if text else []
     if not all(map(is_count, parts)) or len(set(parts)) < len(parts):
         raise CpuftError(
@@ -68,9 +64,8 @@ def parse_dimensions(text: str) -> tuple[int, ...]:
 def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
     """Return the weight of each class by --class-weights, in the order of their numbers; () if all count the same.
 
-    `balanced` gives a class the weight examples / (classes * examples of the class), as scikit-learn does; words count
-    as examples if they have the classes. A class without examples counts as if it had one. Raises CpuftError: they are
-    not a positive number for each class.
+    `balanced` gives a class the weight examples / (classes * its examples), at least one, as scikit-learn does; for
+    tags, words count. Raises CpuftError: they are not a positive number for each class.
     """
     if not text:
         return ()
@@ -78,10 +73,7 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
         labels = prepared.train.labels[prepared.train.labels != UNTAGGED].astype(np.int64)
         counts = np.maximum(np.bincount(labels, minlength=len(prepared.labels)), 1)
         return tuple(float(weight) for weight in len(labels) / (len(counts) * counts))
-    try:
-        weights = tuple(float(number) for number in text.split(","))
-    except ValueError:
-        weights = ()
+    weights = tuple(map(to_number, text.split(",")))
     if len(weights) != len(prepared.labels) or not all(0 < weight < math.inf for weight in weights):
         raise CpuftError(
             f"--class-weights {text!r:.60} is not valid: give balanced, or a positive number for each of the "
@@ -91,24 +83,22 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
 
 
 def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
-    """Return the metric that compares evaluations: --best-metric, else the first one of the task, "" if that has none.
-    Raises CpuftError: the task has no such metric.
-    """
+    """Return --best-metric, else the first metric of the task, "" if it has none. CpuftError: it has no such metric."""
     wanted = _read_best_metric(config)
-    known = [name + suffix for suffix in prepared.validation for name in prepared.metrics]
-    others = [_MACRO_F1 + suffix for suffix in prepared.validation if _can_add_macro_f1(prepared)]
-    if wanted and wanted not in (*known, *others):
+    names = (*prepared.metrics, _MACRO_F1) if _can_add_macro_f1(prepared) else prepared.metrics
+    known = [name + suffix for suffix in prepared.validation for name in names]
+    if wanted and wanted not in known:
         raise CpuftError(
             f"the task {config.task} has no metric {config.best_metric!r:.60}: "
-            f"{suggest_names(config.best_metric, [*known, *others])}"
+            f"{suggest_names(config.best_metric, known)}"
         )
-    return wanted or next(iter(known), "")
+    return wanted or (known[0] if prepared.metrics else "")
 
 
 def find_metrics(config: TrainConfig, prepared: Prepared) -> tuple[str, ...]:
     """Return the metrics of evaluations: those of the task, and the mean F1 of the classes if --best-metric asks."""
     is_added = _can_add_macro_f1(prepared) and _read_best_metric(config).startswith(_MACRO_F1)
-    return (*prepared.metrics, *((_MACRO_F1,) if is_added else ()))
+    return (*prepared.metrics, _MACRO_F1) if is_added else prepared.metrics
 
 
 def _read_best_metric(config: TrainConfig) -> str:

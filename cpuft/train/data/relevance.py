@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -12,9 +11,16 @@ from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.judge.metrics import LEAST_RELEVANT
+from cpuft.serialization import to_number
 from cpuft.tasks import Task
 from cpuft.train.data.columnar import Cell
-from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives, split_cell
+from cpuft.train.data.hard_negatives import (
+    NEGATIVE,
+    add_hard_negatives,
+    choose_usual_pair,
+    name_negatives,
+    split_cell,
+)
 from cpuft.train.data.sources import (
     BOOLEANS,
     Examples,
@@ -24,24 +30,12 @@ from cpuft.train.data.sources import (
     drop_unlabelled,
     make_examples,
     merge_options,
+    read_both_files,
     read_decimal_comma,
     scan_rows,
 )
-from cpuft.train.data.tables import Row, Rows, Table, find_column, read_tables, split_table
+from cpuft.train.data.tables import Row, Rows, Table, find_column, read_tables, split_names, split_table
 
-_USUAL_PAIRS = (
-    ("anchor", "positive"),
-    ("query", "positive"),
-    ("question", "positive"),
-    ("query", "document"),
-    ("query", "passage"),
-    ("query", "text"),
-    ("question", "answer"),
-    ("question", "document"),
-    ("question", "passage"),
-    ("sentence1", "sentence2"),
-    ("text1", "text2"),
-)
 _USUAL_LABELS = ("label", "score", "relevance")
 _MADE_LABEL = "relevant"
 """Name of the label column of rows that have none, but relevant and irrelevant documents."""
@@ -66,30 +60,21 @@ class RelevanceColumns:
 def read_relevance(task: Task, config: TrainConfig) -> TaskData:
     """Read --train-file and --validation-file for a task of the kind relevance.
 
-    Rows have a query, a document and a label or score from 0 to 1; or a query, a relevant document and irrelevant ones,
-    each of which becomes an example. With --hard-negatives, irrelevant documents are added to rows without any. The
-    labels of the validation split are pairs of a score and the number of the query. Without --validation-file, all rows
-    of some queries are kept for validation. Raises CpuftError: a file, column, row or score does not fit, or there are
-    no different scores to learn or to measure.
+    An example is a query, a document and a score from 0 to 1, from a row's label, or from a row of a relevant document
+    and irrelevant ones, given or from --hard-negatives. Labels of the validation split are pairs of a score and the
+    number of the query. Raises CpuftError: a file, column, row or score does not fit, or all scores are equal.
     """
-    if not config.train_file:
-        raise CpuftError(
-            f"--task {task.name} needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with queries, "
-            f"documents and labels"
-        )
-    train = read_tables(config.train_file, "--train-file", config)
-    columns = _choose_columns(train, config.text_columns, config.label_column)
-    if config.validation_file:
-        validation = read_tables(config.validation_file, "--validation-file", config, "validation")
+    train, validation = read_both_files(config, "queries, documents and labels")
+    columns = others = _choose_columns(train, config.text_columns, config.label_column)
+    if validation:
         others = _choose_columns(validation, config.text_columns, config.label_column)
         if config.skip_unlabelled and others.label:
             validation = drop_unlabelled(validation, others.label)
     if config.skip_unlabelled and columns.label:
         train = drop_unlabelled(train, columns.label)
     notes = train.notes
-    if not config.validation_file:
+    if not validation:
         train, validation = split_table(train, config.validation_split, (columns.query,))
-        others = columns
     if config.hard_negatives:
         if found := _find_irrelevant(train, columns):
             raise CpuftError(
@@ -107,14 +92,12 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
                 f"with {NEGATIVE}: name them with --label-column or --text-columns, or find irrelevant documents with "
                 f"--hard-negatives 5"
             )
-    made, learned = _list_examples(train, columns), _complete(task, columns)
-    scan = scan_rows(made, learned)
-    _refuse_equal_scores(made, learned, train.source)
-    validated = _complete(task, others)
-    examples = _keep_first(make_examples(check_rows(_list_examples(validation, others), validated), validated))
+    learned, _ = scan_rows(*_list_examples(train, columns, task))
+    _refuse_equal_scores(learned)
+    made, validated = _list_examples(validation, others, task)
+    examples = _keep_first(make_examples(check_rows(made, validated), validated))
     _refuse_unordered(examples, validation.source)
-    learn = FileExamples(made, learned, scan.count, scan.checksum)
-    return TaskData(learned, learn, {"": number_queries(examples)}, notes)
+    return TaskData(learned.task, learned, {"": number_queries(examples)}, notes)
 
 
 def _choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
@@ -122,8 +105,7 @@ def _choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
     if label != "label":
         find_column(table.columns, label, table.source, "give the name of the column of the labels with --label-column")
     found = label if label != "label" else next((name for name in _USUAL_LABELS if name in table.columns), "")
-    if texts:
-        names = tuple(name.strip() for name in texts.split(","))
+    if names := split_names(texts):
         if len(names) < 2 or len(set(names)) < len(names):
             raise CpuftError(
                 f"--text-columns {texts!r:.80} is not valid: name the columns of query, document and perhaps "
@@ -132,52 +114,34 @@ def _choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
         for name in names:
             find_column(table.columns, name, table.source, _NAME_COLUMNS)
         return RelevanceColumns(names[0], names[1], names[2:], "" if names[2:] else found)
-    for query, document in _USUAL_PAIRS:
-        if query in table.columns and document in table.columns:
-            others = tuple(name for name in table.columns if name.startswith(NEGATIVE) and name != found)
-            # A score beside negatives is that of a teacher for all of them, unless its column was named.
-            negatives = others if label == "label" else ()
-            return RelevanceColumns(query, document, negatives, "" if negatives else found)
-    raise CpuftError(
-        f"{table.source} has no columns query and document, nor another usual pair (it has "
-        f"{', '.join(table.columns)}): {_NAME_COLUMNS}"
-    )
+    query, document = choose_usual_pair(table, "query and document", _NAME_COLUMNS)
+    negatives = tuple(name for name in table.columns if name.startswith(NEGATIVE) and name != found)
+    # A score beside negatives is that of a teacher for all of them, unless its column was named.
+    negatives = negatives if label == "label" else ()
+    return RelevanceColumns(query, document, negatives, "" if negatives else found)
 
 
-def _complete(task: Task, columns: RelevanceColumns) -> Task:
-    """Return the task with the columns of the table that `_list_examples` makes."""
-    query, documents, label = _name_columns(columns)
-    return replace(task, texts=(query, documents), label=label)
-
-
-def _name_columns(columns: RelevanceColumns) -> tuple[str, str, str]:
-    """Return the names of the columns that `_list_examples` makes: query, document and score."""
+def _list_examples(table: Table, columns: RelevanceColumns, task: Task) -> tuple[Table, Task]:
+    """Return a table of a row for each query, document and score, and the task with the names of these columns."""
     negatives = columns.negatives
     if len(negatives) > _MOST_NAMED:
         negatives = (f"{negatives[0]} to {negatives[-1]}",)
-    return columns.query, ", ".join((columns.document, *negatives)), columns.label or _MADE_LABEL
+    document, label = ", ".join((columns.document, *negatives)), columns.label or _MADE_LABEL
 
+    def read() -> Iterator[Row]:
+        for where, row in table.rows:
+            cell, found = row.get(columns.document, ""), list[tuple[Cell, str]]()
+            if columns.label:
+                found = [(cell, _check_score(row.get(columns.label, ""), where))]
+            elif found := [(text, "1") for text in split_cell(cell)]:
+                found += [(text, "0") for name in columns.negatives for text in split_cell(row.get(name, ""))]
+            else:
+                raise CpuftError(f"{where} has no {columns.document!r}: correct or remove that line")
+            for text, score in found:
+                yield where, {**row, columns.query: row.get(columns.query, ""), document: text, label: score}
 
-def _list_examples(table: Table, columns: RelevanceColumns) -> Table:
-    """Return a table of a row for each query and document, with a score as text; its rows also have all other cells."""
-    names = _name_columns(columns)
-    return Table(table.source, list(names), Rows(partial(_list_rows, table, columns, names)))
-
-
-def _list_rows(table: Table, columns: RelevanceColumns, names: tuple[str, str, str]) -> Iterator[Row]:
-    query_name, document_name, label_name = names
-    for where, row in table.rows:
-        if columns.label:
-            score = _check_score(row.get(columns.label, ""), where)
-            cells = {query_name: row.get(columns.query, ""), document_name: row.get(columns.document, "")}
-            yield where, {**row, **cells, label_name: score}
-            continue
-        found = [(text, "1") for text in split_cell(row.get(columns.document, ""))]
-        if not found:
-            raise CpuftError(f"{where} has no {columns.document!r}: correct or remove that line")
-        found += [(text, "0") for name in columns.negatives for text in split_cell(row.get(name, ""))]
-        for text, score in found:
-            yield where, {**row, query_name: row.get(columns.query, ""), document_name: text, label_name: score}
+    made = Table(table.source, [columns.query, document, label], Rows(read))
+    return made, replace(task, texts=(columns.query, document), label=label)
 
 
 def _check_score(cell: Cell, where: str) -> str:
@@ -202,8 +166,8 @@ def _find_irrelevant(table: Table, columns: RelevanceColumns) -> str:
         return columns.negatives[0]
     if not columns.label:
         return ""
-    rows = _list_examples(table, columns).rows
-    return next((where for where, row in rows if _is_below(str(row[columns.label]), LEAST_RELEVANT)), "")
+    scores = ((where, _check_score(row.get(columns.label, ""), where)) for where, row in table.rows)
+    return next((where for where, score in scores if to_number(score) < LEAST_RELEVANT), "")
 
 
 def _mine(
@@ -214,20 +178,13 @@ def _mine(
     return found, replace(columns, negatives=name_negatives(config.hard_negatives), label="")
 
 
-def _is_below(text: str, limit: float) -> bool:
-    try:
-        return float(text) < limit
-    except ValueError:
-        return False
-
-
-def _refuse_equal_scores(table: Table, task: Task, source: str) -> None:
+def _refuse_equal_scores(examples: FileExamples) -> None:
     """Raise CpuftError if all training examples have the same score, from which no order can be learned."""
-    scores = {str(row[task.label]) for _, row in table.rows}
-    if len({float(score) for score in scores}) < 2:
+    scores = {str(row[examples.task.label]) for _, row in examples.table.rows}
+    if len(set(map(float, scores))) < 2:
         raise CpuftError(
-            f"all rows of {source} have the label {scores.pop()}: give relevant and irrelevant documents, or find "
-            f"irrelevant ones with --hard-negatives 5"
+            f"all rows of {examples.table.source} have the label {scores.pop()}: give relevant and irrelevant "
+            f"documents, or find irrelevant ones with --hard-negatives 5"
         )
 
 
@@ -263,8 +220,8 @@ def _refuse_unordered(examples: Examples, source: str) -> None:
 def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
     """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the validation data.
 
-    Their labels are pairs of a score and the number of the query, if the file has scores or irrelevant documents.
-    Raises CpuftError: a file, column or row does not fit.
+    If the file has scores or irrelevant documents, labels are pairs of a score and the number of the query. Raises
+    CpuftError: a file, column or row does not fit.
     """
     if not config.file:
         data = read_relevance(task, train)
@@ -272,14 +229,13 @@ def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainCon
     table = read_tables(config.file, "--file", merge_options(config, train), "test")
     label = config.label_column or (train.label_column if train.label_column in table.columns else "label")
     wanted = config.text_columns or train.text_columns
-    if not config.text_columns and any(name.strip() not in table.columns for name in wanted.split(",")):
-        wanted = ",".join(wanted.split(",")[:2]) if wanted else ""
+    if not config.text_columns and not set(split_names(wanted)) <= set(table.columns):
+        wanted = ",".join(wanted.split(",")[:2])
     columns = _choose_columns(table, wanted, label)
     if config.id_column:
         find_column(table.columns, config.id_column, table.source)
     if columns.label or columns.negatives:
-        task = _complete(task, columns)
-        examples = make_examples(check_rows(_list_examples(table, columns), task), task, True, config.id_column)
-        return task, number_queries(examples)
+        made, task = _list_examples(table, columns, task)
+        return task, number_queries(make_examples(check_rows(made, task), task, True, config.id_column))
     task = replace(task, texts=(columns.query, columns.document), label="")
     return task, make_examples(check_rows(table, task, False), task, False, config.id_column)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
+from cpuft.serialization import to_number
 from cpuft.train.data.tables import Table, find_column, read_table
 
 Judgements = NDArray[np.int32]
@@ -38,10 +38,9 @@ class RetrievalSet:
 def read_beir(folder: str, option: str) -> RetrievalSet:
     """Read a folder in BEIR's form: corpus.jsonl, queries.jsonl, and qrels/test.tsv or else qrels/dev.tsv.
 
-    A document's text is its title, a space and its text, as the package beir joins them. Queries keep the order of
-    their file. Documents are in the order of their ids, because sentence-transformers ranks documents with equal scores
-    by their ids. Judgements with a score of 0 or less, and queries without others, are left out. Raises CpuftError: a
-    file is missing, a line is not valid, or no judgement is above 0.
+    A document's text is its title, a space and its text, as the package beir joins them. Documents are in the order of
+    their ids, by which sentence-transformers ranks equal scores. Judgements of 0 or less, and queries without others,
+    are left out. Raises CpuftError: a file is missing, a line is not valid, or no judgement is above 0.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -103,12 +102,11 @@ def _read_judgements(table: Table, queries: Iterable[str], documents: Iterable[s
     for where, row in table.rows:
         query, document = str(row[_QUERY]), str(row[_DOCUMENT])
         score = _parse_relevance(str(row[_RELEVANCE]), where)
-        if seen.get((query, document), score) != score:
+        is_new = (query, document) not in seen
+        if seen.setdefault((query, document), score) != score:
             raise CpuftError(f"{where} judges query {query!r:.60} and document {document!r:.60} again: keep one line")
-        if score <= 0 or (query, document) in seen:
-            seen[query, document] = score
+        if score <= 0 or not is_new:
             continue
-        seen[query, document] = score
         if query not in known_queries:
             raise CpuftError(f"{where}: the query {query!r:.60} is not in queries.jsonl: add it, or remove that line")
         if document not in known_documents:
@@ -119,18 +117,13 @@ def _read_judgements(table: Table, queries: Iterable[str], documents: Iterable[s
 
 
 def _parse_relevance(text: str, where: str) -> int:
-    with suppress(ValueError, OverflowError):
-        if float(text).is_integer() and abs(float(text)) <= _MAX_RELEVANCE:
-            return int(float(text))
+    if (score := to_number(text)).is_integer() and abs(score) <= _MAX_RELEVANCE:
+        return int(score)
     raise CpuftError(f"{where}: the score {text!r:.60} is not a whole number: correct that line")
 
 
 def make_retrieval_set(examples: Iterable[Sequence[str]]) -> RetrievalSet:
-    """Make a retrieval set of contrastive examples: anchor, positive, and any number of negatives each.
-
-    The different positives and negatives become documents. To an anchor, the positives of all its examples are
-    relevant, with relevance 1.
-    """
+    """Make a retrieval set of examples of an anchor, a positive, which is relevant, and any number of negatives."""
     queries: dict[str, int] = {}
     documents: dict[str, int] = {}
     relevant: dict[tuple[int, int], None] = {}

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -23,7 +23,7 @@ from cpuft.tasks import EMBEDDING_KINDS, SENTENCE_TRANSFORMERS_KINDS, TASKS, TEX
 from cpuft.terminal import align
 from cpuft.train.baseline import find_baseline, find_static_baseline
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens, read_prepared
-from cpuft.train.data.chat import choose_validation, scan_chats
+from cpuft.train.data.chat import read_chats
 from cpuft.train.data.prepare import (
     MAX_BLANK_SHARE,
     MAX_UNKNOWN_SHARE,
@@ -36,7 +36,7 @@ from cpuft.train.data.prepare import (
     tokenize,
 )
 from cpuft.train.data.sources import SCORE_KINDS, Examples
-from cpuft.train.data.texts import Corpus, scan_texts, split_texts
+from cpuft.train.data.texts import read_corpora, split_texts
 from cpuft.train.data.tokenizer import choose_tokenizer, get_tokenizer_name
 from cpuft.train.model import check_positions, check_untrained, get_model_name
 from cpuft.train.startup import run_as_process
@@ -96,8 +96,7 @@ class Split:
     unknown_share: float
     """Share of the tokens that the tokenizer does not know, special tokens not counted."""
     duplicates: int
-    """Of the training split: examples whose texts an earlier example has. Of others: examples whose texts a training
-    example has. For embedding models, single texts are counted."""
+    """Examples (of embedding models: texts) that an earlier training example equals."""
     contradictions: int
     """Duplicates whose label the other example does not have."""
     without_text: dict[str, int] = field(default_factory=dict)
@@ -129,24 +128,20 @@ class DataSummary:
 
 
 def summarize(config: TrainConfig) -> DataSummary:
-    """Read and tokenise the data as a training does, and describe it, also labels that a training would refuse. Raises
-    CpuftError: it cannot be read or tokenised.
-    """
+    """Describe the data, also labels that a training would refuse. Raises CpuftError: it cannot be read."""
     check_untrained(config)
     if config.task == "text":
         return _summarize_texts(config)
     if config.task == "chat":
         return _summarize_chats(config)
     data = read_task_data(config, check_labels=False)
-    data = replace(data, train=data.train.first(config.max_train_samples))
     check_positions(config)
     in_words = data.task.kind == "tags"
     tokenizer, _ = choose_tokenizer(config, data.train.list_texts, checksum_data(data, config), in_words)
     known: Known = {}
-    found = {"training": data.train, **{f"validation{suffix}": split for suffix, split in data.validation.items()}}
-    splits = [
-        _summarize_split(name, split.load(), data.task, tokenizer, config, known) for name, split in found.items()
-    ]
+    splits = [_summarize_split("training", data.train.load(), data.task, tokenizer, config, known)]
+    for suffix, split in data.validation.items():
+        splits.append(_summarize_split(f"validation{suffix}", split.load(), data.task, tokenizer, config, known))
     return _complete(config, data.task, splits, data.notes)
 
 
@@ -181,14 +176,8 @@ def _summarize_split(
 
 def _count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, int]:
     """Return the number of examples with each label; of tags, the number of words that --max-length leaves."""
-    if not task.labels:
-        return {}
-    numbers: Counter[int]
-    if task.kind == "tags":
-        numbers = Counter(tokens.labels[tokens.labels != UNTAGGED].tolist())
-    else:
-        several = task.kind == "labels"
-        numbers = Counter(chain.from_iterable(examples.labels) if several else map(int, examples.labels))
+    labels = tokens.labels[tokens.labels != UNTAGGED] if task.kind == "tags" else examples.labels
+    numbers = Counter[int](chain.from_iterable(labels) if task.kind == "labels" else map(int, labels))
     return {label: numbers[number] for number, label in enumerate(task.labels)}
 
 
@@ -243,20 +232,18 @@ def make_histogram(lengths: NDArray[np.int64], max_length: int) -> list[Bin]:
 def _summarize_texts(config: TrainConfig) -> DataSummary:
     """Return what `summarize` does, for --task text. An example is a piece of text of up to --max-length tokens."""
     prepared = read_prepared(str(prepare(config)))
-    exact, other = config.causal, config.validation_file
-    corpus = scan_texts(config.train_file, config.text_columns, "--train-file", exact, config)
-    validation = scan_texts(other, config.text_columns, "--validation-file", exact, config) if other else None
+    corpus, validation = read_corpora(config)
     train_lines, duplicates = set[bytes](), Counter[str]()
-    # Twice over the files, because lines of both splits take turns, and hashes, because the texts may not fit into
-    # memory.
-    for name, line in _hash_lines(corpus, config, validation):
-        if name == "training":
-            duplicates[name] += line in train_lines
-            train_lines.add(line)
-    for name, line in _hash_lines(corpus, config, validation):
-        duplicates[name] += name != "training" and line in train_lines
+    # Twice over the files, because lines of both splits take turns; hashes, because all texts may not fit into memory.
+    for name in ("training", "validation"):
+        for validates, text, _ in split_texts(corpus, config.validation_split, validation):
+            line = hashlib.blake2b(text.encode(), digest_size=12).digest()
+            if validates == (name == "validation"):
+                duplicates[name] += line in train_lines
+            if name == "training" and not validates:
+                train_lines.add(line)
     splits = [_describe(prepared, name, duplicates[name], config) for name in ("training", "validation")]
-    task = find_task(config.task, exact)
+    task = find_task(config.task, config.causal)
     return _complete(config, replace(task, texts=corpus.columns or task.texts), splits)
 
 
@@ -264,12 +251,7 @@ def _summarize_chats(config: TrainConfig) -> DataSummary:
     """Return what `summarize` does, for --task chat. An example is a conversation, cut to --max-length tokens."""
     config = replace(config, pack=False)
     prepared = read_prepared(str(prepare(config)))
-    chats, other = scan_chats(config.train_file, "--train-file"), config.validation_file
-    if other:
-        train, validation = chats.checksums, scan_chats(other, "--validation-file").checksums
-    else:
-        is_kept = choose_validation(chats, config.validation_split)
-        train, validation = chats.checksums[~is_kept], chats.checksums[is_kept]
+    train, validation = (chats.checksums[chats.chosen] for chats in read_chats(config))
     train = train[: config.max_train_samples or None]
     training = _describe(prepared, "training", len(train) - len(np.unique(train)), config)
     training = replace(training, lengths=replace(training.lengths, cut=prepared.truncated))
@@ -285,19 +267,11 @@ def _describe(prepared: Prepared, name: str, duplicates: int, config: TrainConfi
     return Split(name, len(tokens), {}, [], lengths, prepared.unknown_share if is_training else 0.0, duplicates, 0)
 
 
-def _hash_lines(corpus: Corpus, config: TrainConfig, validation: Corpus | None) -> Iterator[tuple[str, bytes]]:
-    for validates, text, _ in split_texts(corpus, config.validation_split, validation):
-        yield "validation" if validates else "training", hashlib.blake2b(text.encode(), digest_size=12).digest()
-
-
 def _complete(config: TrainConfig, task: Task, splits: list[Split], notes: Sequence[str] = ()) -> DataSummary:
     """Return the summary of the splits, with what is wrong with them."""
     train, *others = splits
-    unknown = {
-        label: count
-        for label in train.labels
-        if not train.labels[label] and (count := sum(split.labels[label] for split in others))
-    }
+    others_labels = {label: sum(split.labels[label] for split in others) for label in train.labels}
+    unknown = {label: count for label, count in others_labels.items() if count and not train.labels[label]}
     summary = DataSummary(
         config.task,
         task.kind,
@@ -377,7 +351,7 @@ _KINDS = {
 
 def format_summary(summary: DataSummary) -> list[str]:
     """Return the text form as lines."""
-    train, *others = summary.splits
+    train, *others = splits = summary.splits
     label = f" -> {_show(summary.label_column)}" if summary.label_column else ""
     lines = [
         f"task       {summary.task}: {_KINDS[summary.kind]}",
@@ -385,38 +359,32 @@ def format_summary(summary: DataSummary) -> list[str]:
         f"tokenizer  {_show(summary.tokenizer) or 'made from the training texts'}",
         "",
     ]
-    rows = [["", *(split.name for split in summary.splits)]]
-    rows.append(["examples", *(f"{split.examples:,}" for split in summary.splits)])
+    rows = [["", *(split.name for split in splits)], ["examples", *(f"{split.examples:,}" for split in splits)]]
     common = sorted(train.labels, key=lambda one: -train.labels[one])[:_MAX_LISTED]
     kept = {*common, *summary.unknown_labels}
     what = "tag" if summary.kind == "tags" else "class"
     for name in [one for one in train.labels if one in kept]:
-        cells = [_count(split.labels[name], sum(split.labels.values())) for split in summary.splits]
+        cells = [_count(split.labels[name], sum(split.labels.values())) for split in splits]
         rows.append([f"{what} {_show(name)}", *cells])
     if len(kept) < len(train.labels):
-        rows.append([f"and {len(train.labels) - len(kept)} rarer ones", *("" for _ in summary.splits)])
+        rows.append([f"and {len(train.labels) - len(kept)} rarer ones", *("" for _ in splits)])
     if train.scores:
-        rows.append(
-            ["scores", *("{:g} to {:g}, mean {:.3g}".format(*_order(split.scores)) for split in summary.splits)]
-        )
-    if any(split.without_text for split in summary.splits):
-        rows.append(
-            ["without a text", *(f"{max(split.without_text.values(), default=0):,}" for split in summary.splits)]
-        )
-    rows.append(["tokens: shortest", *(f"{split.lengths.shortest:,}" for split in summary.splits)])
-    rows.append(["tokens: median", *(f"{split.lengths.median:,.0f}" for split in summary.splits)])
-    rows.append(["tokens: 95 % up to", *(f"{split.lengths.percentile_95:,.0f}" for split in summary.splits)])
-    rows.append(["tokens: longest", *(f"{split.lengths.longest:,}" for split in summary.splits)])
+        rows.append(["scores", *("{0:g} to {2:g}, mean {1:.3g}".format(*split.scores) for split in splits)])
+    if any(split.without_text for split in splits):
+        rows.append(["without a text", *(f"{max(split.without_text.values(), default=0):,}" for split in splits)])
+    rows.append(["tokens: shortest", *(f"{split.lengths.shortest:,}" for split in splits)])
+    rows.append(["tokens: median", *(f"{split.lengths.median:,.0f}" for split in splits)])
+    rows.append(["tokens: 95 % up to", *(f"{split.lengths.percentile_95:,.0f}" for split in splits)])
+    rows.append(["tokens: longest", *(f"{split.lengths.longest:,}" for split in splits)])
     if summary.kind not in TEXT_KINDS:
-        counts = [sum(one.examples for one in split.lengths.histogram) for split in summary.splits]
-        cut = [_count(split.lengths.cut, count) for split, count in zip(summary.splits, counts)]
+        counts = [sum(one.examples for one in split.lengths.histogram) for split in splits]
+        cut = [_count(split.lengths.cut, count) for split, count in zip(splits, counts)]
         rows.append([f"cut at --max-length {summary.max_length}", *cut])
-    unknown = [f"{100 * split.unknown_share:.2f} %" for split in summary.splits]
-    rows.append(["unknown tokens", *unknown])
+    rows.append(["unknown tokens", *(f"{100 * split.unknown_share:.2f} %" for split in splits)])
     repeats = "duplicate lines" if summary.kind in ("masked", "causal") else "duplicates"
-    rows.append([f"{repeats} of training", *(f"{split.duplicates:,}" for split in summary.splits)])
+    rows.append([f"{repeats} of training", *(f"{split.duplicates:,}" for split in splits)])
     if summary.kind not in (*TEXT_KINDS, *EMBEDDING_KINDS):
-        rows.append(["  with another label", *(f"{split.contradictions:,}" for split in summary.splits)])
+        rows.append(["  with another label", *(f"{split.contradictions:,}" for split in splits)])
     lines += align(rows)
     lines += ["", "lengths of the training examples in tokens", *_draw(train.lengths.histogram)]
     if train.labels and others:
@@ -427,20 +395,12 @@ def format_summary(summary: DataSummary) -> list[str]:
     return [*lines, *(f"problem: {problem}" for problem in summary.problems)]
 
 
-def _order(scores: list[float]) -> tuple[float, float, float]:
-    least, mean, most = scores
-    return least, most, mean
-
-
 def _draw(bins: Sequence[Bin]) -> list[str]:
     most = max(one.examples for one in bins)
     names = [f"{one.least} to {one.most}" if one.most > 0 else f"{one.least} or more" for one in bins]
+    bars = ["#" * (max(1, round(_BAR * one.examples / most)) if one.examples else 0) for one in bins]
     width = max(map(len, names))
-    lines = []
-    for name, one in zip(names, bins):
-        bar = "#" * (max(1, round(_BAR * one.examples / most)) if one.examples else 0)
-        lines.append(f"{name:>{width}}  {bar:<{_BAR}}  {one.examples:,}")
-    return lines
+    return [f"{name:>{width}}  {bar:<{_BAR}}  {one.examples:,}" for name, bar, one in zip(names, bars, bins)]
 
 
 def _percent(count: int, whole: int) -> str:
@@ -458,10 +418,7 @@ def _show(text: str) -> str:
 
 
 def add_baselines(summary: DataSummary, config: TrainConfig, static_model: str = "") -> DataSummary:
-    """Return the summary with what can be had without a training; of a model for search, what it reaches untrained.
-
-    Raises CpuftError: the static model cannot be used.
-    """
+    """Return the summary with what can be had without a training. Raises CpuftError: the static model is unusable."""
     found, notes = list[BaselineLine](), list(summary.notes)
     try:
         if summary.unknown_labels:
@@ -494,9 +451,7 @@ def _measure_untrained(config: TrainConfig) -> BaselineLine:
 
 
 def main() -> None:
-    """Print the summary. Arguments: its form, text or json; baseline, or empty for none; the static model, or empty;
-    and options. Exit as `run_as_process` says.
-    """
+    """Print the summary. Arguments: text or json; baseline, or empty; the static model, or empty; and options."""
 
     def show() -> None:
         form, with_baseline, static_model, *others = sys.argv[1:]

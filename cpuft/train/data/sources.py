@@ -12,8 +12,7 @@ import random
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -22,8 +21,10 @@ from typing import Any
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names
+from cpuft.serialization import to_number
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS, Task
 from cpuft.train.data.columnar import Cell
+from cpuft.train.data.delimited import advise_conversion
 from cpuft.train.data.tables import (
     Row,
     Rows,
@@ -31,11 +32,12 @@ from cpuft.train.data.tables import (
     find_column,
     find_longest_column,
     hint_header,
+    load_from_hub,
     read_tables,
     read_text,
+    split_names,
     split_table,
 )
-from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 _EXAMPLES_AT_ONCE = 4096
 _MAX_CLASSES = 100_000
@@ -105,9 +107,7 @@ class FileExamples:
         return replace(self, count=min(count, self.count)) if count else self
 
     def batches(self) -> Iterator[Examples]:
-        """Read the examples in their order, 4096 at a time. Raises CpuftError after the last one: the files have fewer
-        rows by now.
-        """
+        """Read the examples in their order, 4096 at a time. CpuftError after the last one: there are fewer by now."""
         rows, found = self._list_rows(), 0
         while batch := list(islice(rows, _EXAMPLES_AT_ONCE)):
             found += len(batch)
@@ -140,9 +140,7 @@ class TaskData:
 
 
 def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the training and validation examples of `config.task`: a GLUE task, demo or files. Raises CpuftError: they
-    cannot be read, or do not fit the task.
-    """
+    """Read the examples of `config.task`: GLUE, demo or files. CpuftError: they do not fit it, or cannot be read."""
     task = TASKS[config.task]
     if task.name == "files":
         return read_user_files(task, config, check_labels)
@@ -155,9 +153,8 @@ def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
 def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
     """Read splits of a GLUE task from --data-dir, or without it from the hub, by the keys of `splits`.
 
-    `splits` has the key of each split and the stem of its file's name, such as ("", "dev"); splits whose stem begins
-    with test have no labels. For the demo it has no effect: the result is the generated validation split. Raises
-    CpuftError: a split is not there, or a line does not fit.
+    `splits` has keys and the stems of files, such as ("", "dev"); those that begin with test have no labels. For the
+    demo, the result is its validation split. Raises CpuftError: a split is not there, or a line does not fit.
     """
     if task.name == "demo":
         return {"": _make_demo_examples(400, config.seed + 1_000_003)}
@@ -167,9 +164,7 @@ def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str
 
 
 def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
-    """Return the splits without labels that GLUE's server scores: suffix of its metrics' names, stem of its file; ()
-    for other tasks.
-    """
+    """Return the `splits` of `read_splits` that have no labels, which GLUE's server scores; () for other tasks."""
     return tuple((key, stem.replace("dev", "test")) for key, stem in task.validation) if task.folder else ()
 
 
@@ -189,9 +184,7 @@ def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
 
 
 def read_glue_file(task: Task, path: Path, id_column: str = "") -> Examples | None:
-    """Read a file in the layout of the task's own GLUE files with a header line, and the ids in a column of it; None if
-    it is no such file. Raises CpuftError: a line does not fit.
-    """
+    """Read a file in the form of the task's GLUE files with a header; None for others. Raises as `parse_glue_tsv`."""
     if not task.folder or path.suffix != ".tsv":
         return None
     text = read_text(path, "--file")
@@ -211,23 +204,24 @@ def parse_glue_tsv(text: str, task: Task, source: str, id_column: str = "") -> E
     lines = text.split("\n")
     start = 0 if task.columns else 1
     columns = list(task.columns) or [column.strip() for column in lines[0].rstrip("\r").split("\t")]
-    places = [find_column(columns, name, source) for name in (*task.texts, id_column, task.label) if name]
+    places = {name: find_column(columns, name, source) for name in (*task.texts, id_column, task.label) if name}
+    last = max(places.values())
     examples = Examples([], [], has_labels=bool(task.label))
     for number, line in enumerate(lines[start:], start=start + 1):
         if not line.strip():
             continue
-        cells = line.rstrip("\r").split("\t")
-        if len(cells) <= max(places):
+        cells, where = line.rstrip("\r").split("\t"), f"{source}, line {number}"
+        if len(cells) <= last:
             raise CpuftError(
-                f"{source}, line {number} has {counted(len(cells), 'column')}, {columns[max(places)]!r} is column "
-                f"{max(places) + 1}: correct or remove that line"
+                f"{where} has {counted(len(cells), 'column')}, {columns[last]!r} is column {last + 1}: correct or "
+                f"remove that line"
             )
-        examples.texts.append(tuple(cells[place] for place in places[: len(task.texts)]))
+        examples.texts.append(tuple(cells[places[name]] for name in task.texts))
         if id_column:
-            examples.ids.append(cells[places[len(task.texts)]])
-        where = f"{source}, line {number}"
-        examples.labels.append(parse_label(cells[places[-1]], task, where) if task.label else 0.0)
-    _refuse_empty(examples.labels, source)
+            examples.ids.append(cells[places[id_column]])
+        examples.labels.append(parse_label(cells[places[task.label]], task, where) if task.label else 0.0)
+    if not examples.labels:
+        raise CpuftError(_describe_empty(source))
     return examples
 
 
@@ -236,41 +230,24 @@ _HUB_SPLITS = {"dev": "validation", "dev_matched": "validation_matched", "dev_mi
 
 
 def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
-    problem = find_hub_problem()
-    from datasets import load_dataset
-
-    try:
-        tables = load_dataset("nyu-mll/glue", task.name)
-    except Exception as error:  # the hub's client raises many kinds of errors
-        if problem:
-            raise CpuftError(
-                f"the data of --task {task.name} is not in the cache of data sets, and {problem}: either "
-                f"{advise_on_hub(problem)}; or give --data-dir a folder that contains "
-                f"{task.folder}/train.tsv, from a GLUE download; or use --task demo"
-            ) from None
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise CpuftError(
-            f"the data of --task {task.name} could not be loaded from the Hugging Face hub ({reason}): give a folder "
-            f"with a GLUE download with --data-dir, or use --task demo"
-        ) from None
-    columns = task.hub_texts or task.texts
-
-    def read(stem: str) -> Examples:
-        table: Any = tables[_HUB_SPLITS.get(stem, stem)]
-        texts = list(zip(*(table[column] for column in columns)))
-        has_labels = not stem.startswith("test")
+    advice = f"give --data-dir a folder that contains {task.folder}/train.tsv, from a GLUE download, or use --task demo"
+    tables = load_from_hub(
+        f"the data of --task {task.name}", advice, f"or {advice}", path="nyu-mll/glue", name=task.name
+    )
+    found = {}
+    for key, stem in splits:
+        table, has_labels = tables[_HUB_SPLITS.get(stem, stem)], not stem.startswith("test")
+        texts = zip(*(map(str, table[column]) for column in task.hub_texts or task.texts))
         labels = [float(label) if has_labels else 0.0 for label in table["label"]]
-        return Examples([tuple(map(str, row)) for row in texts], labels, has_labels)
-
-    return {key: read(stem) for key, stem in splits}
+        found[key] = Examples(list(texts), labels, has_labels)
+    return found
 
 
 # The user's own files
 
 
-def _refuse_empty(rows: Sequence[object], source: str) -> None:
-    if not rows:
-        raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
+def _describe_empty(source: str) -> str:
+    return f"{source} has no rows: give a file with at least one row below its header"
 
 
 SCORE_KINDS = ("score", "similarity", "relevance")
@@ -280,16 +257,14 @@ _MAX_SCORE = 3e38
 
 
 def parse_label(text: str, task: Task, where: str) -> float:
-    """Return the class number of a label, without spaces around it, or the score for the kinds of SCORE_KINDS. A label
-    may have another form of the same number, such as 1.0 or True for 1. Raises CpuftError, which begins with `where`:
-    the label is not one of the task's, or is no number.
+    """Return the class number of a label, which may have another form, such as 1.0 or True for 1; for SCORE_KINDS, the
+    score. Raises CpuftError, which begins with `where`: the label is not one of the task's, or is no number.
     """
     text = text.strip()
     if task.kind in SCORE_KINDS:
         text = read_decimal_comma(text)
-        with suppress(ValueError):
-            if abs(float(text)) < _MAX_SCORE:
-                return float(text)
+        if abs(score := to_number(text)) < _MAX_SCORE:
+            return score
         others = ", or leave out rows without a label with --skip-unlabelled" * is_blank(text)
         raise CpuftError(f"{where}: score {text!r:.60} is not a number: correct that line{others}")
     number = _number_labels_of(task.labels).get(text, _number_values_of(task.labels).get(find_value(text)))
@@ -315,7 +290,7 @@ def _number_labels_of(labels: tuple[str, ...]) -> dict[str, float]:
 @cache
 def _number_values_of(labels: tuple[str, ...]) -> dict[str, float]:
     """Return the numbers of the classes by their labels' values; empty if the labels are not all whole numbers."""
-    return {find_value(label): float(number) for number, label in enumerate(labels)} if _are_whole(labels) else {}
+    return _number_labels_of(tuple(map(find_value, labels))) if _are_whole(labels) else {}
 
 
 BOOLEANS = {"true": "1", "false": "0"}
@@ -344,16 +319,22 @@ MISSING = ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>")
 """What other programs write for a cell without a value."""
 
 
-def is_blank(text: str) -> bool:
-    """Return whether a text is empty, has only spaces, or is one of MISSING."""
-    return not text or text.isspace() or (len(text) < 9 and text.strip() in MISSING)
+def is_blank(cell: Cell) -> bool:
+    """Return whether a cell is a text that is empty, has only spaces, or is one of MISSING."""
+    return isinstance(cell, str) and (not cell or cell.isspace() or (len(cell) < 9 and cell.strip() in MISSING))
 
 
 LABEL_SEPARATOR = "|"
 """Separates several labels in a cell of a file without lists."""
 
-_USUAL_TEXTS = (("sentence1", "sentence2"), ("text1", "text2"), ("premise", "hypothesis"), ("sentence",), ("text",))
-_USUAL_WORDS = ("tokens",)
+_USUAL_TEXTS = (
+    ("sentence1", "sentence2"),
+    ("text1", "text2"),
+    ("premise", "hypothesis"),
+    ("sentence",),
+    ("text",),
+    ("tokens",),
+)
 _NAME_TEXTS = "give their names with --text-columns, for example --text-columns question,answer"
 _NAME_LABEL = "give the name of the column of the labels with --label-column"
 
@@ -361,54 +342,58 @@ _NAME_LABEL = "give the name of the column of the labels with --label-column"
 def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) -> TaskData:
     """Read --train-file and --validation-file. Their cells decide on the task's kind, columns, labels and metrics.
 
-    Labels are numbered in alphabetical order. `check_labels` refuses labels that no model can be trained with: fewer
-    than two, and those of validation examples that no training example has. Without it, the latter follow the other
-    labels. Raises CpuftError: a file, column or row does not fit.
+    Labels are numbered in alphabetical order. `check_labels` refuses fewer than two, and those that only validation
+    examples have, which otherwise follow the others. Raises CpuftError: a file, column or row does not fit.
     """
-    if not config.train_file:
-        raise CpuftError(
-            "--task files needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with texts and labels"
-        )
-    train = read_tables(config.train_file, "--train-file", config)
-    tables = [train]
-    if config.validation_file:
-        tables.append(read_tables(config.validation_file, "--validation-file", config, "validation"))
+    train, validation = read_both_files(config, "texts and labels")
     label = _choose_label_column(train, config.label_column)
     task = replace(task, texts=_choose_text_columns(train, config.text_columns, label), label=label)
     if label in task.texts:
         raise CpuftError(f"the column {label!r} cannot be text and label: name another one with --text-columns")
+    tables = [train, validation] if validation else [train]
     for table in tables:
-        for name in task.texts:
-            find_column(table.columns, name, table.source, _NAME_TEXTS)
-        find_column(table.columns, task.label, table.source, _NAME_LABEL)
+        check_columns(table, task, _NAME_TEXTS, _NAME_LABEL)
     if config.skip_unlabelled:
         tables = [drop_unlabelled(table, label) for table in tables]
-    train, validation = tables if config.validation_file else split_table(tables[0], config.validation_split)
+    train, validation = tables if validation else split_table(tables[0], config.validation_split)
     kind, decided = _choose_kind(train, validation, task, config.label_type)
     task = replace(task, kind=kind)
-    scans = [scan_rows(table, task) for table in (train, validation)]
+    (examples, labels), (validated, others) = (scan_rows(table, task) for table in (train, validation))
     if kind == "labels":
-        _refuse_vectors(train, task, scans[0].labels)
+        _refuse_vectors(train, task, labels)
     if check_labels and config.label_type == "auto" and kind in ("class", "labels"):
-        _refuse_case({**scans[0].labels, **{k: v for k, v in scans[1].labels.items() if k not in scans[0].labels}})
-    task = _number_labels(task, scans, train.source, check_labels)
-    found, found_validation = (
-        FileExamples(table, task, scan.count, scan.checksum) for table, scan in zip((train, validation), scans)
-    )
+        _refuse_case(labels | others | labels)
+    task = _number_labels(task, labels, others, train.source, check_labels)
     notes = (*(note for table in tables for note in table.notes), *([decided] if decided else []))
-    return TaskData(task, found, {"": found_validation}, notes)
+    return TaskData(task, replace(examples, task=task), {"": replace(validated, task=task)}, notes)
+
+
+def read_both_files(config: TrainConfig, what: str) -> tuple[Table, Table | None]:
+    """Open --train-file, with rows of `what`, and --validation-file, if given. CpuftError: one cannot be read."""
+    if not config.train_file:
+        raise CpuftError(
+            f"--task {config.task} needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with {what}"
+        )
+    train = read_tables(config.train_file, "--train-file", config)
+    if not config.validation_file:
+        return train, None
+    return train, read_tables(config.validation_file, "--validation-file", config, "validation")
+
+
+def check_columns(table: Table, task: Task, name_texts: str, name_label: str) -> None:
+    """Raise CpuftError, with advice for texts or label, if the table lacks a column of the task."""
+    for name in task.texts:
+        find_column(table.columns, name, table.source, name_texts)
+    if task.label:
+        find_column(table.columns, task.label, table.source, name_label)
 
 
 def drop_unlabelled(table: Table, label: str) -> Table:
     """Return a table without the rows whose label is empty or one of MISSING, with a note on their number."""
-
-    def is_labelled(row: Row) -> bool:
-        return isinstance(cell := row[1].get(label, ""), list) or not is_blank(cell)
-
-    kept = Rows(lambda: filter(is_labelled, table.rows))
+    kept = Rows(lambda: (row for row in table.rows if not is_blank(row[1].get(label, ""))))
     count = sum(1 for _ in table.rows) - sum(1 for _ in kept)
     note = f"{counted(count, 'row')} of {table.source} without a label left out"
-    return replace(table, rows=kept, notes=(*table.notes, *([note] if count else [])))
+    return replace(table, rows=kept, notes=(*table.notes, note) if count else table.notes)
 
 
 def _refuse_vectors(table: Table, task: Task, labels: Iterable[str]) -> None:
@@ -442,16 +427,16 @@ def _refuse_case(labels: Mapping[str, str]) -> None:
 
 def merge_options(config: PredictConfig, train: TrainConfig) -> TrainConfig:
     """Return the options of a run with those of `cpuft predict` on the form of files that differ from the defaults."""
-    names = ("delimiter", "quoting", "encoding")
-    default = {field.name: field.default for field in fields(config)}
-    return replace(train, **{name: value for name in names if (value := getattr(config, name)) != default[name]})
+    given = {name: getattr(config, name) for name in ("delimiter", "quoting", "encoding")}
+    return replace(train, **{name: value for name, value in given.items() if value != getattr(PredictConfig, name)})
 
 
 def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
-    """Read the examples of `cpuft predict` from --file, or without it from the validation data of the run.
+    """Read the examples of `cpuft predict` from --file, or without it from the validation data of the run, and return
+    the task with the columns of the file.
 
-    The task gets the columns of this file. The examples have labels if every row has one (for several labels per
-    example: if any row has one). Raises CpuftError: a file, column or row does not fit.
+    The examples have labels if every row has one (kind labels: if any has one). Raises CpuftError: a file, column or
+    row does not fit.
     """
     option = "--file" if config.file else "where the run's rows are, or name them with --file"
     options = merge_options(config, train)
@@ -463,22 +448,18 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
         if train.skip_unlabelled:
             table = drop_unlabelled(table, _choose_label_column(table, train.label_column))
         table = split_table(table, train.validation_split)[1]
-    has_column = {name: name in table.columns for name in (*task.texts, task.label, train.label_column)}
-    usual = task.label if has_column[task.label] and not has_column[train.label_column] else train.label_column
-    label = config.label_column or _choose_label_column(table, usual)
-    wanted = config.text_columns or train.text_columns
-    texts = task.texts if task.texts and not wanted and all(map(has_column.get, task.texts)) else ()
-    texts = texts or _choose_text_columns(table, wanted, label)
-    for name in texts:
-        find_column(table.columns, name, table.source, _NAME_TEXTS)
-    if config.label_column:
-        find_column(table.columns, label, table.source, _NAME_LABEL)
-    if config.id_column:
-        find_column(table.columns, config.id_column, table.source)
+    is_usual = train.label_column not in table.columns and task.label in table.columns
+    label = config.label_column or _choose_label_column(table, task.label if is_usual else train.label_column)
+    texts, wanted = task.texts, config.text_columns or train.text_columns
+    if wanted or not texts or not set(texts) <= set(table.columns):
+        texts = _choose_text_columns(table, wanted, label)
     if task.texts and len(texts) != len(task.texts):
         count = counted(len(task.texts), "text column")
         raise CpuftError(f"--task {task.name} has {count}: give as many with --text-columns, separated by a comma")
     task = replace(task, texts=texts, label=label)
+    check_columns(table, task if config.label_column else replace(task, label=""), _NAME_TEXTS, _NAME_LABEL)
+    if config.id_column:
+        find_column(table.columns, config.id_column, table.source)
     every = any if task.kind == "labels" else all
     has_labels = label in table.columns and every(_has_text(row.get(label, "")) for _, row in table.rows)
     return task, make_examples(check_rows(table, task, has_labels), task, has_labels, config.id_column)
@@ -486,22 +467,19 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
 
 def _choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
     """Return the names of the text columns: `wanted`, separated by commas, else usual names in the table."""
-    if wanted:
-        named = tuple(name.strip() for name in wanted.split(","))
+    if named := split_names(wanted):
         if len(named) > 2:
             raise CpuftError(f"--text-columns {wanted!r:.80} names {len(named)} columns: name one column or two")
         return named
-    for names in (*_USUAL_TEXTS, _USUAL_WORDS):
-        if all(name in table.columns for name in names):
+    for names in _USUAL_TEXTS:
+        if set(names) <= set(table.columns):
             return names
     others = [name for name in table.columns if name != label]
     if not others:
         raise CpuftError(f"{table.source} has no column but {label!r}: give a file that also has a column of texts")
-    which = "the column of the texts"
-    listed = ""
-    if len(others) > 1:
-        which += ", or the two columns of pairs of texts,"
-        listed = f" (the file has {list_names(others)})"
+    is_one = len(others) == 1
+    which = "the column of the texts" if is_one else "the column of the texts, or the two columns of pairs of texts,"
+    listed = "" if is_one else f" (the file has {list_names(others)})"
     raise CpuftError(
         f"no column of {table.source} is named text, sentence or sentence1: name {which} with --text-columns, "
         f"for example --text-columns {shlex.quote(find_longest_column(table, others))}{listed}{hint_header(others)}"
@@ -512,10 +490,6 @@ def _choose_label_column(table: Table, wanted: str) -> str:
     """Return `wanted`, or tags where that is the default and only a column tags exists."""
     is_tags = wanted == "label" and wanted not in table.columns and "tags" in table.columns
     return "tags" if is_tags else wanted
-
-
-_KINDS = {"class": "class", "number": "score", "multi": "labels"}
-"""Kind of a task by --label-type."""
 
 
 _FEW = 0.05
@@ -531,14 +505,14 @@ def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tu
     """Return the task's kind, by --label-type or by the cells, and a note on the row that decided."""
     first = next(iter(train.rows), None)
     if first is None:
-        _refuse_empty([], train.source)
-    elif isinstance(first[1].get(task.texts[0]), list):
+        raise CpuftError(_describe_empty(train.source))
+    if isinstance(first[1].get(task.texts[0]), list):
         if wanted != "auto":
             what = f"{train.source} has lists of words in {task.texts[0]!r}, which take one tag for each word"
             raise CpuftError(f"{what}: leave --label-type {wanted} out, or give a column of texts with --text-columns")
         return "tags", ""
     if wanted in ("class", "number"):
-        return _KINDS[wanted], ""
+        return "class" if wanted == "class" else "score", ""
     with_bar, with_fraction, with_comma, missing = list[str](), list[str](), "", ""
     count, train_count, are_numbers = 0, 0, True
     for table in (train, validation):
@@ -604,7 +578,6 @@ def _describe_printed_list(where: str, name: str, cell: str) -> str:
     path = Path(where.partition(", line ")[0])
     if path.suffix != ".csv":
         return f"{what}: write a list in JSON lines or Parquet instead"
-    target = str(path.with_name(f"{path.stem}-lists.jsonl"))
     # NumPy puts no commas between the parts, so that Python would join its texts.
     is_python = cell.lstrip()[0] in "[({" and ("," in cell or not re.search(r"\S\s+\S", cell))
     parse = "ast.literal_eval(c)" if is_python else "re.findall(r'[^][(){},\\s\\x22\\x27]+', c.strip('array'))"
@@ -612,15 +585,12 @@ def _describe_printed_list(where: str, name: str, cell: str) -> str:
         f"import ast, csv, json, re; [print(json.dumps(row | {{{name!r}: list({parse})}})) "
         f"for row in csv.DictReader(open({str(path)!r}, newline='')) for c in [row[{name!r}]]]"
     )
-    return (
-        f"{what}: convert it with this command, then give {target} instead: python -c {shlex.quote(code)} > "
-        f"{shlex.quote(target)}"
-    )
+    return f"{what}: {advise_conversion(path, '-lists.jsonl', f'python -c {shlex.quote(code)}')}"
 
 
 def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Row]:
-    """Yield all rows after checking that each fits the task and the others; labels may still be unknown ones. Raises
-    CpuftError at the first row that does not fit, or after the last one if there are none.
+    """Yield all rows, each checked to fit the task, except for the label's value. Raises CpuftError: one does not, or
+    there are none.
     """
     if task.kind == "tags" and len(task.texts) > 1:
         raise CpuftError(f"{table.source} has lists of words, which need exactly one column: give it by --text-columns")
@@ -628,15 +598,17 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
     if has_labels and task.label:
         several = task.kind == "labels" and any(isinstance(row.get(task.label), list) for _, row in table.rows)
         needs_list[task.label] = several or task.kind == "tags"
-    checks = [(name, is_list, _must_not_be_empty(name, task)) for name, is_list in needs_list.items()]
+    # Words, tags, single labels, and texts of embedding models and rerankers must not be empty; other texts may.
+    needs_all = task.kind in ("tags", *SENTENCE_TRANSFORMERS_KINDS)
+    needed = {name for name in needs_list if needs_all or (name == task.label and task.kind != "labels")}
     is_empty, rows = True, iter(table.rows)
     for where, row in rows:
         for name in task.texts if is_empty else ():
             if isinstance(cell := row.get(name), str) and _PRINTED_WORDS.fullmatch(cell.strip()):
                 raise CpuftError(_describe_printed_list(where, name, cell))
         is_empty = False
-        for name, is_list, is_needed in checks:
-            if name not in row or (is_needed and not _has_text(row[name])):
+        for name, is_list in needs_list.items():
+            if name not in row or (name in needed and not _has_text(row[name])):
                 raise CpuftError(_describe_gap(where, name, task, rows))
             if isinstance(row[name], list) != is_list:
                 form = "a list" if is_list else "one text"
@@ -647,7 +619,7 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
                 raise CpuftError(f"{where} has {counted(words, 'token')} and {counted(tags, 'tag')}: correct that line")
         yield where, row
     if is_empty:
-        _refuse_empty([], table.source)
+        raise CpuftError(_describe_empty(table.source))
 
 
 def _describe_gap(where: str, name: str, task: Task, rows: Iterator[Row]) -> str:
@@ -660,11 +632,6 @@ def _describe_gap(where: str, name: str, task: Task, rows: Iterator[Row]) -> str
     return f"{where} has no {name!r}{several}: correct or remove {what}, or leave out rows with --skip-unlabelled"
 
 
-def _must_not_be_empty(name: str, task: Task) -> bool:
-    """Texts of embedding models and rerankers, words, tags and single labels must not be empty; other texts may."""
-    return task.kind in ("tags", *SENTENCE_TRANSFORMERS_KINDS) or (task.kind != "labels" and name == task.label)
-
-
 def _has_text(cell: Cell) -> bool:
     return bool(cell.strip()) if isinstance(cell, str) else any(map(str.strip, cell))
 
@@ -675,20 +642,9 @@ def _split_label(cell: Cell, task: Task) -> list[str]:
     return [text for part in cell if (text := part.strip())]
 
 
-@dataclass(frozen=True)
-class Scan:
-    """What one pass over all rows of a table found."""
-
-    count: int
-    labels: dict[str, str]
-    """Where each label is first found; empty for scores."""
-    checksum: str
-    """Checksum of the cells of texts and labels, 64 hexadecimal digits."""
-
-
-def scan_rows(table: Table, task: Task) -> Scan:
-    """Check all rows of a table, and collect their labels. Raises CpuftError at the first bad row, and for too many
-    labels.
+def scan_rows(table: Table, task: Task) -> tuple[FileExamples, dict[str, str]]:
+    """Check all rows; return the examples, and where each label is first found (empty for scores). Raises CpuftError: a
+    row does not fit, or there are too many labels.
     """
     digest, count, labels = hashlib.sha256(), 0, dict[str, str]()
     names = (*task.texts, *([task.label] if task.label else []))
@@ -707,72 +663,59 @@ def scan_rows(table: Table, task: Task) -> Scan:
                 f"{table.source} has more than {_MAX_CLASSES:,} different labels in {task.label!r}: name another "
                 f"column with --label-column, or learn numbers by regression with --label-type number"
             )
-    return Scan(count, labels, digest.hexdigest())
+    return FileExamples(table, task, count, digest.hexdigest()), labels
 
 
-def _number_labels(task: Task, scans: Sequence[Scan], source: str, check_labels: bool) -> Task:
-    """Return the task with its metrics, and with the labels of the training examples in alphabetical order.
-
-    Without `check_labels`, labels that only validation examples have follow those of the training examples.
+def _number_labels(
+    task: Task, train: Iterable[str], others: Mapping[str, str], source: str, check_labels: bool
+) -> Task:
+    """Return the task with its metrics and labels: those of `train` in alphabetical order. New ones in `others`, which
+    says where validation examples have them, follow without `check_labels`.
     """
     if task.kind == "score":
         return replace(task, labels=(), metrics=choose_metrics("score", ()))
-    train, validation = scans
-    found = _drop_equal_labels(train.labels) if task.kind == "class" else sorted(train.labels)
+    found = _drop_equal_labels(train) if task.kind == "class" else sorted(train)
     known = {*found, *(_number_values_of(tuple(found)) if task.kind == "class" else ())}
-    if not check_labels:
-        others = sorted(label for label in validation.labels if not {label, find_value(label)} & known)
-        return replace(task, labels=(*found, *others), metrics=choose_metrics(task.kind, found))
-    if len(found) < 2:
+    new = [label for label in others if not {label, find_value(label)} & known]
+    if check_labels and len(found) < 2:
         what = f"all rows of {source} have the label {found[0]!r}" if found else f"{source} has no labels"
         raise CpuftError(f"{what}: give rows with at least two different labels")
-    for label, where in validation.labels.items():
-        if not {label, find_value(label)} & known:
-            raise CpuftError(
-                f"{where}: no row of {source} has the label {label!r}: correct that line, or train on rows that have it"
-            )
-    return replace(task, labels=tuple(found), metrics=choose_metrics(task.kind, found))
-
-
-_ENTITY_PREFIXES = ("B", "I", "E", "S")
-"""How tags of named entities begin (IOB2, IOBES)."""
+    if check_labels and new:
+        raise CpuftError(
+            f"{others[new[0]]}: no row of {source} has the label {new[0]!r}: correct that line, or train on rows that "
+            f"have it"
+        )
+    return replace(task, labels=(*found, *sorted(new)), metrics=choose_metrics(task.kind, found))
 
 
 def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the metrics for the user's own examples of a kind.
-
-    Classes have an f1 only if there are two `labels`, and tags only if they are those of named entities (B-, I-, E-,
-    S-).
-    """
+    """Return the names of a kind's metrics. Two classes have an f1, and so have tags if all are those of entities."""
     if kind == "score":
         return ("pearson", "spearman")
     if kind == "labels":
         return ("f1_micro", "f1_macro", "accuracy")
     if kind == "tags":
         # Other tags, such as parts of speech, have no entities: seqeval would join words to entities.
-        entities = all(tag == "O" or tag.split("-")[0] in _ENTITY_PREFIXES for tag in labels)
+        entities = all(tag == "O" or tag.split("-")[0] in ("B", "I", "E", "S") for tag in labels)
         return ("f1", "precision", "recall", "accuracy") if entities else ("accuracy",)
     return ("accuracy", "f1") if len(labels) == 2 else ("accuracy",)
 
 
 def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True, id_column: str = "") -> Examples:
-    """Make examples of rows that `check_rows` has yielded; without `has_labels`, cells of labels are not read. Raises
-    CpuftError: a label is not one of the task's, or no number; or an id is missing.
+    """Make examples of rows of `check_rows`; without `has_labels`, cells of labels are not read. Raises CpuftError: a
+    label is not one of the task's, or no number; or an id is missing.
     """
     has_labels = has_labels and bool(task.label)
     examples = Examples([], [], has_labels)
     several = task.kind in ("labels", "tags")
-    numbers_by_label = _number_labels_of(tuple(task.labels))
+    known = _number_labels_of(task.labels)
     for where, row in rows:
         cells = [row[name] for name in task.texts]
         examples.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))
         if id_column:
             examples.ids.append(get_id(row, id_column, where))
         labels = _split_label(row[task.label], task) if has_labels else []
-        numbers = [
-            numbers_by_label[label] if label in numbers_by_label else parse_label(label, task, where)
-            for label in labels
-        ]
+        numbers = [known[label] if label in known else parse_label(label, task, where) for label in labels]
         examples.labels.append(tuple(map(int, numbers)) if several else numbers[0] if has_labels else 0.0)
     return examples
 
@@ -822,17 +765,6 @@ _TIMES = (
 )
 
 
-@dataclass(frozen=True)
-class Event:
-    """The facts of a sentence, as indices: agent and patient of _PEOPLE, the others of _ACTIONS, _PLACES and _TIMES."""
-
-    agent: int
-    patient: int
-    action: int
-    place: int
-    time: int
-
-
 def make_pairs(count: int, seed: int) -> list[tuple[str, str, int]]:
     """Return `count` tuples of two sentences and 1 if both tell the same event, else 0; determined by the seed."""
     generator = random.Random(seed)
@@ -840,27 +772,25 @@ def make_pairs(count: int, seed: int) -> list[tuple[str, str, int]]:
 
 
 def _make_pair(generator: random.Random) -> tuple[str, str, int]:
+    tables = {"action": _ACTIONS, "place": _PLACES, "time": _TIMES}
     agent, patient = generator.sample(range(len(_PEOPLE)), 2)
-    event = Event(agent, patient, *(generator.randrange(len(table)) for table in (_ACTIONS, _PLACES, _TIMES)))
-    same = generator.random() < 0.5
-    other = event if same else _change_facts(event, generator)
+    event = {"agent": agent, "patient": patient} | {
+        fact: generator.randrange(len(table)) for fact, table in tables.items()
+    }
+    other, same = dict(event), generator.random() < 0.5
+    for fact in generator.sample(["action", "agent", "place", "time"], 2) if not same else ():
+        taken = {agent, patient} if fact == "agent" else {event[fact]}
+        size = len(tables.get(fact, _PEOPLE))
+        other[fact] = generator.choice([index for index in range(size) if index not in taken])
     return _write_sentence(event, generator), _write_sentence(other, generator), int(same)
 
 
-def _change_facts(event: Event, generator: random.Random) -> Event:
-    sizes = {"agent": _PEOPLE, "action": _ACTIONS, "place": _PLACES, "time": _TIMES}
-    for fact in generator.sample(sorted(sizes), 2):
-        taken = {event.agent, event.patient} if fact == "agent" else {getattr(event, fact)}
-        choices = [index for index in range(len(sizes[fact])) if index not in taken]
-        event = replace(event, **{fact: generator.choice(choices)})
-    return event
-
-
-def _write_sentence(event: Event, generator: random.Random) -> str:
-    agent, patient = _PEOPLE[event.agent], _PEOPLE[event.patient]
-    action, place, time = (
-        generator.choice(words) for words in (_ACTIONS[event.action], _PLACES[event.place], _TIMES[event.time])
-    )
+def _write_sentence(event: dict[str, int], generator: random.Random) -> str:
+    """Return a sentence that tells an event, whose facts are indices of the tables."""
+    agent, patient = _PEOPLE[event["agent"]], _PEOPLE[event["patient"]]
+    action = generator.choice(_ACTIONS[event["action"]])
+    place = generator.choice(_PLACES[event["place"]])
+    time = generator.choice(_TIMES[event["time"]])
     core = f"{patient} was {action} by {agent}" if generator.random() < 0.5 else f"{agent} {action} {patient}"
     text = generator.choice((f"{time}, {core} {place}", f"{core} {place} {time}"))
     return text[0].upper() + text[1:] + "."

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuft.config.table_files import DELIMITERS, TableOptions
 from cpuft.config.train import TrainConfig
@@ -33,7 +34,7 @@ from cpuft.train.data.columnar import (
     read_columnar,
     read_dataset,
 )
-from cpuft.train.data.delimited import Dialect, choose_dialect, split_rows
+from cpuft.train.data.delimited import Dialect, advise_conversion, choose_dialect, split_rows
 from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 Row = tuple[str, dict[str, Cell]]
@@ -81,12 +82,11 @@ def read_tables(
 ) -> Table:
     """Open files as `read_table` does: paths and patterns, separated by commas, one after another.
 
-    A name such as `hub:OWNER/NAME` in place of a path means a data set of the Hugging Face hub (see `parse_hub_name`),
-    of which `hub_split` is the split if the name tells none. Raises CpuftError: a file or data set is missing or cannot
-    be read.
+    Names of `parse_hub_name`, for which `hub_split` is the usual split, mean data sets of the Hugging Face hub. Raises
+    CpuftError: a file or data set is missing or cannot be read.
     """
     tables = [
-        _load_from_hub(path, option, hub_split)
+        _read_hub_table(path, option, hub_split)
         if path.startswith(_HUB_PREFIX)
         else read_table(Path(path), option, options)
         for path in split_paths(paths)
@@ -106,11 +106,8 @@ _HUB_NAME = re.compile(
 
 
 def parse_hub_name(text: str, option: str, split: str) -> dict[str, str | None]:
-    """Return the arguments of `datasets.load_dataset` for a name of a data set of the Hugging Face hub.
-
-    The name is `hub:OWNER/NAME`, and may add in this order `/CONFIGURATION`, `:SPLIT` and `@REVISION`, for example
-    `hub:nyu-mll/glue/mrpc:train@main`. `split` is the split if the name tells none. Parts that the name lacks are None.
-    Raises CpuftError for any other form.
+    """Return the arguments of `datasets.load_dataset` for a name such as `hub:nyu-mll/glue/mrpc:train@main`, in which
+    only owner and name are needed; `split` is the usual split. Raises CpuftError for any other form.
     """
     found = _HUB_NAME.fullmatch(text)
     if not found:
@@ -121,41 +118,38 @@ def parse_hub_name(text: str, option: str, split: str) -> dict[str, str | None]:
     return found.groupdict() | {"split": found["split"] or split}
 
 
-def _load_from_hub(text: str, option: str, split: str) -> Table:
-    """Download a data set of the hub, or find it in the cache of data sets; its rows stay on disk."""
+def _read_hub_table(text: str, option: str, split: str) -> Table:
+    """Return the rows of a data set of the hub, which stay on disk."""
     arguments = parse_hub_name(text, option, split)
+    advice = f"check the name, configuration, split and revision, or give files with {option}"
+    data = load_from_hub(text, advice, f"or give files with {option}", **arguments)
+    return Table(text, list_dataset_columns(data), Rows(lambda: _number_rows(text, read_dataset(data))))
+
+
+def load_from_hub(what: str, advice: str, offline_advice: str, **arguments: Any) -> Any:
+    """Return what `datasets.load_dataset` loads from the hub, or its cache. Raises CpuftError, which begins with `what`
+    and ends with one of the two pieces of advice: it cannot be loaded.
+    """
     problem = find_hub_problem()
     import datasets
 
     try:
-        data: Any = datasets.load_dataset(**arguments)
-        columns = list_dataset_columns(data)
+        return datasets.load_dataset(**arguments)
     except Exception as error:  # the hub's client raises many kinds of errors
         if problem:
             raise CpuftError(
-                f"{text} is not in the cache of data sets, and {problem}: "
-                f"{advise_on_hub(problem)}, or give files with {option}"
+                f"{what} is not in the cache of data sets, and {problem}: {advise_on_hub(problem)}, {offline_advice}"
             ) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise CpuftError(
-            f"{text} could not be loaded from the Hugging Face hub ({reason}): check the name, configuration, split "
-            f"and revision, or give files with {option}"
-        ) from None
-
-    def number_rows() -> Iterator[Row]:
-        for number, row in enumerate(read_dataset(data), start=1):
-            yield f"{text}, row {number}", row
-
-    return Table(text, columns, Rows(number_rows))
+        raise CpuftError(f"{what} could not be loaded from the Hugging Face hub ({reason}): {advice}") from None
 
 
 def read_table(path: Path, option: str = "--train-file", options: TableOptions = _DEFAULT) -> Table:
     """Open a file with rows, whose format the name and the first bytes tell, and read its columns.
 
     The formats are CSV and TSV with a header line, JSON lines (.json, .jsonl, .ndjson), each also compressed with gzip;
-    Parquet; Arrow; and a folder of `datasets.save_to_disk`. Blank lines are skipped. Raises CpuftError: the file is
-    missing, empty, damaged or of another format; faults after the first lines are found only when the rows are iterated
-    over.
+    Parquet; Arrow; and a folder of `datasets.save_to_disk`. Raises CpuftError: the file is missing, empty, damaged or
+    of another format; for faults after the first lines, when the rows are iterated over.
     """
     # A file that is missing or damaged: reading it as text says what to do.
     with suppress(OSError, EOFError, zlib.error):
@@ -163,7 +157,7 @@ def read_table(path: Path, option: str = "--train-file", options: TableOptions =
             if path.is_file():
                 _refuse_other_formats(path)
             columns = _name_columns(list_columns(path, option))
-            return Table(str(path), columns, Rows(partial(_number_rows, path, option)))
+            return Table(str(path), columns, Rows(lambda: _number_rows(str(path), read_columnar(path, option))))
     lines = partial(read_lines, path, option, encoding=options.encoding)
     first = next((line for line in lines() if line.strip()), None)
     if first is None:
@@ -196,9 +190,8 @@ def _name_columns(columns: list[str]) -> list[str]:
     ]
 
 
-def _number_rows(path: Path, option: str) -> Iterator[Row]:
-    for number, row in enumerate(read_columnar(path, option), start=1):
-        yield f"{path}, row {number}", row
+def _number_rows(source: str, rows: Iterator[dict[str, Cell]]) -> Iterator[Row]:
+    return ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _read_json_rows(lines: Callable[[], Iterator[str]], path: Path) -> Iterator[Row]:
@@ -209,18 +202,15 @@ def _read_json_rows(lines: Callable[[], Iterator[str]], path: Path) -> Iterator[
 
 
 def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
-    """Yield where each line of JSON lines files is (`chat.jsonl, line 3`), and its text; no blank lines. Raises
-    CpuftError: a file cannot be read, or holds no JSON lines.
-    """
+    """Yield where each line is (`chat.jsonl, line 3`), and the line. CpuftError: a file can't be read as JSON lines."""
     for name in split_paths(paths):
         _refuse_columnar(name, option)
-        is_first = True
-        for number, line in enumerate(read_lines(Path(name), option, "\n"), start=1):
-            if line.strip():
-                if is_first:
-                    _refuse_json_array(line, Path(name))
-                is_first = False
-                yield f"{name}, line {number}", line
+        lines = enumerate(read_lines(Path(name), option, "\n"), start=1)
+        filled = ((f"{name}, line {number}", line) for number, line in lines if line.strip())
+        for first in islice(filled, 1):
+            _refuse_json_array(first[1], Path(name))
+            yield first
+        yield from filled
 
 
 def _refuse_columnar(name: str, option: str) -> None:
@@ -235,7 +225,10 @@ def _refuse_columnar(name: str, option: str) -> None:
     if read:
         target = str(path.with_name(f"{path.stem}-lines.jsonl"))
         command = f'python -c "import datasets; datasets.{read}.to_json({target!r})"'
-        raise CpuftError(f"{name} is no file of JSON lines, which are needed here: {_advise_command(command, target)}")
+        raise CpuftError(
+            f"{name} is no file of JSON lines, which are needed here: convert it with this command, then give {target} "
+            f"instead: {command}"
+        )
 
 
 def _read_delimited_rows(lines: Callable[[], Iterator[str]], path: Path, dialect: Dialect) -> Iterator[Row]:
@@ -261,9 +254,9 @@ def read_text(path: Path, option: str = "--data-dir") -> str:
 def read_lines(path: Path, option: str, newline: str = "", encoding: str = "", longest: int = -1) -> Iterator[str]:
     """Yield the lines of a text file, perhaps compressed with gzip, with their ends, without a byte order mark.
 
-    `newline` is as in `open`. `encoding` is the value of --encoding, or empty for UTF-8 where there is no such option.
-    A line of more than `longest` characters (-1: no limit) is yielded in parts. Raises CpuftError: the file is missing,
-    damaged or of another format, or is no text in that encoding.
+    `newline` is as in `open`; `encoding` is that of --encoding, or empty where there is no such option. Lines of more
+    than `longest` characters (-1: no limit) are yielded in parts. Raises CpuftError: the file is missing, damaged or of
+    another format, or is no text in that encoding.
     """
     codec = "utf-8" if encoding in ("", "auto") else encoding
     try:
@@ -273,8 +266,7 @@ def read_lines(path: Path, option: str, newline: str = "", encoding: str = "", l
         if mark in _UTF_16 and encoding == "auto":
             codec = "utf-16"
         elif mark in _UTF_16 and not encoding:
-            advice = _advise_command(*_convert_from("UTF-16", path))
-            raise CpuftError(f"{path} is in UTF-16, which cpuft does not read here: {advice}")
+            raise CpuftError(f"{path} is in UTF-16, which cpuft does not read here: {_advise_iconv('UTF-16', path)}")
         with _open_bytes(path) as file, TextIOWrapper(file, encoding=codec, newline=newline) as lines:
             for number, line in enumerate(iter(partial(lines.readline, longest), ""), start=1):
                 if "\0" in line:
@@ -291,7 +283,7 @@ def read_lines(path: Path, option: str, newline: str = "", encoding: str = "", l
         raise CpuftError(f"--encoding {encoding[:60]!r} is unknown: give for example windows-1252 or utf-16") from None
     except UnicodeError as error:
         if codec == "utf-8" and isinstance(error, UnicodeDecodeError):
-            raise CpuftError(_describe_first_other_byte(path, error, bool(encoding))) from None
+            raise CpuftError(_describe_other_encoding(path, error, bool(encoding))) from None
         raise CpuftError(f"{path} is not text in {codec} ({error}): give another --encoding") from None
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error.strerror}): check its permissions and {option}") from None
@@ -301,17 +293,6 @@ def _open_bytes(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         is_compressed = file.read(2) == _GZIP
     return cast("IO[bytes]", gzip.open(path)) if is_compressed else path.open("rb")
-
-
-def _describe_first_other_byte(path: Path, error: UnicodeDecodeError, has_option: bool) -> str:
-    """Return the message for a file that is not UTF-8. `error` knows a part of the file only, not the line."""
-    with _open_bytes(path) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode("utf-8-sig")
-            except UnicodeDecodeError as found:
-                return _describe_encoding(path, number, found, has_option)
-    return _describe_encoding(path, 1, error, has_option)
 
 
 _GZIP = b"\x1f\x8b"
@@ -352,11 +333,6 @@ def _refuse_other_formats(path: Path) -> bytes:
     return begin
 
 
-def _advise_command(command: str, target: str) -> str:
-    """Advise to run `command`, which writes `target`. The command ends the message so that it can be copied."""
-    return f"convert it with this command, then give {target} instead: {command}"
-
-
 def _describe_folder(path: Path, option: str) -> str:
     """Say that a folder was given in place of a file, or of the folder of one split that the library datasets saved."""
     if (path / "dataset_dict.json").exists():
@@ -371,23 +347,27 @@ def _describe_folder(path: Path, option: str) -> str:
     )
 
 
-def _convert_from(encoding: str, path: Path) -> tuple[str, str]:
-    """Return the command that converts a file to UTF-8, and the path of the file that it writes."""
-    target = str(path.with_name(f"{path.stem}-utf8{path.suffix}"))
-    return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(target)}", target
+def _advise_iconv(encoding: str, path: Path) -> str:
+    command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))}"
+    return advise_conversion(path, f"-utf8{path.suffix}", command)
 
 
-def _describe_encoding(path: Path, line: int, error: UnicodeDecodeError, has_option: bool) -> str:
-    """Return the error message for a line that is not UTF-8: it names --encoding, or ends with a command."""
+def _describe_other_encoding(path: Path, error: UnicodeDecodeError, has_option: bool) -> str:
+    """Return the message for a file that is not UTF-8. `error` knows a part of the file only, not the line."""
+    place = 1
+    with _open_bytes(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8-sig")
+            except UnicodeDecodeError as found:
+                place, error = number, found
+                break
     if b"\0" in error.object:
         return f"{path} is a binary file, which cpuft does not read: give CSV, TSV or JSON lines in UTF-8"
-    byte = error.object[error.start]
-    advice = _advise_command(*_convert_from("WINDOWS-1252", path))
-    if has_option:
-        advice = "give --encoding windows-1252"
     return (
-        f"{path}, line {line} is not UTF-8 text (byte 0x{byte:02x}): correct that line; or, if the file comes from "
-        f"Windows or Excel, {advice}"
+        f"{path}, line {place} is not UTF-8 text (byte 0x{error.object[error.start]:02x}): correct that line; or, if "
+        f"the file comes from Windows or Excel, "
+        f"{'give --encoding windows-1252' if has_option else _advise_iconv('WINDOWS-1252', path)}"
     )
 
 
@@ -406,9 +386,8 @@ def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> Non
     """Raise CpuftError if a JSON file has its rows in one array or object, with the command that converts it."""
     filled = (line for line in lines() if line.strip())
     first, second = next(filled), next(filled, "")
-    is_line = _is_object(first) or first.rstrip().endswith("}")
     # Only a file whose first line is no whole object, or is the only one, can be such a document.
-    if second and is_line:
+    if second and first.rstrip().endswith("}"):
         return
     _refuse_json_array(first, path)
     try:
@@ -425,41 +404,30 @@ def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> Non
     elif len(tables) == 1 and tables[0].isidentifier() and not is_row:
         how, rows = f"its rows under the key {tables[0]!r}", f"d[{tables[0]!r}]"
     elif all(isinstance(one, dict) and one for one in columns):
-        by_number = all(key.isdecimal() for one in columns for key in one)
         how, rows = "a key for each row", "d.values()"
-        if by_number:
-            how, rows = "a key for each column", "zip(*(c.values() for c in d.values()))"
+        if all(key.isdecimal() for one in columns for key in one):
+            how, rows = "a key for each column", "[dict(zip(d, r)) for r in zip(*(c.values() for c in d.values()))]"
     elif all(isinstance(one, list) and len(one) > 1 for one in columns) and value.keys().isdisjoint(_WORD_COLUMNS):
-        how, rows = "a key for each column", "zip(*d.values())"
+        how, rows = "a key for each column", "[dict(zip(d, r)) for r in zip(*d.values())]"
     elif second:
         how, rows = "one row over several lines", "[d]"
-    if not how:
-        return
-    if rows.startswith("zip"):
-        rows = f"[dict(zip(d, r)) for r in {rows}]"
-    raise CpuftError(_describe_document(path, f"one JSON object with {how}", f"for d in [{{}}] for r in {rows}", "r"))
+    if how:
+        loop = f"for d in [{{}}] for r in {rows}"
+        raise CpuftError(_describe_document(path, f"one JSON object with {how}", loop, "r"))
 
 
 def _describe_document(path: Path, what: str, loop: str, row: str) -> str:
-    target = str(path.with_name(f"{path.stem}-lines.jsonl"))
     code = f"import json; [print(json.dumps({row})) {loop.format(f'json.load(open({str(path)!r}))')}]"
-    command = f'python -c "{code}" > {shlex.quote(target)}'
-    return f"{path} is {what}, and cpuft reads JSON lines, one object a line: {_advise_command(command, target)}"
-
-
-def _is_object(line: str) -> bool:
-    """Return whether a line is a JSON object."""
-    with suppress(ValueError):
-        return line.lstrip().startswith("{") and isinstance(parse_json(line), dict)
-    return False
+    advice = advise_conversion(path, "-lines.jsonl", f'python -c "{code}"')
+    return f"{path} is {what}, and cpuft reads JSON lines, one object a line: {advice}"
 
 
 def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
     """Parse one JSON object into cells, by column: texts, and lists of texts.
 
-    Numbers become texts, true becomes `True`, null and, outside of a list, NaN an empty text. A value that is an
-    object, or a list that contains null, lists or objects, is left out as if the column were missing. Raises
-    CpuftError, which begins with `where`: the line is no JSON object, or has a key twice.
+    Numbers become texts, true becomes `True`, null and, outside of a list, NaN an empty text. Objects, and lists that
+    contain null, lists or objects, are left out. Raises CpuftError, which begins with `where`: the line is no JSON
+    object, or has a key twice.
     """
     try:
         values = load(dict[str, Any], parse_json(line, _make_object))
@@ -495,6 +463,11 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
     return columns.index(name)
 
 
+def split_names(text: str) -> tuple[str, ...]:
+    """Return the names in a text that separates them by commas, without spaces around them; () for an empty text."""
+    return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
 def hint_header(columns: Sequence[str]) -> str:
     """Return a clause for a message, which begins with `; `, if the columns' names look like a row's cells; else ""."""
     is_row = any(name.replace(".", "", 1).isdecimal() for name in columns)
@@ -508,31 +481,33 @@ def find_longest_column(table: Table, names: Sequence[str]) -> str:
 
 
 def split_table(table: Table, share: float, columns: Sequence[str] = ()) -> tuple[Table, Table]:
-    """Return a table without the rows that are kept for validation, and a table of these rows. Reads all rows once.
-
-    Which rows are kept depends only on their cells in `columns` (empty: all), not on their order or on the seed of the
-    training, so that runs can be compared: those whose checksums are the smallest. Equal rows stay together: no
-    validation example is a training example, too. `share` is that of the different rows. Raises CpuftError: fewer than
-    two rows are different.
+    """Return a table without the rows that are kept for validation, and a table of these. Rows whose cells in `columns`
+    (empty: all) are equal stay together. Raises CpuftError: fewer than two are different.
     """
-    checksums = np.fromiter((_checksum_row(_choose_cells(cells, columns)) for _, cells in table.rows), np.uint64)
-    different = np.unique(checksums)
-    if len(different) < 2:
-        which = f" in {' and '.join(map(repr, columns))}" if columns else ""
-        raise CpuftError(
-            f"{table.source} has {counted(len(different), 'different row')}{which}, too few to take some for "
-            f"validation: give more rows, or other rows with --validation-file"
-        )
-    count = min(len(different) - 1, max(1, round(share * len(different))))
-    is_kept = checksums <= different[count - 1]
+    rows = ({name: cells[name] for name in columns if name in cells} if columns else cells for _, cells in table.rows)
+    which = f" in {' and '.join(map(repr, columns))}" if columns else ""
+    is_kept = choose_smallest(np.fromiter(map(hash_content, rows), np.uint64), share, table.source, "row", which)
     train, validation = (Rows(partial(compress, table.rows, chosen)) for chosen in (~is_kept, is_kept))
     return replace(table, rows=train), replace(table, rows=validation)
 
 
-def _choose_cells(cells: dict[str, Cell], columns: Sequence[str]) -> dict[str, Cell]:
-    return {name: cells[name] for name in columns if name in cells} if columns else cells
+def choose_smallest(
+    checksums: NDArray[np.uint64], share: float, source: str, noun: str, which: str = ""
+) -> NDArray[np.bool_]:
+    """Return which examples are kept for validation: those with the smallest checksums, at least one and not all. So
+    equal ones stay together, and the order has no effect. `share` is that of the different ones. Raises CpuftError,
+    with `source`, `noun` and `which`: fewer than two are different.
+    """
+    different = np.unique(checksums)
+    if len(different) < 2:
+        raise CpuftError(
+            f"{source} has {counted(len(different), f'different {noun}')}{which}, too few to take some for "
+            f"validation: give more {noun}s, or other {noun}s with --validation-file"
+        )
+    return np.asarray(checksums <= different[min(len(different) - 1, max(1, round(share * len(different)))) - 1])
 
 
-def _checksum_row(cells: dict[str, Cell]) -> int:
-    content = json.dumps(cells, sort_keys=True).encode()
+def hash_content(value: Any) -> int:
+    """Return a checksum of 64 bits of a value that JSON can hold; the order of keys has no effect."""
+    content = json.dumps(value, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

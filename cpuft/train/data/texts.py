@@ -23,7 +23,15 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, list_names
 from cpuft.files import list_files, split_paths
 from cpuft.train.data.columnar import Cell, is_columnar
-from cpuft.train.data.tables import JSON_SUFFIXES, Table, find_longest_column, get_suffix, read_lines, read_table
+from cpuft.train.data.tables import (
+    JSON_SUFFIXES,
+    Table,
+    find_longest_column,
+    get_suffix,
+    read_lines,
+    read_table,
+    split_names,
+)
 
 _TEXT_SUFFIXES = (".txt", ".text", ".md")
 _TABLE_SUFFIXES = (*JSON_SUFFIXES, ".csv", ".tsv")
@@ -69,14 +77,13 @@ class Corpus:
 def scan_texts(paths: str, columns: str, option: str, exact: bool = False, options: TableOptions = _DEFAULT) -> Corpus:
     """Read all texts once, to check and count them and to take their checksum.
 
-    `paths` are files, and folders of files, separated by commas; in a folder and those below, files that end in .txt,
-    .text, .md, .json, .jsonl or .ndjson are taken, in alphabetical order. The texts of several `columns` of a table,
-    separated by commas, are joined by spaces; empty is the column `text`, or the only one. With `exact`, indentation,
-    line ends and blank lines are kept, which a decoder learns as well. Raises CpuftError: a file cannot be read, lacks
-    a column or has too long a line, or there is no text.
+    `paths` are files, and folders whose files of texts or JSON lines are taken, separated by commas. The texts of
+    several `columns` of a table, separated by commas, are joined by spaces; empty is the column `text`, or the only
+    one. With `exact`, indentation, line ends and blank lines are kept, which a decoder learns as well. Raises
+    CpuftError: a file cannot be read, lacks a column or has too long a line, or there is no text.
     """
     files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
-    names = tuple(name.strip() for name in columns.split(",")) if columns else ()
+    names = split_names(columns)
     corpus = Corpus(files, names, 0, "", exact, options)
     digest, pieces, has_text = hashlib.sha256(), 0, False
     if names and not any(map(_is_table, files)):
@@ -95,6 +102,18 @@ def scan_texts(paths: str, columns: str, option: str, exact: bool = False, optio
     return replace(corpus, pieces=pieces, checksum=digest.hexdigest())
 
 
+def read_corpora(config: TrainConfig) -> tuple[Corpus, Corpus | None]:
+    """Scan --train-file and --validation-file, None without one. Raises as `scan_texts`, and without --train-file."""
+    if not config.train_file:
+        raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
+
+    def scan(paths: str, option: str) -> Corpus:
+        return scan_texts(paths, config.text_columns, option, config.causal, config)
+
+    train = scan(config.train_file, "--train-file")
+    return train, scan(config.validation_file, "--validation-file") if config.validation_file else None
+
+
 def _is_table(path: Path) -> bool:
     """Return whether a file has columns, by its name or its first bytes."""
     with suppress(OSError):
@@ -103,15 +122,12 @@ def _is_table(path: Path) -> bool:
 
 
 def _find_files(path: Path, option: str) -> list[Path]:
-    found = (
-        [path]
-        if not path.is_dir() or is_columnar(path)
-        else sorted(one for one in list_files(path) if one.suffix in (*JSON_SUFFIXES, *_TEXT_SUFFIXES))
-    )
+    if not path.is_dir() or is_columnar(path):
+        return [path]
+    suffixes = (*_TEXT_SUFFIXES, *JSON_SUFFIXES)
+    found = sorted(one for one in list_files(path) if one.suffix in suffixes)
     if not found:
-        raise CpuftError(
-            f"folder {path} holds no {', '.join((*_TEXT_SUFFIXES, *JSON_SUFFIXES))}: give other files with {option}"
-        )
+        raise CpuftError(f"folder {path} holds no {', '.join(suffixes)}: give other files with {option}")
     return found
 
 
@@ -169,8 +185,8 @@ def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
 def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iterator[Piece]:
     """Yield all pieces; those of a `validation` corpus come last, and then only they are for validation.
 
-    Without such a corpus, about `share` (0 to 1) of the pieces are for validation: blocks of up to 64 consecutive
-    pieces, evenly spread over the corpus, always the same ones. Raises CpuftError: a file can no longer be read.
+    Without one, about `share` (0 to 1) of the pieces are: blocks of up to 64 consecutive ones, evenly spread over the
+    corpus, always the same. Raises CpuftError: a file can no longer be read.
     """
     size, before = min(_BLOCK_PIECES, max(1, corpus.pieces // 100)), None
     for number, (text, begins) in enumerate(list_pieces(corpus)):
@@ -200,10 +216,10 @@ def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 class Packer:
-    """Writes tokens to a file as examples of `length` tokens, int32 without a header; only the last one may be shorter.
+    """Writes tokens to a file as examples of `length` tokens, int32; only the last one may be shorter.
 
-    An example has the tokens of the prefix ([CLS]), as many tokens as fit, and those of the suffix ([SEP]). The tokens
-    of `separator` come between two documents, those of `begin` before the first and those of `end` after the last one.
+    An example has the tokens of the prefix ([CLS]), as many tokens as fit, and those of the suffix ([SEP]). Those of
+    `separator` come between two documents, those of `begin` before the first and those of `end` after the last one.
     """
 
     def __init__(
@@ -224,10 +240,7 @@ class Packer:
         self._file = path.open("w+b")
 
     def add(self, tokens: list[int], begins: bool) -> None:
-        """Append the tokens of a piece, behind a separator if it begins a document or continues nothing.
-
-        The very first piece gets no separator. For an empty piece that begins a document, the next one gets it.
-        """
+        """Append the tokens of a piece, behind a separator if it begins a document or continues nothing."""
         self._begins = begins or self._begins
         if tokens and self._begins:
             self._buffer += [] if self._is_empty else self.separator
@@ -253,9 +266,8 @@ class Packer:
                 file.write(np.asarray([*self.prefix, *self._buffer, *self.suffix], np.int32).tobytes())
             size = file.tell() // 4
             ids = np.memmap(file, np.int32, "r") if size else np.zeros(0, np.int32)
-        offsets = np.append(np.arange(0, size, self.length), size).astype(np.int64)[
-            : max_examples + 1 if max_examples else None
-        ]
+        offsets = np.append(np.arange(0, size, self.length), size).astype(np.int64)
+        offsets = offsets[: max_examples + 1] if max_examples else offsets
         return ids[: offsets[-1]], offsets
 
 

@@ -27,13 +27,7 @@ from cpuft.train.startup import find_hub_problem
 
 _VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
 """Patterns of the files that hold a tokenizer's vocabulary. Other files, such as tokenizer_config.json, hold none."""
-_SPECIAL_TOKENS = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 _PACKAGE = re.compile(r"requires the (\w+) library|to install (\w+) to use|`(\w+)` is required|No module named '(\w+)")
 """How transformers and its tokenizers name a package that is missing."""
 _ALPHABET_SIZE = 1000
@@ -75,11 +69,9 @@ def _digest_model_config(config: TrainConfig) -> bytes:
 def choose_tokenizer(
     config: TrainConfig, list_texts: Callable[[], Iterator[str]], key: str, in_words: bool = False
 ) -> tuple[Any, str]:
-    """Load the tokenizer of --tokenizer or of the model, or train one on the texts of an untrained model.
-
-    A tokenizer is trained once for each vocabulary size and `key`, which identifies the texts, and stored in the cache
-    folder; only then `list_texts` is called, twice. The second result is the JSON of a tokenizer that was trained on
-    these texts, else empty. Raises CpuftError: it cannot be loaded, or has more tokens than the model embeds.
+    """Load the tokenizer of --tokenizer or of the model, or train one for an untrained model on the texts, which `key`
+    identifies in the cache folder. Return also the JSON of one that was trained, else "". Raises CpuftError: it cannot
+    be loaded, or has more tokens than the model embeds.
     """
     trained, name = "", get_tokenizer_name(config)
     if name:
@@ -97,10 +89,8 @@ def choose_tokenizer(
 
 
 def train_tokenizer(list_texts: Callable[[], Iterator[str]], vocab_size: int) -> str:
-    """Train a WordPiece tokenizer like BERT's uncased one on texts; return its JSON, for `make_tokenizer`.
-
-    The special tokens, and the letters of the texts up to 1000 different ones, are included even beyond `vocab_size`.
-    The same texts give the same tokens with the same ids.
+    """Train a WordPiece tokenizer like BERT's uncased one; return its JSON. Special tokens and up to 1000 letters are
+    included even beyond `vocab_size`. The same texts give the same ids.
     """
     from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
     from tokenizers.processors import TemplateProcessing
@@ -139,11 +129,7 @@ def get_vocab_size(tokenizer: Any) -> int:
 
 
 def load_tokenizer(name: str, in_words: bool = False) -> Any:
-    """Load the tokenizer in a folder or of a hub name, perhaps for texts that come as lists of words.
-
-    For a hub name, the first call waits up to 3 s for the hub; if it does not answer, only the cache of models is used.
-    Raises CpuftError: it cannot be loaded, or knows nothing but its special tokens.
-    """
+    """Load a tokenizer from a folder or the hub, perhaps for lists of words. CpuftError: it cannot be read or used."""
     import transformers
 
     source = _find_tokenizer(name)
@@ -174,8 +160,12 @@ def load_tokenizer(name: str, in_words: bool = False) -> Any:
 def _find_tokenizer(name: str) -> str:
     """Return where a tokenizer is: for adapters of peft without one, with their base model."""
     source = find_model(name)
-    has_none = Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in _VOCABULARY_FILES)
+    has_none = Path(source).is_dir() and not _has_vocabulary(Path(source))
     return (has_none and find_base_model(source)) or source
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _VOCABULARY_FILES)
 
 
 def _find_missing_package(folder: Path, error: str) -> str:
@@ -191,7 +181,7 @@ def _find_missing_package(folder: Path, error: str) -> str:
 def _check_vocabulary_files(folder: Path) -> None:
     """Raise CpuftError if the folder holds no vocabulary: transformers would make a tokenizer that knows no word."""
     missing = ""
-    if not any(any(folder.glob(pattern)) for pattern in _VOCABULARY_FILES):
+    if not _has_vocabulary(folder):
         missing = "no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) or SentencePiece *.model"
     elif {"vocab.json"} == {"vocab.json", "merges.txt", "tokenizer.json"} & {path.name for path in folder.iterdir()}:
         missing = "vocab.json without merges.txt, and no tokenizer.json"
@@ -214,13 +204,12 @@ def check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
 
 
 def choose_pad_id(config: TrainConfig, tokenizer: Any, vocab_size: int = 0) -> int:
-    """Return the id of the token that batches are padded with.
+    """Return the id of the token that batches are padded with: the tokenizer's padding token, else that of the model's
+    configuration, else the token that ends a text.
 
-    It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text:
-    models that need a padding token use it to find the last token of a text, and attention masks hide padding from all
-    others. Models that number positions from their own padding token, such as RoBERTa, keep that one. `vocab_size` is
-    that of the tokenizer, for an untrained model; 0: BERT's own. Raises CpuftError: there is none of these, or the
-    model does not embed it.
+    Models that number positions from their own padding token, such as RoBERTa, keep that one. `vocab_size` is that of
+    the tokenizer, for an untrained model; 0: BERT's own. Raises CpuftError: there is none of these, or the model does
+    not embed it.
     """
     settings = load_config(config, {}, vocab_size)
     own, ends = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)

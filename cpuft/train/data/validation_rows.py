@@ -1,7 +1,4 @@
-"""What is kept of validation rows as they were read: a checksum, the beginnings of their texts, and a column's values.
-
-It does not depend on the tokenizer, and goes from the prepared data into the file of a run's predictions.
-"""
+"""What is kept of validation rows as they were read, whatever the tokenizer, for the file of a run's predictions."""
 
 from __future__ import annotations
 
@@ -57,8 +54,8 @@ class TextBeginnings:
 
 
 def read_slices(split: Examples | FileExamples, column: str) -> Slices:
-    """Return the values of the rows of a split in the column of --slice-by, in the order of their first rows; no values
-    if it is empty. Raises CpuftError: there is no such column, or it has too many different values.
+    """Return the rows' values in the column of --slice-by, none if it is empty. Raises CpuftError: there is no such
+    column, or it has too many different values.
     """
     if not column:
         return np.zeros(0, np.int32), ()

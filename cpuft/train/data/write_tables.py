@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import IO, Any, NamedTuple
 from cpuft.config.table_files import OUTPUT_ENDINGS
 from cpuft.errors import CpuftError, install_command
 from cpuft.files import refuse_special, write_atomically
+from cpuft.serialization import to_number
 from cpuft.train.data.sources import LABEL_SEPARATOR
 
 _DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
@@ -56,9 +58,9 @@ def check_pyarrow(path: Path) -> None:
 def write_table(path: Path, columns: Sequence[Column], rows: Rows, guards: bool = True) -> None:
     """Write a table completely or not at all, in the format of the name's ending; column names must differ.
 
-    Lists are texts with bars between their parts in CSV and TSV. There, texts that a spreadsheet would run as formulas
-    get an apostrophe in front, if `guards`. JSON lines have null for numbers that are not finite. Raises CpuftError: at
-    `path` is a folder, device or pipe.
+    In CSV and TSV, lists have bars between their parts, and texts that a spreadsheet would run as formulas get an
+    apostrophe in front, if `guards`. In JSON lines, numbers that are not finite are null. Raises CpuftError: at `path`
+    is a folder, device or pipe.
     """
     with write_atomically(path) as beside:
         if path.suffix == ".parquet":
@@ -123,10 +125,5 @@ def _write_parquet(path: Path, columns: Sequence[Column], rows: Rows) -> None:
 
 def guard_formula(text: str) -> str:
     """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula; numbers stay."""
-    if len(text) < 2 or not text.startswith(_FORMULA_STARTS):
-        return text
-    try:
-        float(text)
-    except ValueError:
-        return f"'{text}"
-    return text
+    is_formula = len(text) > 1 and text.startswith(_FORMULA_STARTS) and math.isnan(to_number(text))
+    return f"'{text}" if is_formula else text

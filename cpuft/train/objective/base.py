@@ -41,6 +41,13 @@ class Batch:
     """Number of tokens without padding."""
 
 
+def pad(values: NDArray[Any], mask: NDArray[np.bool_], filler: int = 0) -> torch.Tensor:
+    """Return one value for each true place of a mask, row by row, and `filler` elsewhere; int64, its shape."""
+    padded = np.full(mask.shape, filler, np.int64)
+    padded[mask] = values
+    return torch.from_numpy(padded)
+
+
 def run_without_cache(model: torch.nn.Module, batch: Batch) -> Any:
     """Run a forward pass without the cache of decoders: it takes memory, and keeps the fast layers from evaluation."""
     whole: Any = model
@@ -55,10 +62,9 @@ def run_without_cache(model: torch.nn.Module, batch: Batch) -> Any:
 class Objective:
     """What a run learns from its examples. The training loop knows this class only; the table OBJECTIVES has the rest.
 
-    A subclass sets `model_class` and `label_type`, and implements `head_settings`, `losses` and `compute_metrics`. It
-    overrides the other methods where a head has another form. All methods but the passes are pure: they may be called
-    in any order, on any rank, and return the same for the same arguments. So an update is the same on any number of
-    ranks.
+    A subclass sets `model_class` and `label_type`, implements `losses` and `compute_metrics`, and overrides the other
+    methods where a head has another form. All methods but the passes are pure: they may be called in any order, on any
+    rank, and return the same for the same arguments. So an update is the same on any number of ranks.
     """
 
     labels: tuple[str, ...]
@@ -80,8 +86,8 @@ class Objective:
         return False
 
     def head_settings(self) -> dict[str, Any]:
-        """Abstract: return the settings of the head, by their names in a model's configuration."""
-        raise NotImplementedError
+        """Return the settings of the head, by their names in a model's configuration; here none."""
+        return {}
 
     def plan_passes(self, setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
         """Make the batches of this rank's share of an update's examples (at least one), of at most `--batch-size` each.
@@ -171,13 +177,12 @@ class Objective:
         """
         lengths, places = tokens.lengths[examples], tokens.positions(examples)
         mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
-        ids = np.full(mask.shape, self.pad_id, np.int64)
-        ids[mask] = tokens.ids[places]
-        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        inputs = {
+            "input_ids": pad(tokens.ids[places], mask, self.pad_id),
+            "attention_mask": torch.from_numpy(mask).long(),
+        }
         if len(tokens.types):
-            types = np.zeros(mask.shape, np.int64)
-            types[mask] = tokens.types[places]
-            inputs["token_type_ids"] = torch.from_numpy(types)
+            inputs["token_type_ids"] = pad(tokens.types[places], mask)
         return Batch(inputs, self.make_labels(tokens, examples, mask), int(lengths.sum()))
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
@@ -188,7 +193,5 @@ class Objective:
         return torch.from_numpy(tokens.labels[examples]).to(self.label_type)
 
     def list_token_ids(self, tokens: Tokens, examples: Indices) -> torch.Tensor:
-        """Return all token ids that these examples may look up, with repetitions, then the padding's id once, whether
-        or not they are padded; int64, shape (ids,).
-        """
+        """Return all token ids that these examples may look up, with repetitions, and the padding's; int64, (ids,)."""
         return torch.from_numpy(np.append(tokens.ids[tokens.positions(examples)], self.pad_id).astype(np.int64))

@@ -99,27 +99,14 @@ class _Head:
             torch.mm(gradient, self.weight, out=out)
 
 
-@dataclass
-class _Gradients:
-    """Gradients of the sum of the losses; None for what needs none."""
-
-    hidden: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-
-
 def _run_chunks(
     head: _Head, targets: torch.Tensor, needed: tuple[bool, ...], factors: torch.Tensor | None = None
-) -> tuple[torch.Tensor, _Gradients]:
-    """Return the loss of each token, and the gradients of the sum of losses times `factors` (None: 1)."""
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Return the losses, and gradients of their sum times `factors` (None: 1) for hidden states, weight and bias."""
     losses = torch.empty(len(head.hidden))
-    found = _Gradients(*(torch.zeros(0) if one else None for one in needed))
-    if found.hidden is not None:
-        found.hidden = torch.empty_like(head.hidden)
-    if found.weight is not None:
-        found.weight = torch.zeros(head.weight.shape)
-    if found.bias is not None:
-        found.bias = torch.zeros(len(head.weight))
+    for_hidden = torch.empty_like(head.hidden) if needed[0] else None
+    for_weight = torch.zeros(head.weight.shape) if needed[1] else None
+    for_bias = torch.zeros(len(head.weight)) if needed[2] else None
     for part in head.chunks:
         logits, slope = head.compute_logits(part)
         wanted = targets[part, None]
@@ -135,16 +122,16 @@ def _run_chunks(
             gradient *= head.form.factor
         if factors is not None:
             gradient *= factors[part, None]
-        if found.bias is not None:
-            found.bias += gradient.sum(0)
+        if for_bias is not None:
+            for_bias += gradient.sum(0)
         gradient = gradient.to(head.dtype)
-        if found.hidden is not None:
-            head.find_hidden_gradient(gradient, found.hidden[part])
-        if found.weight is not None and head.dtype == torch.float32:
-            found.weight.addmm_(gradient.T, head.hidden[part])
-        elif found.weight is not None:
-            found.weight += gradient.T @ head.hidden[part]
-    return losses, found
+        if for_hidden is not None:
+            head.find_hidden_gradient(gradient, for_hidden[part])
+        if for_weight is not None and head.dtype == torch.float32:
+            for_weight.addmm_(gradient.T, head.hidden[part])
+        elif for_weight is not None:
+            for_weight += gradient.T @ head.hidden[part]
+    return losses, [for_hidden, for_weight, for_bias]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -173,8 +160,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             with torch.autocast("cpu", enabled=False):
                 _, gradients = _run_chunks(head, targets, ctx.needed, factors[0])
         elif len(targets):
-            for one in (gradients.hidden, gradients.weight, gradients.bias):
+            for one in gradients:
                 if one is not None:
                     one.mul_(factors[0][0])
-        pairs = ((gradients.hidden, hidden), (gradients.weight, weight), (gradients.bias, bias))
-        return (*(None if one is None else one.to(like.dtype) for one, like in pairs), None, None, None)
+        pairs = zip(gradients, (hidden, weight, bias))
+        found = (None if one is None else one.to(like.dtype) for one, like in pairs)
+        return (*found, None, None, None)

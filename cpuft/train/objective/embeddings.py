@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,10 @@ from cpuft.config.train import TrainConfig
 from cpuft.judge.metrics import average_searches, compute_label_metrics
 from cpuft.train.data.archive import Tokens, hash_sequences
 from cpuft.train.data.order import Indices
-from cpuft.train.embedder import normalize, pool
+from cpuft.train.embedder import finish_embeddings, normalize, pool
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.joint import deal_examples, make_joint_batches, run_joint_batch
-from cpuft.train.model import load_model
-from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
+from cpuft.train.objective.base import Batch, Objective, Predictions, pad, run_without_cache
 from cpuft.train.objective.labels import list_scores
 from cpuft.train.passes import Passes
 from cpuft.train.retrieval_metrics import measure_queries
@@ -28,7 +26,7 @@ from cpuft.train.retrieval_metrics import measure_queries
 if TYPE_CHECKING:
     from cpuft.train.setup import TrainingSetup
 
-COSENT_SCALE = 20.0
+_COSENT_SCALE = 20.0
 """By which CoSENT multiplies cosines (Su 2022, https://kexue.fm/archives/8847; sentence-transformers' default)."""
 
 
@@ -71,13 +69,9 @@ class EmbeddingObjective(Objective):
         """Run a forward pass; return the losses of the examples, compared with each other only."""
         return self.joint_losses(self.represent(model, batch), batch.labels)
 
-    def head_settings(self) -> dict[str, Any]:
-        """Return no settings: an embedding model has no head."""
-        return {}
-
     def load_model(self, config: TrainConfig) -> Any:
         """Load the encoder in fp32, its unused pooler frozen. Raises CpuftError: it cannot be found or read."""
-        model = load_model(config, self.model_class, {}, self.vocab_size, self.pad_id)
+        model = super().load_model(config)
         for name, parameter in model.named_parameters():
             if "pooler" in name.split("."):
                 parameter.requires_grad_(False)
@@ -87,12 +81,8 @@ class EmbeddingObjective(Objective):
         """Return the batch of these examples: rows are the first texts of all, then all second texts, and so on."""
         lengths, places, order = self._find_texts(tokens, examples)
         mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
-        ids = np.full(mask.shape, self.pad_id, np.int64)
-        ids[mask] = tokens.ids[places]
-        inputs = {
-            "input_ids": torch.from_numpy(ids[order]),
-            "attention_mask": torch.from_numpy(mask[order].astype(np.int64)),
-        }
+        ids = pad(tokens.ids[places], mask, self.pad_id)
+        inputs = {"input_ids": ids[order], "attention_mask": torch.from_numpy(mask[order]).long()}
         return Batch(inputs, self.make_labels(tokens, examples, mask), int(lengths.sum()))
 
     def _find_texts(self, tokens: Tokens, examples: Indices) -> tuple[Indices, Indices, Indices]:
@@ -117,10 +107,6 @@ class EmbeddingObjective(Objective):
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Predictions:
         """Return what `predict` does: an embedding model has no head with other outputs."""
         return self.predict(model, batch)
-
-    def finish_embeddings(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings as the saved model makes them: normalised if its form says so."""
-        return normalize(pooled) if self.form.normalize else pooled
 
     def finish_folder(self, folder: Path, model: Any) -> None:
         """Write the files beside a saved model by which sentence-transformers loads it."""
@@ -175,7 +161,7 @@ class Pairs(EmbeddingObjective):
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
         """Run a forward pass; return the embedding of each text of a retrieval set, fp32, shape (texts, dimensions)."""
-        embeddings: Predictions = self.finish_embeddings(self.embed(model, batch)[0]).numpy()
+        embeddings: Predictions = finish_embeddings(self.form, self.embed(model, batch)[0]).numpy()
         return embeddings
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
@@ -209,8 +195,9 @@ class ScoredPairs(EmbeddingObjective):
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of each example, fp32, shape (examples,); with cosent, it is the same for all examples."""
-        function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _cosent if self.loss == "cosent" else _squares
-        return torch.stack([function(cosines, labels) for cosines in represented.T]).sum(0)
+        if self.loss == "mse":
+            return (represented - labels[:, None]).square().sum(1)
+        return torch.stack([_cosent(cosines, labels) for cosines in represented.T]).sum(0)
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
         """Run a forward pass; return the cosine of each example with all dimensions, fp32, shape (examples, 1)."""
@@ -229,12 +216,7 @@ class ScoredPairs(EmbeddingObjective):
 
 def _cosent(cosines: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return log(1 + sum of exp(20 * (cosine - other cosine))), over all pairs whose other one has a higher score."""
-    differences = COSENT_SCALE * (cosines[:, None] - cosines[None, :])
+    differences = _COSENT_SCALE * (cosines[:, None] - cosines[None, :])
     wrong = differences[labels[:, None] < labels[None, :]]
     # Without pairs of different scores, the loss is 0, but it needs a gradient.
-    total = torch.logsumexp(torch.cat([cosines[:1] * 0, wrong]), 0)
-    return total.expand(len(labels))
-
-
-def _squares(cosines: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (cosines - labels) ** 2
+    return torch.logsumexp(torch.cat([cosines[:1] * 0, wrong]), 0).expand(len(labels))

@@ -14,7 +14,7 @@ from cpuft.judge.metrics import compute_label_metrics, compute_tag_metrics
 from cpuft.judge.predictions import MOST_PROBABILITIES
 from cpuft.train.data.archive import UNTAGGED, Tokens
 from cpuft.train.data.order import Indices
-from cpuft.train.objective.base import Batch, Objective, Predictions
+from cpuft.train.objective.base import Batch, Objective, Predictions, pad
 
 _PROBABILITIES_AT_ONCE = 1 << 22
 
@@ -78,22 +78,19 @@ class Classification(ClassObjective):
         from scipy.special import softmax
 
         names, labels, likeliest = np.asarray(self.labels, object), tokens.labels.astype(int), predictions.argmax(-1)
+        columns = {"label": names[labels], "prediction": names[likeliest]}
+        columns |= {name: np.empty(len(labels), np.float32) for name in ("confidence", "label_probability")}
+        if len(names) <= MOST_PROBABILITIES:
+            columns["probabilities"] = np.empty_like(predictions)
         size = max(1, _PROBABILITIES_AT_ONCE // len(names))
-        confidence, label_probability = np.empty((2, len(labels)), np.float32)
-        probabilities = np.empty_like(predictions) if len(names) <= MOST_PROBABILITIES else None
         for part in (slice(start, start + size) for start in range(0, len(labels), size)):
             found = softmax(predictions[part], axis=-1)
             rows = np.arange(len(found))
-            confidence[part], label_probability[part] = found[rows, likeliest[part]], found[rows, labels[part]]
-            if probabilities is not None:
-                probabilities[part] = found
-        return {
-            "label": names[labels],
-            "prediction": names[likeliest],
-            "confidence": confidence,
-            "label_probability": label_probability,
-            **({} if probabilities is None else {"probabilities": probabilities}),
-        }
+            columns["confidence"][part] = found[rows, likeliest[part]]
+            columns["label_probability"][part] = found[rows, labels[part]]
+            if "probabilities" in columns:
+                columns["probabilities"][part] = found
+        return columns
 
 
 class MultiLabelClassification(Objective):
@@ -179,9 +176,7 @@ class TokenClassification(ClassObjective):
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
         """Return class numbers at the first tokens of words, elsewhere UNTAGGED; int64, with the shape of `mask`."""
-        labels = np.full(mask.shape, UNTAGGED, np.int64)
-        labels[mask] = tokens.labels[tokens.positions(examples)]
-        return torch.from_numpy(labels)
+        return pad(tokens.labels[tokens.positions(examples)], mask, UNTAGGED)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name, from class numbers of tokens, shape (examples, longest example)."""

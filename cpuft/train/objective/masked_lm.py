@@ -47,10 +47,8 @@ class MaskedLanguageModelling(TokenClassification):
         return model
 
     def predict_masked_places_only(self, model: Any) -> None:
-        """Let a model's head, which has the largest product of all, compute only for the `places` of a batch.
-
-        Hooks in the model pass on the encoder's output at these places only, so that logits have the shape (1, places,
-        vocabulary). Without an input `places`, the model computes all positions.
+        """Let a model's head, which has the largest product of all, compute only for the input `places` of a batch, if
+        it is there; logits then have the shape (1, places, vocabulary).
         """
         selection = _PlaceSelection()
         model.register_forward_pre_hook(selection.take_places, with_kwargs=True)
@@ -99,8 +97,7 @@ class MaskedLanguageModelling(TokenClassification):
         """Return an example's tokens with masks, and its labels: the tokens at masked places, elsewhere UNTAGGED.
 
         The share --mlm-probability of the places that may be masked is drawn, at least one; with --whole-word-mask,
-        random words that have together no more tokens than that, at least one word. A fixed share is drawn, instead of
-        each place by itself, so that all full examples have the same number of masks, as in BERT's own training data.
+        random words of together no more tokens, at least one word. The share is fixed, as in BERT's own training data.
         """
         kinds = self.kinds[ids]
         places = np.flatnonzero(kinds != NEVER_MASKED)
@@ -140,8 +137,7 @@ class MaskedLanguageModelling(TokenClassification):
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return `perplexity` (e to the mean loss over masked places) and `masked_accuracy` (share of right ones)."""
-        perplexity, accuracy = compute_perplexity(predictions)
-        return {"perplexity": perplexity, "masked_accuracy": accuracy}
+        return dict(zip(("perplexity", "masked_accuracy"), compute_perplexity(predictions)))
 
     def list_token_ids(self, tokens: Tokens, examples: Indices) -> torch.Tensor:
         """Return all token ids of the vocabulary, int64: any of them may replace another one."""
@@ -149,10 +145,8 @@ class MaskedLanguageModelling(TokenClassification):
 
 
 def compute_perplexity(predictions: Predictions) -> tuple[float, float]:
-    """Return e to the mean loss over all tokens to predict, at most e**700, and the share of right predictions.
-
-    `predictions` have for each example the sum of its losses, the number of right predictions, and that of tokens to
-    predict. Without such tokens, the results are 1 and 0.
+    """Return e to the mean loss over all tokens to predict, at most e**700, and the share of right predictions; 1 and 0
+    without tokens. `predictions` has each example's sum of losses, right predictions, and tokens to predict.
     """
     sums = predictions.sum(0, dtype=np.float64)
     loss, right = sums[:2] / max(1.0, sums[2])
@@ -174,7 +168,6 @@ class _PlaceSelection:
         self.places = inputs.get("places")
         return args, {name: value for name, value in inputs.items() if name != "places"}
 
-    def select(self, encoder: torch.nn.Module, args: Any, output: Any) -> Any:
+    def select(self, encoder: torch.nn.Module, args: Any, output: Any) -> None:
         if self.places is not None:
             output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, self.places)[None]
-        return output

@@ -18,7 +18,7 @@ from cpuft.train.data.order import Indices
 from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.lora import has_adapters
 from cpuft.train.model import get_model_name, load_model
-from cpuft.train.objective.base import Batch, Objective, Predictions
+from cpuft.train.objective.base import Batch, Objective, Predictions, pad
 from cpuft.train.objective.chunked_loss import HeadForm, compute_token_losses, predict_tokens
 from cpuft.train.objective.masked_lm import compute_perplexity
 
@@ -45,14 +45,10 @@ class NextTokenPrediction(Objective):
 
     model_class, label_type = "AutoModelForCausalLM", torch.int64
 
-    def head_settings(self) -> dict[str, Any]:
-        """Return {}: the head is that of the model."""
-        return {}
-
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the decoder with its head on the CPU, in fp32, with --base-precision frozen weights in that type, and
-        with --lora-rank adapters. Its forward pass is that of `compute_losses_in_model`. Raises CpuftError: it cannot
-        be read or have adapters, or its logits are not those of a linear head.
+        """Load the decoder with its head on the CPU, in fp32 but for --base-precision, with adapters if --lora-rank
+        asks, and with the forward pass of `compute_losses_in_model`. Raises CpuftError: it cannot be read, or its
+        logits are not those of a linear head.
         """
         # Labels tell what is padding, so a trained model keeps its own padding token, also if it has none.
         pad_id = self.pad_id if config.from_config else -1
@@ -61,8 +57,7 @@ class NextTokenPrediction(Objective):
         return model
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples; the labels have each token to predict at its own position, not shifted,
-        elsewhere UNTAGGED.
+        """Return the batch of these examples; labels have each token to predict at its own place, elsewhere UNTAGGED.
 
         The input `targets` has these tokens, and `places` the indices from which they are predicted, among all
         positions of the batch, row by row. A batch without padding has no attention_mask.
@@ -93,8 +88,7 @@ class NextTokenPrediction(Objective):
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return `perplexity` (e to the mean loss over targets) and `token_accuracy` (share of right predictions)."""
-        perplexity, accuracy = compute_perplexity(predictions)
-        return {"perplexity": perplexity, "token_accuracy": accuracy}
+        return dict(zip(("perplexity", "token_accuracy"), compute_perplexity(predictions)))
 
 
 class CausalLanguageModelling(NextTokenPrediction):
@@ -122,15 +116,13 @@ class Chat(NextTokenPrediction):
         """Return the batch of these examples; position_ids of packed conversations begin anew at each."""
         batch = super().make_batch(tokens, examples, epoch)
         if len(tokens.types):
-            mask = np.arange(batch.labels.shape[1]) < tokens.lengths[examples][:, None]
-            begins = ~mask
-            begins[mask] = tokens.types[tokens.positions(examples)] == 1
-            places = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)
-            # Padding counts as one conversation: only its first position begins.
-            begins[:, 1:] &= mask[:, 1:] | mask[:, :-1]
+            lengths, places = tokens.lengths[examples][:, None], np.arange(batch.labels.shape[1])
+            mask = places < lengths
+            begins = pad(tokens.types[tokens.positions(examples)], mask).numpy() == 1
+            begins |= places == lengths  # padding counts as one conversation
+            starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
             # Without a mask, transformers sees conversations in position_ids: no token attends to another one.
             batch.inputs.pop("attention_mask", None)
-            starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
             batch.inputs["position_ids"] = torch.from_numpy(places - starts)
         return batch
 
@@ -140,9 +132,7 @@ class Chat(NextTokenPrediction):
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
         """Return 0 where the assistant speaks, elsewhere UNTAGGED; int64, with the shape of `mask`."""
-        labels = np.full(mask.shape, UNTAGGED, np.int64)
-        labels[mask] = np.where(tokens.labels[tokens.positions(examples)] == 1, 0, UNTAGGED)
-        return torch.from_numpy(labels)
+        return pad(np.where(tokens.labels[tokens.positions(examples)] == 1, 0, UNTAGGED), mask, UNTAGGED)
 
     def finish_folder(self, folder: Path, model: Any) -> None:
         """Save the template of --chat-template, if given, with the tokenizer in the folder of the saved model."""
@@ -155,10 +145,9 @@ class Chat(NextTokenPrediction):
 def compute_losses_in_model(model: Any, name: str) -> None:
     """Let the forward pass of a decoder with a head return a TokenLosses if its inputs have `places`, in place.
 
-    Then it runs the decoder without its head on the other inputs, and computes the head only for the last hidden states
-    at these places, with the cross entropies of the input `targets`. Everything happens in the model's forward pass, so
-    that engines that wrap it see all of its parameters there. Raises CpuftError: the model's logits are not those of a
-    linear head.
+    Then the head is computed only for the last hidden states at these places, with the cross entropies of the input
+    `targets`. All of it is in the model's forward pass, where engines that wrap the model see its parameters. Raises
+    CpuftError: the model's logits are not those of a linear head.
     """
     form = _read_head_form(model)
     _check_head(model, form, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import yaml
 
 from cpuft.config.train import TrainConfig
 from cpuft.record import BaselineLine
-from cpuft.train.checkpoint.model_card import format_model_card, write_model_card
+from cpuft.train.checkpoint.model_card import format_model_card
 from tests.records import make_record
 
 RECORD = make_record(2)
@@ -68,7 +67,7 @@ def test_a_name_with_a_line_break_ends_neither_the_header_nor_a_row() -> None:
 @pytest.mark.parametrize(
     ("step", "words"), [(0, "after the last update"), (30, "after update 30, the best evaluation")]
 )
-def test_a_card_says_which_weights_were_saved(step: int, words: str, tmp_path: Path) -> None:
+def test_a_card_says_which_weights_were_saved(step: int, words: str) -> None:
     assert RECORD.footer is not None
-    write_model_card(tmp_path, HEADER, RECORD.evaluations[-1], replace(RECORD.footer, saved_step=step))
-    assert f"The weights are those {words}." in (tmp_path / "README.md").read_text()
+    text = format_model_card(HEADER, RECORD.evaluations[-1], replace(RECORD.footer, saved_step=step))
+    assert f"The weights are those {words}." in text

@@ -60,7 +60,7 @@ def test_a_keeper_that_still_writes_takes_no_snapshot_and_stands_by(tmp_path: Pa
     assert writer.write(1, wait=True)
     writer._thread = threading.Thread(target=going_on.wait, args=(60,))
     writer._thread.start()
-    assert not writer.write(2)
+    assert not writer.write(2, skip_if_busy=True)
     going_on.set()
     assert writer.write(3, wait=True)
     assert stood == [1]
@@ -73,7 +73,7 @@ def test_the_last_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     writer._thread = threading.Thread(target=going_on.wait, args=(60,))
     writer._thread.start()
     threading.Timer(0.1, going_on.set).start()
-    writer.write(7, skip_if_busy=False)
+    writer.write(7)
     writer.finish()
     assert [update for update, _ in list_checkpoints(tmp_path)] == [7]
 

@@ -15,7 +15,7 @@ from cpuft.train.data.archive import map_archive, read_prepared
 ARRAYS: dict[str, Any] = {
     "a.ids": np.arange(1000, dtype=np.int32),
     "a.types": np.zeros(0, np.int8),
-    "word_kinds": np.arange(3, dtype=np.int8),
+    "token_kinds": np.arange(3, dtype=np.int8),
     "offsets": np.arange(7, dtype=np.int64),
     "labels": np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3),
 }
@@ -30,7 +30,7 @@ def test_arrays_come_back_and_stay_on_the_disk(tmp_path: Path) -> None:
         assert (found[name].dtype, found[name].tolist()) == (array.dtype, array.tolist())
         assert isinstance(found[name], np.memmap) == bool(array.size)
     with pytest.raises(ValueError, match="read-only"):
-        found["word_kinds"][0] = 1
+        found["token_kinds"][0] = 1
 
 
 TOKENS: dict[str, Any] = {
@@ -40,26 +40,15 @@ TOKENS: dict[str, Any] = {
     "labels": np.zeros(2, np.float32),
 }
 META: dict[str, Any] = {
-    "kind": "class",
-    "labels": ["a", "b"],
-    "metrics": ["accuracy"],
+    "fields": {"kind": "class", "labels": ["a", "b"], "metrics": ["accuracy"], "checksum": "0", "pad_id": 0},
     "validation": [""],
-    "checksum": "0",
-}
-META |= {
-    "pad_id": 0,
-    "mask_id": 0,
-    "words": 9,
-    "tokenizer": "",
-    "texts": ["text"],
-    "label": "label",
-    "cut": 0,
-    "unknown": 0.0,
+    "slice_values": {},
 }
 
 
 def save(path: Path, changes: dict[str, Any], compress: bool = False) -> str:
     arrays = {f"{split}.{name}": value for split in ("train", "validation") for name, value in TOKENS.items()}
+    arrays["token_kinds"] = np.zeros(0, np.int8)
     (np.savez_compressed if compress else np.savez)(path, meta=np.asarray(json.dumps(META)), **{**arrays, **changes})
     return str(path)
 

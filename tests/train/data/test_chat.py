@@ -19,7 +19,6 @@ from cpuft.errors import CpuftError
 from cpuft.train.data.chat import (
     Encoded,
     Message,
-    choose_validation,
     describe_chats,
     encode_chats,
     join_examples,
@@ -286,8 +285,7 @@ def test_files_of_conversations(tmp_path: Path) -> None:
 def test_validation_takes_a_share_of_the_conversations_and_keeps_equal_ones_together(tmp_path: Path) -> None:
     path = Path(write_conversations(tmp_path / "a.jsonl", 200))
     chats = scan_chats(str(path), "-")
-    chosen = choose_validation(chats, 0.25)
-    kept, trained = ([json.dumps(m) for _, m in chats.list_conversations(which)] for which in (chosen, ~chosen))
+    trained, kept = ([json.dumps(m) for _, m in part.list_conversations()] for part in chats.split(0.25))
     assert len(kept) + len(trained) == 200
     assert set(kept) & set(trained) == set()
     assert len(set(kept)) == round(0.25 * len({*kept, *trained}))
@@ -295,10 +293,10 @@ def test_validation_takes_a_share_of_the_conversations_and_keeps_equal_ones_toge
     path.write_text("\n".join(reversed(lines)))
     again = scan_chats(str(path), "-")
     assert again.checksum != chats.checksum
-    assert sorted(json.dumps(m) for _, m in again.list_conversations(choose_validation(again, 0.25))) == sorted(kept)
+    assert sorted(json.dumps(m) for _, m in again.split(0.25)[1].list_conversations()) == sorted(kept)
     path.write_text("\n".join([lines[0]] * 3))
     with pytest.raises(CpuftError, match="has 1 different conversation, too few to take some for validation"):
-        choose_validation(scan_chats(str(path), "-"), 0.5)
+        scan_chats(str(path), "-").split(0.5)
 
 
 @pytest.mark.parametrize(

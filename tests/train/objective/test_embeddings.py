@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from cpuft.train.data.archive import Tokens
 from cpuft.train.embedder import pool
 from cpuft.train.embedding_form import EmbeddingForm
+from cpuft.train.objective.base import Batch
 from cpuft.train.objective.embeddings import Pairs, ScoredPairs
 
 NO_MODEL: Any = torch.nn.Identity()
@@ -149,6 +151,18 @@ def test_keys_are_equal_only_for_equal_texts(lengths: list[list[int]], seed: int
     ends = np.asarray(lengths).ravel().cumsum()
     texts = [tuple(part.tolist()) for part in np.split(tokens.ids, ends[:-1])]
     assert len(set(zip(keys, texts))) == len(set(texts)) == len(set(keys))
+
+
+class Encoder(torch.nn.Module):
+    def forward(self, attention_mask: torch.Tensor) -> Any:
+        return SimpleNamespace(last_hidden_state=torch.arange(60.0).view(1, 5, 12).expand(len(attention_mask), -1, -1))
+
+
+def test_texts_are_evaluated_with_the_dimensions_that_the_saved_model_has() -> None:
+    batch = Batch({"attention_mask": torch.ones(3, 5, dtype=torch.int64)}, torch.zeros(0), 15)
+    found = make_pairs(form=EmbeddingForm(normalize=True, dimensions=4)).predict(Encoder(), batch)
+    assert found.shape == (3, 4)
+    assert np.linalg.norm(found, axis=1) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
