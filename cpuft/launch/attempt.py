@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +21,7 @@ from pathlib import Path
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted
+from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
@@ -47,7 +48,6 @@ from cpuft.terminal import protect_streams
 from cpuft.transfer import open_locked
 
 _MAKE_SECONDS = _LOCK_SECONDS = 60.0
-Say = Callable[[str], None]
 
 
 class _StillLockedError(CpuftError):

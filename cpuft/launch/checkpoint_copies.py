@@ -11,20 +11,19 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR
+from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.inputs import Bundle
 from cpuft.launch.resume import BEST, CHECKPOINTS, HostCopy, find_checkpoint_here, find_newest_checkpoint
-from cpuft.steps import Step
+from cpuft.steps import Plan, Step
 
-Say = Callable[[str], None]
 MOST_SECONDS = 30.0
 _LEAST_SECONDS = 1.0
 _POLL_SECONDS = 0.1
@@ -133,9 +132,9 @@ class CheckpointCopier:
         """Copy the newest checkpoint now, however long it takes while bytes arrive, in the main thread only. A copy
         that fails raises nothing.
         """
-        step = self.plan_copy()
-        report = partial(execute.report_pending, [step], lambda line: self._say(f"cpuft: {line}"))
-        (answer,) = execute.run_stage([step], os.environ, 0.0, report)
+        (answer,) = execute.run_stage(
+            Plan(), [self.plan_copy()], os.environ, 0.0, lambda line: self._say(f"cpuft: {line}")
+        )
         self._note_end(answer.exit_code, answer.output, is_over=False)
 
     def _note_end(self, code: int, output: str, is_over: bool) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cpuft.config.compare import CompareConfig
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.topology import plan_placement
 from cpuft.launch.attempt import run_attempt
@@ -18,8 +19,6 @@ from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
 from cpuft.launch.progress_bar import show_progress
 from cpuft.serialization import is_count
 from cpuft.steps import RunPlan
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from cpuft.config.fields import format_flag
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, escape_controls, last_line
+from cpuft.execute import Say
 from cpuft.hosts.cluster import (
     DETACHED,
     FROM_STDIN,
@@ -77,7 +78,6 @@ from cpuft.launch.settings import forwarded_settings, user_variables
 from cpuft.serialization import load, parse_json
 from cpuft.steps import Plan, Step
 
-Say = Callable[[str], None]
 _PLACE = ("cluster", "hostfile", "ssh_config")
 _STAYS_HERE = ("run_dir", "detach", "check", "config", "dry_run", "script", "action")
 """Options that the moved command gets in another way, or not at all: its hosts have been checked from here."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, counted, last_line
+from cpuft.execute import Say
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
@@ -48,7 +49,6 @@ from cpuft.steps import RunPlan
 T = TypeVar("T")
 Start = Callable[[RunPlan, str, Cluster, float], int]
 """Carries out a plan in a run folder on a cluster within a time limit in seconds (0: none); returns its exit code."""
-Say = Callable[[str], None]
 
 DEFAULT_RESTARTS = 3
 _REPEATS = {2: "rejected its options or data", IO_ERROR: "found a full disk"}

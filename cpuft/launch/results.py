@@ -14,20 +14,19 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from cpuft import execute, transfer
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
+from cpuft.execute import Say
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
 from cpuft.launch.run_state import FINISHED, RunState, find_end, note_state, read_state
-from cpuft.steps import Plan, RunPlan, Stages, Step, format_plan
+from cpuft.steps import RunPlan, Stages, Step, format_plan
 
-Say = Callable[[str], None]
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
 """End of a line for the user that names hosts that do not answer."""
 _SKIPPED = "only plain files and folders of a run are fetched; left out: "
@@ -136,13 +135,13 @@ def fetch_and_clean_up(
         return False
     note_state(run_dir, phase=FINISHED, exit_code=0, checkpoints={})  # a host whose disk was full could not
     shutil.rmtree(Path(run_dir, CHECKPOINTS), ignore_errors=True)
-    commands, missing = Plan(command_prefixes=plan.command_prefixes), set[str]()
+    missing = set[str]()
     for stage in cleanup:
         missing |= {step.host for step in stage if step.host in unreachable}
         steps = [step for step in stage if step.host not in unreachable]
         # A host that was lost meanwhile must not hide how the run ended.
         try:
-            answers = execute.run_stage([commands.as_local(step) for step in steps], environ, _REMOVE_SECONDS)
+            answers = execute.run_stage(plan.full_plan, steps, environ, _REMOVE_SECONDS)
             missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
         except TimeoutError:
             missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
@@ -166,7 +165,7 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: 
                 if not pause:
                     raise NotStoredError(f"the run has finished, but {error}. {where}") from None
                 say(f"cpuft: the run has finished, and its results are fetched again in {pause} s: {error}")
-            with execute.signals_raise(lambda signal_number: False):
+            with execute.signals_raise():
                 time.sleep(pause)
             cluster.access.transport.find_unresponsive([cluster.head])
     except Interrupted as stopped:
@@ -182,9 +181,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
     if cluster.head in cluster.access.transport.unresponsive:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
     ((step,), *_) = plan.results
-    local = Plan(command_prefixes=plan.command_prefixes).as_local(step)
-    report = partial(execute.report_pending, [step], lambda line: say(f"cpuft: {line}"))
-    (answer,) = execute.run_stage([local], environ, 0.0, report)
+    (answer,) = execute.run_stage(plan.full_plan, [step], environ, 0.0, lambda line: say(f"cpuft: {line}"))
     lines = [line.removeprefix("cpuft: error: ") for line in answer.text.splitlines() if line.strip()]
     if answer.exit_code == IO_ERROR:
         reason = lines[-1] if lines else "no reason was given"
@@ -207,9 +204,8 @@ def remove_all_but_checkpoints(
     here, and tell the user how to continue the run. A host that does not answer raises nothing.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
-    commands = Plan(command_prefixes=plan.command_prefixes)
     try:
-        answers = execute.run_stage([commands.as_local(step) for step in steps], environ, _PARTIAL_REMOVE_SECONDS)
+        answers = execute.run_stage(plan.full_plan, steps, environ, _PARTIAL_REMOVE_SECONDS)
     except TimeoutError:
         answers = [execute.Answer(execute.SSH_FAILED, "")] * len(steps)
     silent = [step.host for step, answer in zip(steps, answers) if answer.exit_code == execute.SSH_FAILED]

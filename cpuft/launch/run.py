@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +12,7 @@ from functools import partial
 from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
+from cpuft.execute import Say
 from cpuft.hosts.cluster import LOCAL, Cluster, find_access, gather_cluster, read_hosts
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.attempt import run_attempt
@@ -27,8 +28,6 @@ from cpuft.launch.run_folder import choose_run_dir
 from cpuft.launch.script_command import name_script, plan_script, refuse_other_launchers, wrap_script
 from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS
 from cpuft.steps import RunPlan
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
