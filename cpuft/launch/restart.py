@@ -42,6 +42,7 @@ from cpuft.launch.resume import (
     remove_empty_run,
 )
 from cpuft.launch.run_state import LaterStartError, find_end, read_state
+from cpuft.launch.supervise import StopRequest
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
 from cpuft.steps import RunPlan
@@ -220,17 +221,15 @@ def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str],
 
 
 def run_with_restarts(
-    launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say, stop_signals: Sequence[int] = ()
+    launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say, request: StopRequest | None = None
 ) -> int:
     """Run a job until it succeeds or another attempt would not help; return the exit code of the last attempt.
 
     A run that is known to have finished is never started again: the code is 0 also if the last attempt lost the head
-    host, and the results could be fetched from there later. `start` adds the number of a signal that asked the ranks to
-    end to `stop_signals`; then there is no restart, and an error of the attempt becomes the code 128 + that number.
-
-    After the last attempt has failed, ranks that are left are killed, the run is removed from its hosts except its
-    checkpoints, and an empty run folder is removed here. NotStoredError and LaterStartError leave everything as it is.
-    Otherwise the CpuftError of the last attempt is raised.
+    host, and the results could be fetched from there later. After a signal of `request` there is no restart, and an
+    error of the attempt becomes the code 128 + its number. After the last attempt has failed, ranks that are left are
+    killed, the run is removed from its hosts except its checkpoints, and an empty run folder is removed here.
+    NotStoredError and LaterStartError leave everything as it is. Raises the CpuftError of the last attempt.
     """
     is_new = not plan.resumed
     # A host that did not answer when the run was resumed may have files of it.
@@ -256,10 +255,10 @@ def run_with_restarts(
             clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
             return 0
         decision = policy.decide(tried)
-        reason = decision.reason
-        if decision.restart and stop_signals:
-            reason = f"{reason}, and {signal.Signals(stop_signals[0]).name} had asked the run to end"
-        if not decision.restart or stop_signals:
+        reason, signal_number = decision.reason, request.signal_number if request else 0
+        if decision.restart and signal_number:
+            reason = f"{reason}, and {signal.Signals(signal_number).name} had asked the run to end"
+        if not decision.restart or signal_number:
             break
         policy.errors.add(decision.error_id)
         history.leaving |= tried.leaving
@@ -286,9 +285,9 @@ def run_with_restarts(
         remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, without, say)
     if is_new and not tried.unfetched_from:
         remove_empty_run(launch.run_dir)
-    if tried.error and stop_signals:
+    if tried.error and signal_number:
         say(f"cpuft: {tried.error}")
-        return 128 + stop_signals[0]
+        return 128 + signal_number
     if tried.error:
         raise tried.error
     return tried.code

@@ -26,7 +26,7 @@ from cpuft.launch.results import fetch_and_clean_up
 from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run, has_begun
 from cpuft.launch.run_folder import choose_run_dir
 from cpuft.launch.script_command import name_script, plan_script, refuse_other_launchers, wrap_script
-from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS
+from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS, StopRequest
 from cpuft.steps import RunPlan
 
 
@@ -183,14 +183,13 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     # A head host that does not answer may have left ranks on others.
     if planned.plan.resumed and cluster.works_remotely:
         kill_ranks(cluster, run_dir, planned.plan.owner - 1, [one.host for one in cluster.assignments])
-    grace = job.config.grace_period if job.train.engine == "torch" else None
     ctrl_c_seconds = TRAINING_STOP_SECONDS
     if job.script:
         ctrl_c_seconds = SCRIPT_STOP_SECONDS if job.script[0] == sys.executable else 0.0
-    stop_signals = list[int]()
-    start = partial(run_attempt, say=say, grace=grace, ctrl_c_seconds=ctrl_c_seconds, stop_signals=stop_signals)
+    stop = StopRequest(job.config.grace_period if job.train.engine == "torch" else None, ctrl_c_seconds)
+    start = partial(run_attempt, say=say, request=stop)
     with renew_leases(cluster.access, say), show_progress(request.progress):
-        code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say, stop_signals)
+        code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say, stop)
     if not code:
         save_note(run_dir, LaunchNote(), environ)
     return describe_end(code, run_dir, cluster.rank_hosts, job.config, request.script, request.script_options)

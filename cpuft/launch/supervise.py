@@ -91,28 +91,27 @@ class StopRequest:
     a file in the run folder on the head host, because mpirun does not forward signals.
     """
 
-    run_dir: str
-    """The run folder as the ranks see it."""
-    head_host: str
-    command_prefixes: dict[str, tuple[str, ...]]
-    """What to put before a shell line to run it on a host, such as `ssh HOST`; this machine has no entry."""
-    grace: float
-    """Seconds from SIGTERM until the ranks are killed; with 0, at once."""
+    grace: float | None = None
+    """Seconds from SIGTERM until the ranks are killed; with 0, at once. None: no signal asks the ranks first."""
     ctrl_c_seconds: float = 0.0
     """Seconds from the first Ctrl-C until the ranks are killed; with 0, at once."""
+    run_dir: str = ""
+    """The run folder of this attempt as the ranks see it."""
+    head_host: str = ""
+    command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     signal_number: int = 0
     """The first signal that requested the end; 0 for none yet."""
     deadline: float = math.inf
     """When the ranks are killed, in seconds of the monotonic clock."""
     is_sent: bool = False
-    """Whether the request was written, or at least tried."""
 
     def handle_signal(self, signal_number: int) -> bool:
-        """Record a signal. Return True if it asks the run to end, and False if the ranks are to be killed at once.
+        """Record a signal for `check`. Return True if it asks the ranks to end, and False if they are to be killed.
 
-        SIGUSR1 always asks, SIGTERM as long as there is no deadline, and SIGINT as the first signal only. Called in the
-        signal handler; `check` sends the request.
+        SIGUSR1 always asks, SIGTERM as long as there is no deadline, and SIGINT as the first signal only.
         """
+        if self.grace is None:
+            return False
         is_first = math.isinf(self.deadline) and not self.signal_number
         seconds = 0.0
         if signal_number == signal.SIGTERM and math.isinf(self.deadline):
@@ -127,8 +126,8 @@ class StopRequest:
         return False
 
     def check(self) -> None:
-        """Pass a recorded signal on to the ranks, once, and raise Interrupted if the deadline has passed. Called
-        regularly while the ranks run; the sending may take up to 20 s, three times if the connection fails.
+        """Pass a recorded signal on to the ranks, once, and raise Interrupted if the deadline has passed. The sending
+        may take up to 20 s, three times if the connection fails.
         """
         if self.signal_number and not self.is_sent:
             self.is_sent = True
@@ -216,7 +215,7 @@ class RunMonitor:
     has_hang: bool = False
     """Whether a rank has reported that it waited in vain. `check` does nothing after that, even if a signal interrupts
     the diagnosis: by then the ranks are ended."""
-    stop_request: StopRequest | None = None
+    stop_request: StopRequest = field(default_factory=StopRequest)
     report_wait: Callable[[], None] = lambda: None
     """Tells the user which ranks the others have been waiting for."""
     check_state: Callable[[], None] = lambda: None
@@ -252,8 +251,7 @@ class RunMonitor:
         if now - self.checked_at < _CHECK_SECONDS or self.has_hang:
             return
         self.checked_at = now
-        if self.stop_request:
-            self.stop_request.check()
+        self.stop_request.check()
         self.check_state()
         ends, mpirun_log = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
         if not self.failed_at and (_has_mark(ends, FAILED_MARK) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
@@ -404,7 +402,7 @@ def run_on_this_machine(
         # Of a start of this training that was killed. A script, which has no record, may use such a name itself.
         for unsaved in Path(run_dir).glob(UNSAVED_MODEL) if Path(run_dir, FILE_NAME).exists() else ():
             shutil.rmtree(unsaved, ignore_errors=True)
-        monitor = _make_monitor(run_dir, writer, transport, stop_request)
+        monitor = _make_monitor(run_dir, writer, transport, stop_request or StopRequest())
         writer.write(phase=TRAINING)
         code = 1
         try:
@@ -444,9 +442,7 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[
     return ""
 
 
-def _make_monitor(
-    run_dir: str, writer: StateWriter, transport: Transport, stop_request: StopRequest | None
-) -> RunMonitor:
+def _make_monitor(run_dir: str, writer: StateWriter, transport: Transport, stop_request: StopRequest) -> RunMonitor:
     hosts = writer.state.hosts
     names = tuple(sorted(set(hosts)))
 
@@ -525,7 +521,7 @@ def _run_ranks(
         writer.note(leaving=_find_leaving_hosts(logs.parent, hosts), reason="the ranks ended to be resumed")
         if not was_stuck:
             return RESUMABLE
-    if monitor.stop_request and monitor.stop_request.signal_number == signal.SIGINT:
+    if monitor.stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
     lost = monitor.find_lost_hosts()
     writer.note(silent=tuple(sorted(lost)))
@@ -585,8 +581,8 @@ def _start_ranks(
 
     with (logs.parent / HEARTBEAT_FILE).open("wb") as output:
         try:
-            takes = monitor.stop_request.handle_signal if monitor.stop_request else lambda signal_number: False
-            code = execute.run_step(step, {**environ, SUPERVISED_VARIABLE: "1"}, output, watch, time_limit, takes)
+            takes, environ = monitor.stop_request.handle_signal, {**environ, SUPERVISED_VARIABLE: "1"}
+            code = execute.run_step(step, environ, output, watch, time_limit, takes)
         except StuckError as error:
             _print(str(error))
             return 1, True, ""

@@ -452,21 +452,21 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
 def test_sigusr1_and_the_first_sigterm_with_grace_request_a_stop(
     grace: float, signals: list[int], taken: list[bool]
 ) -> None:
-    request = StopRequest("/run", "", {}, grace)
+    request = StopRequest(grace, run_dir="/run")
     assert [request.handle_signal(number) for number in signals] == taken
 
 
 def test_the_first_ctrl_c_requests_a_stop_and_the_second_kills() -> None:
-    assert [StopRequest("/run", "", {}, 0.0, 9.0).handle_signal(INT)] == [True]
+    assert [StopRequest(0.0, 9.0, "/run").handle_signal(INT)] == [True]
     for signals, taken in (([INT, INT], [True, False]), ([USR1, INT], [True, False]), ([TERM, INT], [False, True])):
-        request = StopRequest("/run", "", {}, 0.0, 9.0)
+        request = StopRequest(0.0, 9.0, "/run")
         assert [request.handle_signal(number) for number in signals] == taken
-    assert StopRequest("/run", "", {}, 9.0, 9.0).handle_signal(TERM)
+    assert StopRequest(9.0, 9.0, "/run").handle_signal(TERM)
 
 
 def test_ctrl_c_prints_what_the_ranks_are_asked_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
-    request = StopRequest(str(tmp_path), "", {}, 0.0, 120.0)
+    request = StopRequest(0.0, 120.0, str(tmp_path))
     request.handle_signal(INT)
     request.check()
     assert (tmp_path / "logs/interrupt").read_text() == "SIGINT\n"
@@ -476,13 +476,13 @@ def test_ctrl_c_prints_what_the_ranks_are_asked_to_do(tmp_path: Path, capsys: py
 
 def test_a_stop_request_is_a_file_beside_the_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
-    request = StopRequest(str(tmp_path), "", {}, 0.0)
+    request = StopRequest(0.0, run_dir=str(tmp_path))
     request.check()
     assert list((tmp_path / "logs").iterdir()) == []
     request.handle_signal(USR1)
     request.check()
     assert [(path.name, path.read_text()) for path in (tmp_path / "logs").iterdir()] == [("interrupt", "SIGUSR1\n")]
-    nowhere = StopRequest(str(tmp_path / "none"), "", {}, 0.0)
+    nowhere = StopRequest(0.0, run_dir=str(tmp_path / "none"))
     nowhere.handle_signal(USR1)
     nowhere.check()
     nowhere.check()
@@ -497,7 +497,7 @@ def test_a_stop_request_is_sent_again_if_the_connection_fails(
     (tmp_path / "logs").mkdir()
     tries = tmp_path / "tries"
     script = f'echo >>{tries}; [ "$(wc -l <{tries})" -gt {failures} ] || exit 255; eval "$1"'
-    request = StopRequest(str(tmp_path), "node1", {"node1": ("sh", "-c", script, "ssh")}, 0.0, 60.0)
+    request = StopRequest(0.0, 60.0, str(tmp_path), "node1", {"node1": ("sh", "-c", script, "ssh")})
     request.handle_signal(signal.SIGINT)
     request.check()
     request.check()
@@ -506,7 +506,7 @@ def test_a_stop_request_is_sent_again_if_the_connection_fails(
 
 
 def test_a_stop_request_reaches_a_remote_head_host_over_ssh(tmp_path: Path) -> None:
-    request = StopRequest("/var/tmp/cpuft-0/x/run", "a", {"a": ("ssh", "a")}, 0.0)
+    request = StopRequest(0.0, 0.0, "/var/tmp/cpuft-0/x/run", "a", {"a": ("ssh", "a")})
     *way, line = request.plan_request("SIGUSR1").command
     assert way == ["ssh", "a"]
     assert line.endswith(" /var/tmp/cpuft-0/x/run/logs/interrupt SIGUSR1")
@@ -514,7 +514,7 @@ def test_a_stop_request_reaches_a_remote_head_host_over_ssh(tmp_path: Path) -> N
 
 def test_after_the_grace_period_the_ranks_are_ended(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    request = StopRequest(str(tmp_path), "", {}, 0.3)
+    request = StopRequest(0.3, run_dir=str(tmp_path))
     signals = iter([TERM])
 
     def watch() -> None:
