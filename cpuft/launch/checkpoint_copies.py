@@ -40,8 +40,8 @@ def choose_copy_seconds(checkpoint_every: float) -> float:
 
 
 def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Iterable[HostCopy]) -> tuple[Bundle, ...]:
-    """Return the newest and the best checkpoint here, which the head host needs to continue a run. Empty if the ranks
-    work in this machine's folders, or a host of the cluster has a checkpoint that is as new.
+    """Return the newest and the best checkpoint here for the head host. Empty if the ranks work in this machine's
+    folders, or a host of the cluster has a checkpoint that is as new.
     """
     used = {assignment.host.name for assignment in cluster.assignments}
     newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in used)])
@@ -70,9 +70,7 @@ def check_copy(run_dir: str) -> tuple[int, str]:
 
 
 class CheckpointCopier:
-    """Copies new checkpoints of a run from its head host. `every` is the time in seconds between two looks for a new
-    one. The user is told once when copies fail.
-    """
+    """Copies new checkpoints of a run from its head host, for which it looks `every` so many seconds."""
 
     def __init__(self, cluster: Cluster, run_dir: str, every: float, say: Say) -> None:
         self._cluster, self._every, self._say = cluster, every, say
@@ -129,9 +127,7 @@ class CheckpointCopier:
             pause = self._every if self._failures else max(self._every, _PAUSE_SHARE * (time.monotonic() - begun))
 
     def copy_last(self) -> None:
-        """Copy the newest checkpoint now, however long it takes while bytes arrive, in the main thread only. A copy
-        that fails raises nothing.
-        """
+        """Copy the newest checkpoint now, in the main thread only. A copy that fails raises nothing."""
         (answer,) = execute.run_stage(
             Plan(), [self.plan_copy()], os.environ, 0.0, lambda line: self._say(f"cpuft: {line}")
         )

@@ -48,8 +48,8 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 
 
 def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
-    """Return the training options for a run with `ranks` ranks, of a comparison that starts at `fewest` ranks. Weak
-    scaling keeps the batch of each rank, and strong scaling the global batch of the run with the fewest ranks.
+    """Return the training options for a run with `ranks` ranks. Weak scaling keeps the batch of each rank, and strong
+    scaling the global batch of the run with the fewest ranks.
     """
     if scaling == "weak":
         return train
@@ -77,7 +77,6 @@ def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tupl
 
 def limit_cores(clusters: Mapping[int, Cluster]) -> dict[int, Cluster]:
     """Return the clusters, by their number of ranks, with as many cores for each rank as in the one with most ranks.
-
     Raises CpuftError: there are several hosts.
     """
     largest = clusters[max(clusters)]
@@ -112,11 +111,9 @@ def plan_comparison(
     progress: str,
     environ: Mapping[str, str],
 ) -> list[PlannedRun]:
-    """Plan all runs of a comparison in the order of `order_runs`, before the first one starts.
-
-    Asks the hosts for their facts and for missing files, and changes nothing. The batch size of `train` is that of a
-    rank in the run with the fewest ranks. Each seed of `--seeds` is a round, from `train.seed` on. Raises CpuftError:
-    options contradict each other, the hosts do not fit, or one cannot be used.
+    """Plan all runs of a comparison in the order of `order_runs`. Asks the hosts for facts and missing files, and
+    changes nothing. The batch size of `train` is that of a rank in the run with the fewest ranks. Each seed is a round,
+    from `train.seed` on. Raises CpuftError: options contradict each other, the hosts do not fit, or one cannot be used.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")

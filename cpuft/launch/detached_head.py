@@ -32,7 +32,7 @@ from cpuft.files import is_locked, make_private_folder, write_text
 from cpuft.hosts.cluster import DETACHED, JOB, WORK_ROOT
 from cpuft.hosts.registry import FILE_NAME
 from cpuft.launch.leases import RENEWAL_SECONDS
-from cpuft.launch.run_state import LATER_START, read_state
+from cpuft.launch.run_state import LATER_START, read_state, read_usable_state
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
@@ -288,10 +288,8 @@ def _describe(folder: Path) -> Description:
     order, text = _read_order(folder), (folder / _EVENTS).read_text(encoding="utf-8")
     events = text[: text.rfind("\n") + 1].splitlines()  # the last line may be written at this moment
     last = load(Event, parse_json(events[-1])) if events else Event("")
-    is_alive, fetched, state = _is_alive(folder), folder / _FETCHED, None
-    for place in (folder.parent.parent / order.claimed, order.run_dir):
-        with suppress(CpuftError):
-            state = state or read_state(str(place))
+    is_alive, fetched = _is_alive(folder), folder / _FETCHED
+    state = read_usable_state(folder.parent.parent / order.claimed) or read_usable_state(order.run_dir)
     return Description(
         order,
         ENDED if last.kind == END else RUNNING if is_alive else LOST,

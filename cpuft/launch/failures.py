@@ -105,10 +105,9 @@ def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
 
 
 def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
-    """Return the failed ranks, whose errors have a failure line of `cpuft.rank`, the most likely cause first.
-
-    Ranks that others waited for come first, then failures in the order of `errors` (put the rank that became silent
-    first at the beginning), then ranks that lost a connection, and last those that waited in vain.
+    """Return the failed ranks, whose errors have a failure line of `cpuft.rank`, the most likely cause first: ranks that
+    others waited for, then failures in the order of `errors`, where the rank that became silent first is the first,
+    then ranks that lost a connection, and last those that waited in vain.
     """
     failures = []
     counts = [steps for text in errors if (steps := parse_steps(text))]
@@ -149,8 +148,8 @@ def _describe_early_end(failures: list[Failure]) -> str:
 
 
 def describe_absent(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
-    """Return one line for each unreachable host, and for each rank elsewhere that others waited for in vain. A rank
-    that has itself failed gets no line, because its own error output explains more.
+    """Return one line for each unreachable host, and for each rank elsewhere that others waited for in vain, unless it
+    has itself failed: its own error output explains more.
     """
     lines = []
     for name in sorted(unreachable):
@@ -172,10 +171,8 @@ def _ranks(numbers: Iterable[int]) -> str:
 
 
 def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
-    """Return why `failures[0]` failed, and the end of its output unless the caller gets its exception (`raised`).
-
-    After at most 15 lines of output come `absent`, the lines of `describe_absent`, if there are any, because these
-    hosts and ranks are the cause. If no rank failed, the last lines of mpirun's output are shown.
+    """Return why `failures[0]` failed, and the end of its output (of mpirun's if there is none) unless the caller gets
+    its exception (`raised`). Last come `absent`, the lines of `describe_absent`: these hosts and ranks are the cause.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
     if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
@@ -263,8 +260,7 @@ def describe_end(
     script: Sequence[str],
     script_config: ScriptConfig | None = None,
 ) -> tuple[int, str]:
-    """Return the exit code of a launch and its closing message, which may be "", from the last attempt's record and
-    logs here.
+    """Return the exit code of a launch and its closing message, which may be "".
 
     After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75. A code of
     75 becomes 1 if the run cannot be resumed, for example because it ended before its record began.

@@ -85,14 +85,9 @@ class AttemptResult:
     """None if the ranks of the attempt ended with an exit code."""
 
     @property
-    def made_run_folder(self) -> bool:
-        """Whether the run folder was surely made. Errors other than the loss of the head host may have come before."""
-        return self.error is None or isinstance(self.error, HeadHostLostError)
-
-    @property
     def unfetched_from(self) -> str:
         """Name of the head host that has the only copy of the record; empty if the record was fetched."""
-        return self.error.unfetched_from if isinstance(self.error, HeadHostLostError) else ""
+        return getattr(self.error, "unfetched_from", "")
 
 
 @dataclass
@@ -131,7 +126,7 @@ class RestartPolicy:
     """`RestartDecision.error_id` of earlier attempts."""
 
     def decide(self, result: AttemptResult) -> RestartDecision:
-        """Decide what to do after an attempt that ended with another exit code than 0. Does not change this object."""
+        """Decide what to do after an attempt that ended with another exit code than 0."""
         decision = self._explain(result)
         if decision.restart and self.restarts >= self.limit:
             return RestartDecision(
@@ -188,8 +183,8 @@ def _identify_error(failure: Failure) -> str:
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
-    """Return --max-restarts, by default 3 on several hosts and 0 on one; 0 for a training (not a script) with an engine
-    other than torch, which writes no checkpoints. Raises CpuftError: --min-np is more than --np.
+    """Return --max-restarts, by default 3 on several hosts and 0 on one; 0 for a training without checkpoints.
+    Raises CpuftError: --min-np is more than --np.
     """
     config = job.config
     if config.min_np > config.np:
@@ -280,7 +275,8 @@ def run_with_restarts(
     kill_ranks(cluster, launch.run_dir, plan.owner)
     if policy.limit and (policy.restarts or decision.restart):
         say(f"cpuft: not restarted: {reason}")
-    if policy.restarts or tried.made_run_folder:
+    # Errors other than the loss of the head host may have come before the run folder was made.
+    if policy.restarts or isinstance(tried.error, HeadHostLostError | None):
         without = {tried.unfetched_from, *cluster.access.transport.unresponsive}
         remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, without, say)
     if is_new and not tried.unfetched_from:
@@ -303,9 +299,8 @@ def _time_left(job: Job, begun: float) -> float:
 
 
 def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[], int]) -> AttemptResult:
-    """Start the ranks once, as the start with this owner number, and find out how they ended.
-
-    Raises the CpuftError of `start` unless a lost host or a failed connection is the reason.
+    """Start the ranks once, as the start with this owner number, and find out how they ended. Raises the CpuftError of
+    `start` unless a lost host or a failed connection is the reason.
     """
     begun, hosts, transport = time.time(), cluster.rank_hosts, cluster.access.transport
     names = sorted(set(hosts))
@@ -328,23 +323,19 @@ def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[
     if transport.unresponsive.intersection(hosts):
         # Another host may have been lost at the same moment: it has to be named, and nothing should wait for it later.
         transport.find_unresponsive([name for name in names if name not in transport.unresponsive])
+    update = 0
+    with suppress(CpuftError):
+        update = len(read_record(launch.run_dir).steps)
     return AttemptResult(
         code,
         failures=tuple(failures),
         unreachable=frozenset(transport.unresponsive.intersection(hosts)),
-        update=_count_updates(launch.run_dir),
+        update=update,
         leaving=frozenset(end.leaving if end else ()),
         hosts=hosts,
         stopped_at=_find_last_progress(launch.run_dir, begun),
         error=error,
     )
-
-
-def _count_updates(run_dir: str) -> int:
-    try:
-        return len(read_record(run_dir).steps)
-    except CpuftError:
-        return 0
 
 
 def _find_last_progress(run_dir: str, begun: float) -> float:
@@ -357,9 +348,7 @@ def _find_last_progress(run_dir: str, begun: float) -> float:
 
 
 def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS) -> T:
-    """Return what `plan` returns. Call it up to two more times, after `pause` seconds, while only a connection to a
-    host fails; then raise its CpuftError.
-    """
+    """Return what `plan` returns, called up to twice more, after `pause` seconds, while only a connection fails."""
     for _ in range(_RETRIES):
         try:
             return plan()
@@ -373,12 +362,12 @@ def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS
 def plan_next_attempt(
     launch: Launch, history: RestartHistory, plan: RunPlan, last: Cluster, tried: AttemptResult, reason: str
 ) -> tuple[RunPlan, Cluster, int]:
-    """Choose hosts for the next attempt and plan it. `last` and `tried` are cluster and end of the last attempt.
+    """Choose hosts for the next attempt and plan it, after one on `last` that ended as `tried`.
 
     Kills ranks that are left, and removes the run, except its checkpoints, from hosts that the next attempt does not
     use. Returns the plan, its cluster, and the update of the checkpoint to continue from (0 for none). If the run has
-    finished on a host that answers again, the plan only fetches it from there. Raises CpuftError: too few hosts are
-    left, those left lack the newest checkpoint, or one cannot be used.
+    finished on a host, the plan only fetches it. Raises CpuftError: too few hosts are left, those left lack the newest
+    checkpoint, or one cannot be used.
     """
     job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
     history.used_hosts.update({one.host.name: one.host for one in last.assignments})
@@ -424,10 +413,8 @@ def _ask_hosts(hosts: Sequence[Host], cluster: Cluster, run_dir: str, owners: Se
 def choose_hosts(
     hosts: Sequence[Host], excluded: Collection[str], first_ranks: Mapping[str, int], np: int
 ) -> tuple[tuple[Host, ...], int]:
-    """Choose the hosts of the next attempt and the number of ranks to start on them, which is 0 if no host is left.
-
-    No host gets more ranks than it had in the first attempt. A host that had none gets at most as many as the host with
-    the most ranks, and not more than its slots.
+    """Return the hosts of the next attempt and its number of ranks, 0 if no host is left: at most `np`, and on a host
+    as many as in the first attempt. A host that had none has its slots, and at most what the fullest host had.
     """
     left = tuple(host for host in hosts if host.name not in excluded)
     most = max(first_ranks.values())
@@ -436,9 +423,7 @@ def choose_hosts(
 
 
 def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Collection[str]) -> set[str]:
-    """Return the hosts that do not answer: those just lost, which are not asked again, and others. A host that was lost
-    in an earlier attempt may be back; it gets less time to answer than the others.
-    """
+    """Return the hosts that do not answer. Those just lost are not asked; those lost earlier get less time."""
     transport.hosts.update({host.name: host for host in hosts})
     names = [host.name for host in hosts if host.name not in just_lost]
     lost_before = transport.unresponsive.intersection(names)
@@ -448,10 +433,8 @@ def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Co
 
 
 def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
-    """Remove the run, except its checkpoints, from hosts of the last attempt that the next one does not use.
-
-    A former head host is also cleaned up if it is used further: it would look like the current one, because it has the
-    lock file of the run. The new head host is the first of `remaining`.
+    """Remove the run, except its checkpoints, from hosts of the last attempt that the next one does not use, and from a
+    former head host: it would look like the current one, the first of `remaining`, because it has the lock file.
     """
     names = {one.host.name for one in last.assignments}
     left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})
@@ -491,8 +474,8 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
 
 
 def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:
-    """Return what is known about a run that is restarted: its recorded options, or those of `job` without a record.
-    `updates` were made before the restart; it is below 0 if the record of the last attempt is lost.
+    """Return what is known about a run that is restarted: its recorded options, or those of `job` without a record, and
+    the `updates` made; if they are below 0, the record is lost, and `copies` tell the number.
     """
     batch = job.train.batch_size * job.train.gradient_accumulation * job.config.np
     try:
@@ -505,8 +488,8 @@ def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updat
 
 
 def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host] | None = None) -> None:
-    """Kill the processes of a run, of this start and earlier ones, on hosts that answer, because a lost mpirun does not
-    end its ranks. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
+    """Kill the processes of a run, of this start and earlier ones, on hosts that answer: a lost mpirun does not end its
+    ranks. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
     """
     command = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir), str(owner))
     transport, program = cluster.access.transport, Path(kill.__file__).read_text(encoding="utf-8")

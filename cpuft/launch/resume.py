@@ -106,9 +106,8 @@ class ResumedRun:
     def take_over(
         self, config: LaunchConfig, train: TrainConfig, given: Collection[str]
     ) -> tuple[LaunchConfig, TrainConfig]:
-        """Return the launch and training options with which the run continues: its own, and new values where allowed.
-        `config` and `train` are the options of this launch, and `given` names those that the user gave. Raises
-        CpuftError: a new value is not allowed, or `config` names a run folder.
+        """Return the launch and training options with which the run continues: its own, and of `config` and `train` the
+        values that the user gave (`given`). Raises CpuftError: such a value is not allowed, or names a run folder.
         """
         if config.run_dir:
             raise CpuftError("--resume and --run-dir both name the folder of the run: leave --run-dir out")
@@ -125,11 +124,9 @@ class ResumedRun:
 
 
 def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) -> ResumedRun:
-    """Return what is known about a run here and on the hosts that `config` names, which are all asked at once.
-
-    If every host is this machine, only the run folder here is read. Hosts that do not answer raise nothing and are
-    listed in `unreachable` of the result. Raises CpuftError: the run cannot be resumed (`read_resumed_run`), or only
-    silent hosts may have a record.
+    """Return what is known about a run here and on the hosts that `config` names, unless all are this machine. Silent
+    ones are listed in `unreachable`. Raises CpuftError: the run cannot be resumed (`read_resumed_run`), or only silent
+    hosts may have a record.
     """
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
@@ -146,13 +143,12 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
 
 
 def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[HostCopy] = ()) -> ResumedRun:
-    """Return what is known about a run from its record here or on a host. Asks no host.
+    """Return what is known about a run from its record, in the run folder, of the first host that has one, or in the
+    newest checkpoint here; a script has none. Asks no host, and `host_copies` of the result stays empty.
 
-    The record is that in the run folder, or of the first host that has one, or of the newest checkpoint here. A script
-    has none. `updates` is the largest number of updates that anything knows, and `host_copies` of the result stays
-    empty. If the run finished on a host and its results are still there, only `run_dir` and `finished_on` are set.
-    Raises CpuftError: the run is active, finished, unknown, of the other kind (`is_script`) or otherwise cannot be
-    resumed.
+    `updates` is the largest number that anything knows. If the results of the finished run are still on a host, only
+    `run_dir` and `finished_on` are set. Raises CpuftError: the run is active, finished, unknown, of the other kind
+    (`is_script`) or otherwise cannot be resumed.
     """
     path = Path(os.path.realpath(run))
     is_active = any(copy.is_active for copy in host_copies)
@@ -214,10 +210,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
 def gather_host_copies(
     hosts: Sequence[Host], access: Access, run_dir: str
 ) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
-    """Ask all hosts at once what they have of this machine's run in `run_dir`. A silent host raises nothing.
-
-    Returns the copies of the hosts that answered, and the errors of those that did not, both in the order of `hosts`.
-    """
+    """Return what hosts have of this machine's run in `run_dir`, and the errors of those that do not answer."""
     folder = read_host_folder(run_dir)
     command = access.any_python("-c", FROM_STDIN, folder) if folder else ("echo", "{}")
     program = Path(describe_run.__file__).read_text(encoding="utf-8")
@@ -232,9 +225,7 @@ def gather_host_copies(
 
 
 def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
-    """Return what a host has of a run, from the output of `cpuft.rank.describe_run`. Damaged states are ignored. Raises
-    CpuftError: the output is none of that program.
-    """
+    """Parse the output of `cpuft.rank.describe_run`. Damaged states are ignored. Raises CpuftError: it is no such."""
     try:
         values = load(dict[str, Any], parse_json(output))
         texts = load(list[str], values.pop("states", []))
@@ -292,9 +283,8 @@ def has_begun(run_dir: str) -> bool:
 
 
 def remove_empty_run(run_dir: str) -> None:
-    """Remove a run folder that holds nothing but the notes of a failed attempt, and leave any other folder as it is.
-
-    Must not be called while a host has other files of the run, which would not be found again. Never raises OSError.
+    """Remove a run folder that holds nothing but the notes of a failed attempt, unless a host has checkpoints of the
+    run, and leave any other folder as it is. Never raises OSError.
     """
     logs, own = Path(run_dir, "logs"), ("plan.sh", STATE_FILE)
     with suppress(OSError, CpuftError):

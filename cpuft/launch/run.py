@@ -68,12 +68,16 @@ def plan_request(
 ) -> PlannedLaunch:
     """Check a request and plan it. Asks the hosts for their facts; nothing starts, and nothing changes but the locks.
 
-    If the run to resume has finished on its head host, the plan only fetches its results, and `job` is None. `locks`
-    gets the lock of the run's folder, and is None for a dry run. `sessions` keeps the ssh sessions with the hosts open
-    until it is closed, so that the check before the launch needs no further logins. Raises CpuftError: options
-    contradict each other, or hosts, run folder or script cannot be used.
+    `locks` gets the lock of the run's folder, and is None for a dry run. `sessions` keeps the ssh sessions with the
+    hosts open until it is closed, so that the check before the launch needs no further logins. Raises CpuftError:
+    options contradict each other, or hosts, run folder or script cannot be used.
     """
-    command = _check_script(request)
+    options = request.script_options
+    if options.independent and not request.script:
+        raise CpuftError("--independent is for a script of your own: cpuft launch --independent -- train.py ...")
+    command = plan_script(request.script) if request.script else ()
+    if options.wrap:
+        wrap_script(command, sys.executable, options.wrap)  # refuses what is no Python script
     if request.resume and locks:  # before the state of the run is read: another launch would change it
         locks.enter_context(lock_run(request.resume))
     config, train = request.config, request.train
@@ -101,7 +105,7 @@ def plan_request(
     cluster = gather_cluster(config, resumed.hosts if resumed else (), access, is_on_host_disk)
     reason = "" if config.np else _describe_ranks(cluster, config.ppn)
     config = replace(config, np=cluster.ranks)
-    if request.script and config.np > 1 and not request.script_options.independent:
+    if request.script and config.np > 1 and not options.independent:
         refuse_other_launchers(request.script)
     if resumed:
         check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
@@ -111,7 +115,6 @@ def plan_request(
     paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
     hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
     note = LaunchNote(() if command else tuple(sorted(paths)), config.cluster, hostfile, ssh_config)
-    options = request.script_options
     allowed = frozenset(paths) if resumed else None
     job = Job(config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed)
     plan = plan_run(job, cluster, run_dir, environ, resumed)
@@ -121,7 +124,7 @@ def plan_request(
 
 
 def _take_folder(wanted: str, name: str, locks: ExitStack | None) -> str:
-    """Return the path of a new run's folder (`choose_run_dir`), which other launches cannot take until `locks` ends."""
+    """Return the path of a new run's folder (`choose_run_dir`), locked in `locks`."""
     run_dir = choose_run_dir(wanted, name)
     if locks:
         locks.enter_context(lock_run(run_dir))
@@ -149,17 +152,6 @@ def _describe_ranks(cluster: Cluster, ppn: int) -> str:
     return f"cpuft: {counted(cluster.ranks, 'rank')} on {hosts}, {where}; --np sets another number"
 
 
-def _check_script(request: LaunchRequest) -> tuple[str, ...]:
-    """Return the command that runs the user's script; empty for a training. Raises CpuftError: it cannot be run."""
-    script, options = request.script, request.script_options
-    if options.independent and not script:
-        raise CpuftError("--independent is for a script of your own: cpuft launch --independent -- train.py ...")
-    command = plan_script(script) if script else ()
-    if options.wrap:
-        wrap_script(command, sys.executable, options.wrap)
-    return command
-
-
 def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
     """Return the plan to print for a dry run. If the run would be restarted, its first note says how often."""
     if not planned.job:
@@ -168,9 +160,8 @@ def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
 
 
 def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[str, str], say: Say) -> tuple[int, str]:
-    """Carry out a planned launch, with restarts. Raises the CpuftError of the last attempt; a signal ends this program.
-
-    Returns the exit code and a closing line for the user, which says where the run is or how to resume it, or is empty.
+    """Carry out a planned launch, with restarts; return the exit code, and a closing line for the user or "". Raises
+    the CpuftError of the last attempt; a signal ends this program.
     """
     job, run_dir, cluster = planned.job, planned.run_dir, planned.cluster
     if not job:

@@ -133,9 +133,8 @@ class RankDump:
 
     @property
     def last_operations(self) -> str:
-        """The last operation that the rank started in each channel: "all_reduce #6 of the world, ..."; "" for none.
-
-        At most three are named. Those between two ranks of cpuft.comm are left out.
+        """The last operations of up to three channels: "all_reduce #6 of the world, ..."; "" for none. Those between two
+        ranks of cpuft.comm are left out.
         """
         groups = [(channel, *last) for channel, last in self.progress.items() if " from " not in channel]
         texts = [f"{name} #{number} of {channel}" for channel, number, name in groups]
@@ -167,10 +166,8 @@ def format_rank_dump(dump: RankDump) -> str:
 
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
-    """Return the frames of the main thread from faulthandler's text, innermost first; () if there are none.
-
-    This is the thread that got the signal, because the kernel delivers it to the main thread; otherwise the oldest
-    thread, which faulthandler writes last.
+    """Return the frames of the main thread from faulthandler's text, innermost first: of the thread that got the
+    signal, else of the oldest one, which is last.
     """
     blocks = re.split(r"\n(?=(?:Current )?[Tt]hread 0x)", text)
     main = next((block for block in blocks if block.startswith("Current thread")), blocks[-1])
@@ -205,8 +202,8 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
     """Parse what `cpuft.rank.dump_stacks` printed about one rank. A report that the rank was just writing is ignored.
 
     A running process whose report is older than 3 s holds the GIL, and `pending` is empty. If a timeout ended the
-    rank's operation, `pending` has this operation, with 0 seconds, and `frames` is where the error was raised. Raises
-    ValueError: `found_json` is nothing that it prints.
+    rank's operation, `pending` has it with 0 seconds, and `frames` is where the error was raised. Raises ValueError:
+    `found_json` is nothing that it prints.
     """
     found = load(_Found, found_json)
     try:
@@ -253,10 +250,9 @@ def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: It
 
 
 def gather_dumps(run: ActiveRun, without: Collection[str] = ()) -> tuple[tuple[RankDump, ...], dict[str, str]]:
-    """Ask all hosts at once what their ranks are doing, for up to 15 s. A host that does not answer raises nothing.
+    """Return the dumps of all ranks, indexed by rank, and the error message of each host without a readable answer.
 
-    Returns the dumps of all ranks, indexed by rank, and the error message of each host without a readable answer. The
-    ranks of such a host have the state SILENT, as those of the hosts in `without`, which are not asked.
+    All hosts but those in `without` are asked at once, for up to 15 s. Ranks on hosts without an answer are SILENT.
     """
     program = Path(dump_stacks.__file__).read_text(encoding="utf-8")
     command = run.access.any_python("-c", FROM_STDIN, run.work, str(DUMP_SECONDS))
@@ -303,8 +299,8 @@ class Diagnosis:
 def diagnose_run(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None], least_seconds: float = 0.0
 ) -> tuple[Diagnosis, set[str]]:
-    """Gather and write the dumps of all ranks, and return whom the others wait for, and the hosts that do not answer.
-    Call this after ranks have waited long or in vain, before any is ended. Raises CpuftError: no dump can be stored.
+    """Gather and write the dumps of all ranks, before any is ended, and return whom the others wait for, and the hosts
+    that do not answer. Raises CpuftError: no dump can be stored.
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     # A login to a host that is frozen takes longer than to find out that it is.
@@ -316,13 +312,12 @@ def diagnose_run(
 
 
 def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> Diagnosis:
-    """Find the ranks that the others wait for.
+    """Find the ranks that the others wait for, in operations that have taken `least_seconds` or more.
 
     A rank is named if it has ended, is stopped or its host does not answer, or otherwise if others wait for it and it
     waits for none. If all wait for each other, because they are in different operations or at different lines, the
     minority is named. Lines count only if no operation of any rank is known, because the ranks of a healthy run are at
-    different lines. If no rank can be named, the text says why; if all ranks are in the same operation, that points to
-    the network. Operations that have taken less than `least_seconds` are ignored.
+    different lines. If all ranks are in the same operation, that points to the network.
     """
     waiting = {dump.rank for dump in dumps if _is_waiting(dump, least_seconds)}
     missed = {other for rank in waiting for other in _find_behind(dumps, dumps[rank])}
@@ -354,10 +349,7 @@ def _is_waiting(dump: RankDump, least_seconds: float) -> bool:
 
 
 def _find_behind(dumps: Sequence[RankDump], waiting: RankDump) -> set[int]:
-    """Return the ranks because of which the oldest operation of a waiting rank cannot finish.
-
-    They have not started this operation yet, or have started another one with its number.
-    """
+    """Return the ranks that have not started the oldest operation of a waiting rank, or another one with its number."""
     operation = waiting.pending[0]
     behind = set()
     for other in dumps:

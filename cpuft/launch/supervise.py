@@ -147,7 +147,7 @@ class StopRequest:
             raise Interrupted(signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM)
 
     def plan_request(self, name: str) -> Step:
-        """Return the step of this machine that writes `name`, such as "SIGTERM", as the request on the head host."""
+        """Return the step of this machine that writes a signal's name as the request on the head host."""
         path = f"{self.run_dir}/{REQUEST_FILE}"
         command = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
         return Plan(command_prefixes=self.command_prefixes).as_local(
@@ -157,14 +157,14 @@ class StopRequest:
 
 @dataclass
 class LogTail:
-    """Copies what is appended to a log to a stream of this process."""
+    """Copies what is appended to a log to a stream, except lines that are not for users and the ranks' marks."""
 
     path: Path
     stream: IO[str]
     position: int = 0
 
     def copy(self) -> None:
-        """Copy what was appended since the last call, except lines that are not for users and the ranks' marks."""
+        """Copy what was appended since the last call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.position)
@@ -241,11 +241,9 @@ class RunMonitor:
     """The hosts are not asked again before, because all answered a moment ago."""
 
     def check(self) -> None:
-        """Look at logs and heartbeats, at most every 0.5 s. Called regularly while mpirun runs.
-
-        Hosts are asked on a thread, and a later call sees their answer. A hang that a rank reports is diagnosed at
-        once, which takes some seconds. Raises StuckError or NotStartedError if the ranks must be ended, and what
-        `check` of the stop request and `check_state` raise.
+        """Look at logs and heartbeats, at most every 0.5 s. Hosts are asked on a thread, whose answer a later call sees;
+        a hang that a rank reports is diagnosed at once, which takes seconds. Raises StuckError or NotStartedError: the
+        ranks must be ended; and what `StopRequest.check` and `check_state` raise.
         """
         now = time.monotonic()
         if now - self.checked_at < _CHECK_SECONDS or self.has_hang:
@@ -286,8 +284,10 @@ class RunMonitor:
         if self._misses_heartbeat(now):
             return "no rank gives a heartbeat"
         if self.started < self.ranks:
-            starts = [_read_start(log) for log in list_error_logs(self.logs)]
-            self.started = sum(STARTED_MARK.encode() in start for start in starts)
+            self.started = 0
+            for log in list_error_logs(self.logs):
+                with log.open("rb") as file:
+                    self.started += STARTED_MARK.encode() in file.read(_MARK_BYTES)
             if self.started < self.ranks and now - self.begun > _STARTS_SECONDS + _STARTS_SECONDS_PER_RANK * self.ranks:
                 return f"{self.ranks - self.started} of {self.ranks} ranks have not started"
             return ""
@@ -311,9 +311,7 @@ class RunMonitor:
         return bool(self.heartbeat) and now - self.heartbeat_seen_at > _HEARTBEAT_SECONDS
 
     def find_lost_hosts(self) -> set[str]:
-        """Return the hosts that do not answer, after mpirun has ended. If none is known yet, all are asked now, because
-        a host that was shutting down may have answered before.
-        """
+        """Return the hosts that do not answer. If none is known, all are asked: one may have been shutting down."""
         if self.host_check and not self.unreachable:
             self.unreachable = self.host_check.result()
         self.unreachable = self.unreachable or self.find_unreachable()
@@ -363,11 +361,6 @@ def _read_end(log: Path) -> bytes:
         return file.read()
 
 
-def _read_start(log: Path) -> bytes:
-    with log.open("rb") as file:
-        return file.read(_MARK_BYTES)
-
-
 def _has_mark(texts: Iterable[bytes], *marks: str) -> bool:
     return any(mark.encode() in text for text in texts for mark in marks)
 
@@ -381,18 +374,22 @@ def run_on_this_machine(
     transport: Transport,
     stop_request: StopRequest | None = None,
 ) -> int:
-    """Carry out a run's plan with this machine as the head host, wait for the ranks, and return the exit code.
+    """Carry out `make`, `prepare` and `ranks` of a plan with this machine as the head host, keep the run state up to
+    date, and return the exit code.
 
-    Executes only the parts `make`, `prepare` and `ranks` of the plan, and keeps the run state up to date. The code is
-    75 if the ranks ended to be resumed, or a host was lost during the preparation or without a failure of a rank.
-    Otherwise it is that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the run ends
-    before its ranks start, a new run folder is removed again; later it stays. Raises CpuftError: the run folder cannot
-    be made, the data are rejected, the time limit is over, or a later start has begun. Raises RuntimeError: the
-    preparation failed. Raises Interrupted: a signal came.
+    It is 75 if the ranks ended to be resumed, or a host was lost during the preparation or without a failure of a rank;
+    else that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the run ends before its
+    ranks start, a new run folder is removed again. Raises CpuftError: the run folder cannot be made, the data are
+    rejected, the time limit is over, or a later start has begun. Raises RuntimeError: the preparation failed. Raises
+    Interrupted: a signal came.
     """
     here = plan.full_plan.as_local
-    for (step,) in plan.make:
-        _make_run_dir(here(step), environ)
+    try:
+        for (step,) in plan.make:
+            _run_step(here(step), environ)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1]
+        raise CpuftError(f"the run folder cannot be made ({reason}): give a new folder with --run-dir") from None
     with StateWriter(run_dir, state) as writer:
         writer.check()
         writer.write(phase=PREPARING)
@@ -465,14 +462,6 @@ def _make_monitor(run_dir: str, writer: StateWriter, transport: Transport, stop_
         stop_request=stop_request,
         check_state=writer.check,
     )
-
-
-def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
-    try:
-        _run_step(step, environ)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1]
-        raise CpuftError(f"the run folder cannot be made ({reason}): give a new folder with --run-dir") from None
 
 
 def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], None] = lambda: None) -> None:
@@ -551,8 +540,8 @@ def _find_leaving_hosts(run_dir: Path, hosts: Sequence[str]) -> tuple[str, ...]:
 def _mark_processes(step: Step, run_dir: Path, owner: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables for mpirun by which `cpuft.rank.kill` finds it and what it starts, even before there are ranks.
 
-    On other hosts, Hydra's proxies have no variables of the run. Intel MPI's have the name of mpirun's ssh program on
-    their command line, so in the run's folder on a host's own disk it gets one of its own.
+    On other hosts, Hydra's proxies have no variables of the run, but those of Intel MPI have the name of mpirun's ssh
+    program on their command line. So in a run folder on a host's own disk, mpirun gets such a program of its own.
     """
     mark = {"CPUFT_RUN_DIR": str(run_dir), OWNER_VARIABLE: str(owner)}
     ssh, link = execute.find_program("ssh"), run_dir.parent / f"{SSH_NAME}{owner}"
@@ -568,9 +557,7 @@ def _mark_processes(step: Step, run_dir: Path, owner: int, environ: Mapping[str,
 def _start_ranks(
     step: Step, monitor: RunMonitor, environ: Mapping[str, str], time_limit: float
 ) -> tuple[int, bool, str]:
-    """Start mpirun once; return its exit code, whether the monitor had to end it, and what happened if no rank started
-    and another start may help ("" otherwise).
-    """
+    """Start mpirun once; return its exit code, whether the monitor had to end it, and why another start may help."""
     logs = monitor.logs
     tails = [LogTail(logs / "rank-0.out", sys.stdout), LogTail(logs / "rank-0.err", sys.stderr)]
 
