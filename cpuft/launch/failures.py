@@ -105,9 +105,10 @@ def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
 
 
 def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
-    """Return the failed ranks, whose errors have a failure line of `cpuft.rank`, the most likely cause first: ranks that
-    others waited for, then failures in the order of `errors`, where the rank that became silent first is the first,
-    then ranks that lost a connection, and last those that waited in vain.
+    """Return the failed ranks, whose errors have a failure line of `cpuft.rank`, the most likely cause first.
+
+    Ranks that others waited for come first, then failures in the order of `errors` (put the rank that became silent
+    first at the beginning), then ranks that lost a connection, and last those that waited in vain.
     """
     failures = []
     counts = [steps for text in errors if (steps := parse_steps(text))]

@@ -133,8 +133,8 @@ class RankDump:
 
     @property
     def last_operations(self) -> str:
-        """The last operations of up to three channels: "all_reduce #6 of the world, ..."; "" for none. Those between two
-        ranks of cpuft.comm are left out.
+        """The last operations of up to three channels, "all_reduce #6 of the world, ..."; "" for none. Those between
+        two ranks of cpuft.comm are left out.
         """
         groups = [(channel, *last) for channel, last in self.progress.items() if " from " not in channel]
         texts = [f"{name} #{number} of {channel}" for channel, number, name in groups]

@@ -241,9 +241,9 @@ class RunMonitor:
     """The hosts are not asked again before, because all answered a moment ago."""
 
     def check(self) -> None:
-        """Look at logs and heartbeats, at most every 0.5 s. Hosts are asked on a thread, whose answer a later call sees;
-        a hang that a rank reports is diagnosed at once, which takes seconds. Raises StuckError or NotStartedError: the
-        ranks must be ended; and what `StopRequest.check` and `check_state` raise.
+        """Look at logs and heartbeats, at most every 0.5 s. Hosts are asked on a thread, and a later call sees the
+        answer; a hang that a rank reports is diagnosed at once. Raises StuckError or NotStartedError: the ranks must be
+        ended; and what `StopRequest.check` and `check_state` raise.
         """
         now = time.monotonic()
         if now - self.checked_at < _CHECK_SECONDS or self.has_hang:
