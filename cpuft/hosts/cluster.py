@@ -71,9 +71,7 @@ class Access:
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_transfer(self, host: Host, *words: str) -> Answer:
-        """Run `cpuft.transfer` on a host, which needs no cpuft, without input; return its answer, whatever its exit
-        code. Raises CpuftError: the host cannot be reached, or it takes longer than 60 s.
-        """
+        """Run `cpuft.transfer` on a host, which needs no cpuft, and return its answer. Raises as `Transport.run`."""
         program = Path(transfer.__file__).read_text(encoding="utf-8")
         return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program)
 
@@ -156,8 +154,8 @@ class Cluster:
         return read_host_folder(run_dir) or f"{moved[1] if moved else hash_text(self.token + run_dir, 12)}/{name}"
 
     def list_folders(self, run_dir: str) -> tuple[str, ...]:
-        """Return the folders that hosts may have of a run that was started before. That with what a detached command
-        has fetched is left out if it is what `run_dir` is in.
+        """Return the folders that hosts may have of a run that was started before. That of a detached command's results
+        is left out if `run_dir` is in it.
         """
         folder = os.path.dirname(self.work_dir(run_dir))
         moved = f"{self.folder}/{DETACHED}/{os.path.basename(folder)}/run"
@@ -219,10 +217,9 @@ def read_host_folder(run_dir: str) -> str:
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
-    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB.
-
-    It is None if none of these is given, or if the hostfile is no cluster's. Raises CpuftError: both options are given,
-    there is no such cluster, or an entry cannot be used.
+    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None without these, or if
+    the hostfile is no cluster's. Raises CpuftError: both options are given, there is no such cluster, or an entry
+    cannot be used.
     """
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
@@ -264,9 +261,7 @@ def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
 
 
 def find_slurm(environ: Mapping[str, str]) -> Transport | None:
-    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job and without
-    SLURM_JOB_NODELIST. Raises CpuftError: srun has started this process several times.
-    """
+    """Return what `slurm.find_transport` does, which is imported in a job only."""
     if "SLURM_JOB_ID" not in environ:
         return None
     from cpuft.hosts import slurm
@@ -293,9 +288,8 @@ def find_access(config: LaunchConfig) -> Access:
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
     """Distribute `np` ranks over hosts, in the order of the hostfile; hosts that get none are left out.
 
-    `ppn` is the number of ranks on each host, 0 for as even as possible. The number of a host's `cores` (by host name,
-    where known) and `max_slots` limit the ranks of a host without `slots`; a host with none of these takes any number.
-    Raises CpuftError: the ranks do not fit.
+    `ppn` is the number of ranks on each host, 0 for as even as possible. A host takes its `slots`, else the smaller of
+    its `cores` (by name) and `max_slots`; with none of these, any number. Raises CpuftError: the ranks do not fit.
     """
     limits = {host.name: (cores.get(host.name, 0), host.max_slots) for host in hosts}
     slots = {host.name: host.slots or min(filter(None, limits[host.name]), default=0) for host in hosts}
@@ -322,7 +316,7 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
 
 def choose_ranks(hosts: tuple[Host, ...], np: int, ppn: int, facts: Mapping[str, HostFacts]) -> tuple[Assignment, ...]:
     """Return the ranks of each host: with `np` or `ppn` those of `assign_ranks`, else one for each NUMA node, but no
-    more than its slots. `facts` are those of each host by its name. Raises CpuftError: the ranks do not fit.
+    more than its slots. `facts` are by host name. Raises CpuftError: the ranks do not fit.
     """
     cores = {name: len(one.cores) for name, one in facts.items()}
     if ppn:
@@ -344,10 +338,9 @@ def gather_cluster(
 ) -> Cluster:
     """Query all hosts that a run needs at the same time, distribute the ranks, and find mpirun.
 
-    `hosts` are those to choose from, the head host first. `is_on_host_disk` says that the run began in a folder on the
-    disk of a host: it stays in such a folder, even if the remaining hosts alone would not need one, because its
-    checkpoints are there. Raises CpuftError: a host cannot be used or is named twice, the ranks do not fit, or there is
-    no mpirun.
+    `hosts` are those to choose from, the head host first. A run that began on the disk of a host (`is_on_host_disk`)
+    stays there, even if the remaining hosts alone would not need that. Raises CpuftError: a host cannot be used or is
+    named twice, the ranks do not fit, or there is no mpirun.
     """
     hosts, access = hosts or read_hosts(config), access or find_access(config)
     access.transport.hosts.update({host.name: host for host in hosts})
