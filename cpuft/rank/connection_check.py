@@ -283,11 +283,10 @@ _current: ConnectionCheck | None = None
 
 
 def describe_steps(has_ended: bool) -> str:
-    """Return `format_steps` for this process with its line break; "" if its steps are not counted. `has_ended` is False
-    if its script has failed.
-    """
-    line = format_steps(parse_world(os.environ), socket.gethostname(), has_ended, _current.steps) if _current else ""
-    return f"{line}\n" if line else ""
+    """Return `format_steps` for this process with its line break; "" if its steps are not counted."""
+    if not _current:
+        return ""
+    return f"{format_steps(parse_world(os.environ), socket.gethostname(), has_ended, _current.steps)}\n"
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
@@ -376,10 +375,10 @@ def _train_on_cpus(training_args: Any) -> None:
 
 
 def _use_all_ranks(connector: Any, check: ConnectionCheck) -> None:
-    """Let `devices="auto"`, the default of Lightning's Trainer and Fabric, mean a process for each rank.
+    """Let `devices="auto"` of Lightning's Trainer and Fabric, which means one process on CPUs, mean one for each rank.
 
-    On CPUs it means one process. Lightning multiplies `devices` by `num_nodes` (1 by default) and wants WORLD_SIZE.
-    Another number becomes the advice of the check, because Lightning then trains each rank by itself or fails.
+    Lightning multiplies `devices` by `num_nodes` (1 by default) and wants WORLD_SIZE. Another number becomes the advice
+    of the check, because Lightning then trains each rank by itself or fails.
     """
     for name in ("_AcceleratorConnector", "_Connector"):
         if found := getattr(connector, name, None):

@@ -79,9 +79,8 @@ _reporter: _Reporter | None = None
 
 
 def start_reporting(source: OperationSource | None = None, reports_waits: bool = False) -> None:
-    """Let this process's stacks and operations be dumped from now on; later calls may change the `source`.
-
-    `reports_waits`: this process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
+    """Let this process's stacks and operations be dumped from now on; later calls may change the `source`. With
+    `reports_waits`, it asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
     """
     global _reporter
     _reporter = _reporter or _Reporter()
@@ -97,11 +96,9 @@ def read_operations() -> Mapping[str, Any]:
 
 
 def wait_for_stack_dump(text: str = "", error: BaseException | None = None) -> None:
-    """Write `text` to standard error; if there is a supervisor, wait until it has dumped the stacks and ends this rank.
-
-    A rank calls this when it has waited in vain for other ranks; the call returns after MAX_WAIT_SECONDS if nobody has
-    ended it. The traceback of `error`, which ended the wait, is reported, because its frames no longer exist; and if it
-    is one of torch's gloo, so is the operation that was started last.
+    """Write `text` to standard error after waiting in vain for other ranks. If there is a supervisor, wait until it has
+    dumped the stacks and ends this rank, at most MAX_WAIT_SECONDS. The traceback of `error`, which ended the wait, is
+    reported, and if it is one of torch's gloo, so is the operation that was started last.
     """
     is_supervised = bool(os.environ.get(SUPERVISED_VARIABLE)) and _reporter is not None
     os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())
@@ -140,11 +137,10 @@ def dump_recorder() -> dict[str, Any] | None:
 
 
 def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
-    """Return the flight recorder's entries as unfinished operations and as the last operation of each channel.
+    """Return the flight recorder's entries: `pending` has unfinished operations, `progress` by channel the highest
+    (number, name), and `last` is the operation that was started last. `now` is in nanoseconds since 1970.
 
-    A channel is "the world" (the default process group) or "group NAME"; operations between two ranks have one of their
-    own, which ends with ", between two". `now` is in nanoseconds since 1970. `pending` lists unfinished operations;
-    `progress` has by channel the (number, name) of the highest number; `last` is the operation that was started last.
+    A channel is "the world" (the default process group) or "group NAME", with ", between two" for two ranks.
     """
     pending, progress, last = [], dict[str, tuple[int, str]](), list[Any]()
     for entry in found.get("entries", ()):

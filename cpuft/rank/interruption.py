@@ -41,10 +41,8 @@ _is_polled = threading.Event()
 
 
 def handle_interruption(is_script: bool = False) -> None:
-    """Let SIGUSR1 set the flag that `is_interrupted` returns, instead of ending this process.
-
-    `is_script`: the process runs a user's script. If the script has never called `is_interrupted` and the launcher's
-    request says SIGINT (the user's Ctrl-C), SIGUSR1 then also raises KeyboardInterrupt, as in a terminal.
+    """Let SIGUSR1 set the flag that `is_interrupted` returns. In a script of the user's (`is_script`) that has never
+    called that, SIGUSR1 also raises KeyboardInterrupt if the launcher's request says SIGINT (Ctrl-C).
     """
     signal.signal(SIGNAL, _interrupt_script if is_script else _set_requested)
     signal.siginterrupt(SIGNAL, False)  # system calls of libraries are restarted
@@ -92,10 +90,8 @@ def _find(environ: Mapping[str, str], name: str) -> str:
 
 
 def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
-    """Start a thread that looks for a request or a notice once a second until the child process is gone.
-
-    When one appears, the thread sends SIGUSR1 to the child once, as soon as the child catches that signal. Only the
-    first rank of each host checks the notice and touches the heartbeat file, which it never makes.
+    """Start a thread that looks for a request or a notice once a second, and then sends SIGUSR1 to the child process
+    once, as soon as that catches it. Only the first rank of each host checks the notice and touches the heartbeat.
     """
     is_first = world.local_rank == 0
     place, heartbeat = (environ.get(NOTICE_VARIABLE, ""), _find(environ, HEARTBEAT_FILE)) if is_first else ("", "")
@@ -131,10 +127,7 @@ def catches_signal(process: int) -> bool:
 
 
 class InterruptionNotice:
-    """A notice that a host will be taken away: a file that then appears, or a URL that then answers with status 200.
-
-    For URLs with the path /latest/meta-data/... a token of EC2's metadata service is requested first.
-    """
+    """A notice that a host will be taken away: a file that then appears, or a URL that then answers with status 200."""
 
     def __init__(self, place: str) -> None:
         self._place = place
