@@ -119,27 +119,25 @@ def run_step(
     return exit_code_of(process)
 
 
-def run_stage(
-    plan: Plan, stage: Sequence[Step], environ: Mapping[str, str], seconds: float, say: Say = lambda line: None
-) -> list[Answer]:
+def run_stage(plan: Plan, stage: Sequence[Step], seconds: float, say: Say = lambda line: None) -> list[Answer]:
     """Run steps at the same time, on hosts by the plan's prefixes, and return the answer of each in their order.
 
     A failed step does not stop the others; an exception, as of `run_step`, ends all. `seconds` is a time limit, or 0
     for none. `say` gets a line about the steps that have not ended every 30 s. Only for the main thread.
     """
     with signals_raise():
-        answers = _run_once(plan, stage, environ, seconds, say)
+        answers = _run_once(plan, stage, seconds, say)
         for number in range(_DROPPED_ROUNDS):
             again = [n for n, one in enumerate(answers) if one.exit_code == SSH_FAILED and _DROPPED in one.output]
             if not again:
                 break
             time.sleep(random.uniform(0.1, 0.3) * (number + 1))
-            new = _run_once(plan, [stage[n] for n in again], environ, seconds, lambda line: None)
+            new = _run_once(plan, [stage[n] for n in again], seconds, lambda line: None)
             answers = [dict(zip(again, new)).get(n, one) for n, one in enumerate(answers)]
     return answers
 
 
-def _run_once(plan: Plan, stage: Sequence[Step], environ: Mapping[str, str], seconds: float, say: Say) -> list[Answer]:
+def _run_once(plan: Plan, stage: Sequence[Step], seconds: float, say: Say) -> list[Answer]:
     steps = [plan.as_local(step) for step in stage]
     with ExitStack() as stack:
         outputs = [stack.enter_context(open_memory_file()) for _ in steps]
@@ -154,14 +152,14 @@ def _run_once(plan: Plan, stage: Sequence[Step], environ: Mapping[str, str], sec
                 say(f"{why}: not finished{where} after {passed:.0f} s")
 
         try:
-            processes += (_start(step, environ, *pair) for step, *pair in zip(steps, inputs, outputs))
+            processes += (_start(step, os.environ, *pair) for step, *pair in zip(steps, inputs, outputs))
             _wait(processes, make_reminder(report), seconds)
         finally:
             stop_processes(processes)
         return [Answer(exit_code_of(process), _read(output)) for process, output in zip(processes, outputs)]
 
 
-def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Say, advice: str) -> None:
+def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
     """Execute the stages of a plan up to the first with a failed step; the steps of a stage run at the same time.
 
     `seconds` is a time limit for each stage, or 0 for none. `say` gets lines about the progress. Only for the main
@@ -184,7 +182,7 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Say,
             say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
         done += len(stage)
         try:
-            answers = run_stage(plan, stage, environ, seconds, say)
+            answers = run_stage(plan, stage, seconds, say)
             failures = [_describe(step, answer.text) for step, answer in zip(stage, answers) if answer.exit_code]
             codes = {answer.exit_code for answer in answers if answer.exit_code}
         except (FileNotFoundError, TimeoutError) as error:

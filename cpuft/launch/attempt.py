@@ -12,7 +12,6 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -84,16 +83,16 @@ def run_attempt(
     could not be stored here or, if the run has finished, not be fetched. Raises CpuftError: the attempt could not
     begin, or failed on this machine. Raises RuntimeError: its preparation did.
     """
-    work, environ = cluster.work_dir(run_dir), os.environ
+    work = cluster.work_dir(run_dir)
     state, request = begin_state(cluster, run_dir, plan.owner), request or StopRequest()
     request.run_dir, request.head_host, request.command_prefixes = work, cluster.head, cluster.command_prefixes
     try:
-        secrets, registration = secrets_on_hosts(plan, cluster, work, environ, state), register_run(run_dir, cluster)
+        secrets, registration = secrets_on_hosts(plan, cluster, work, os.environ, state), register_run(run_dir, cluster)
         with secrets, registration, ThreadPoolExecutor(1) as background:
             background.submit(keep_bundles, plan, cluster)  # no rank waits for it, and no run fails by it
             if cluster.works_remotely:
-                return run_on_head_host(plan, run_dir, state, cluster, environ, time_limit, say, request)
-            return run_on_this_machine(plan, run_dir, state, environ, time_limit, cluster.access.transport, request)
+                return run_on_head_host(plan, run_dir, state, cluster, time_limit, say, request)
+            return run_on_this_machine(plan, run_dir, state, os.environ, time_limit, cluster.access.transport, request)
     except Interrupted as stopped:
         what = "nothing had started"
         if Path(run_dir, "logs").exists():
@@ -113,7 +112,6 @@ def run_on_head_host(
     run_dir: str,
     state: RunState,
     cluster: Cluster,
-    environ: Mapping[str, str],
     time_limit: float,
     say: Say,
     request: StopRequest,
@@ -130,7 +128,7 @@ def run_on_head_host(
     def run_part(
         name: str, seconds: float, say: Say = lambda line: None, advice: str = "check the hosts with cpuft doctor"
     ) -> None:
-        execute.run_stages(plan.select(name), environ, seconds, say, advice)
+        execute.run_stages(plan.select(name), seconds, say, advice)
 
     run_part("claim", _MAKE_SECONDS, advice="give a new folder with --run-dir")
     try:
@@ -139,17 +137,17 @@ def run_on_head_host(
             run_part("inputs", 0.0, say)
         except CpuftError:
             if not plan.resumed:  # otherwise the new folder would refuse the same launch when it is tried again
-                remove_all_but_checkpoints(plan, run_dir, environ, cluster.access.transport.unresponsive)
+                remove_all_but_checkpoints(plan, run_dir, cluster.access.transport.unresponsive)
                 remove_empty_run(run_dir)
             raise
         step = plan.full_plan.as_local(plan_supervision(order, cluster))
         copier = CheckpointCopier(cluster, run_dir, plan.copy_seconds, say)
         with copier.keep_copying() if plan.copy_seconds else nullcontext():
-            code = execute.run_step(step, environ, None, request.check, takes=request.handle_signal)
+            code = execute.run_step(step, os.environ, None, request.check, takes=request.handle_signal)
         if plan.copy_seconds and code == RESUMABLE:
             copier.copy_last()  # the head host may be taken away soon
     except Interrupted:
-        fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, environ, False, say)
+        fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, False, say)
         if not plan.resumed:
             remove_empty_run(run_dir)
         raise
@@ -157,7 +155,7 @@ def run_on_head_host(
         raise LaterStartError(f"another launcher has started the run again: {WAIT_FOR_OTHER}")
     if code == execute.SSH_FAILED:
         cluster.access.transport.find_unresponsive([assignment.host.name for assignment in cluster.assignments])
-    if fetch_and_clean_up(plan, run_dir, cluster, environ, not code, say):
+    if fetch_and_clean_up(plan, run_dir, cluster, not code, say):
         return 0
     if code not in (0, RESUMABLE) and request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)

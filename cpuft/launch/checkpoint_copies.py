@@ -128,9 +128,7 @@ class CheckpointCopier:
 
     def copy_last(self) -> None:
         """Copy the newest checkpoint now, in the main thread only. A copy that fails raises nothing."""
-        (answer,) = execute.run_stage(
-            Plan(), [self.plan_copy()], os.environ, 0.0, lambda line: self._say(f"cpuft: {line}")
-        )
+        (answer,) = execute.run_stage(Plan(), [self.plan_copy()], 0.0, lambda line: self._say(f"cpuft: {line}"))
         self._note_end(answer.exit_code, answer.output, is_over=False)
 
     def _note_end(self, code: int, output: str, is_over: bool) -> None:

@@ -288,7 +288,7 @@ def start_detached(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping
     save_note(run.run_dir, replace(note, id=run.order.id, run_dir=run.run_dir), environ)
     begun, advice = False, f"check {run.head.host.name} with cpuft doctor, or leave out --detach"
     try:
-        execute.run_stages(plan, environ, 0.0, say, advice)
+        execute.run_stages(plan, 0.0, say, advice)
         begun = True
         if code := run.show(until_begun=True):
             run.head.ask("forget", run.order.id)

@@ -244,7 +244,7 @@ def run_with_restarts(
         except CpuftError:
             if policy.restarts:
                 unreachable = cluster.access.transport.unresponsive
-                remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, unreachable, say)
+                remove_all_but_checkpoints(plan, launch.run_dir, unreachable, say)
             raise
         if not tried.code or (tried.unfetched_from and _fetch_if_finished(launch, plan, cluster, say)):
             clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
@@ -265,7 +265,7 @@ def run_with_restarts(
             reason = f"{reason}, and {error}"
             break
         if not plan.ranks:
-            fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
+            fetch_and_clean_up(plan, launch.run_dir, cluster, True, say)
             clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
             return 0
         policy.restarts += 1
@@ -278,7 +278,7 @@ def run_with_restarts(
     # Errors other than the loss of the head host may have come before the run folder was made.
     if policy.restarts or isinstance(tried.error, HeadHostLostError | None):
         without = {tried.unfetched_from, *cluster.access.transport.unresponsive}
-        remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, without, say)
+        remove_all_but_checkpoints(plan, launch.run_dir, without, say)
     if is_new and not tried.unfetched_from:
         remove_empty_run(launch.run_dir)
     if tried.error and signal_number:
@@ -440,7 +440,7 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
     left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})
     unreachable = last.access.transport.unresponsive
     if left_out - unreachable:
-        remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, (names - left_out) | unreachable)
+        remove_all_but_checkpoints(plan, launch.run_dir, (names - left_out) | unreachable)
 
 
 def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
@@ -453,7 +453,7 @@ def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say
         copies = retry_connections(partial(_ask_hosts, head_host, cluster, launch.run_dir, {cluster.head}))
     if not any(copy.is_finished for copy in copies):
         return False
-    return fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
+    return fetch_and_clean_up(plan, launch.run_dir, cluster, True, say)
 
 
 def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, owner: int, say: Say) -> None:

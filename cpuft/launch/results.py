@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from cpuft import execute, transfer
@@ -96,9 +96,7 @@ def write_plan(plan: RunPlan, run_dir: str) -> None:
     write_text(Path(run_dir) / "plan.sh", format_plan(plan.full_plan, os.getcwd()))
 
 
-def fetch_and_clean_up(
-    plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], is_finished: bool, say: Say
-) -> bool:
+def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finished: bool, say: Say) -> bool:
     """Fetch the run from the head host, and remove it from the hosts that answer; return whether the run is finished.
 
     With `is_finished`, it is tried again for ten minutes. Otherwise the state that comes may say that the run is
@@ -109,15 +107,15 @@ def fetch_and_clean_up(
     _, *cleanup = plan.results
     unreachable = cluster.access.transport.unresponsive
     if is_finished:
-        _fetch_finished_run(plan, run_dir, cluster, environ, say)
+        _fetch_finished_run(plan, run_dir, cluster, say)
     else:
         try:
-            fetch_results(plan, run_dir, cluster, environ, say)
+            fetch_results(plan, run_dir, cluster, say)
         except NotStoredError:
             raise
         except CpuftError as error:
             if not plan.keep_host_copies:
-                remove_all_but_checkpoints(plan, run_dir, environ, {cluster.head, *unreachable}, say)
+                remove_all_but_checkpoints(plan, run_dir, {cluster.head, *unreachable}, say)
             lost = HeadHostLostError(f"{error}; the run's record is in {cluster.work_dir(run_dir)} on {cluster.head}")
             lost.unfetched_from = cluster.head
             raise lost from None
@@ -128,7 +126,7 @@ def fetch_and_clean_up(
     if not is_finished and not (end and end.phase == FINISHED):
         unreachable.update(end.silent if end else ())
         if not plan.keep_host_copies:
-            remove_all_but_checkpoints(plan, run_dir, environ, unreachable, say)
+            remove_all_but_checkpoints(plan, run_dir, unreachable, say)
         return False
     note_state(run_dir, phase=FINISHED, exit_code=0, checkpoints={})  # a host whose disk was full could not
     shutil.rmtree(Path(run_dir, CHECKPOINTS), ignore_errors=True)
@@ -138,7 +136,7 @@ def fetch_and_clean_up(
         steps = [step for step in stage if step.host not in unreachable]
         # A host that was lost meanwhile must not hide how the run ended.
         try:
-            answers = execute.run_stage(plan.full_plan, steps, environ, _REMOVE_SECONDS)
+            answers = execute.run_stage(plan.full_plan, steps, _REMOVE_SECONDS)
             missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
         except TimeoutError:
             missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
@@ -147,7 +145,7 @@ def fetch_and_clean_up(
     return True
 
 
-def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
+def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> None:
     """Fetch a run that has finished, and try again for a while: training it again would cost more."""
     name = ("--cluster", cluster.access.entry.name) if cluster.access.entry.name else ()
     command = shlex.join(("cpuft", "launch", "--resume", run_dir, *name))
@@ -155,7 +153,7 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: 
     try:
         for pause in (*_FETCH_PAUSES, 0):
             try:
-                return fetch_results(plan, run_dir, cluster, environ, say)
+                return fetch_results(plan, run_dir, cluster, say)
             except NotStoredError:
                 raise
             except CpuftError as error:
@@ -170,7 +168,7 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: 
         sys.exit(stopped.exit_code)
 
 
-def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
+def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> None:
     """Fetch the run's folder from the head host into `run_dir`. When this returns, all of it is on the disk here, and
     hosts' copies may be removed; they must stay if it raises. Raises NotStoredError: not all could be stored here;
     CpuftError: the head host could not send it.
@@ -178,7 +176,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
     if cluster.head in cluster.access.transport.unresponsive:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
     ((step,), *_) = plan.results
-    (answer,) = execute.run_stage(plan.full_plan, [step], environ, 0.0, lambda line: say(f"cpuft: {line}"))
+    (answer,) = execute.run_stage(plan.full_plan, [step], 0.0, lambda line: say(f"cpuft: {line}"))
     lines = [line.removeprefix("cpuft: error: ") for line in answer.text.splitlines() if line.strip()]
     if answer.exit_code == IO_ERROR:
         reason = lines[-1] if lines else "no reason was given"
@@ -195,14 +193,14 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
 
 
 def remove_all_but_checkpoints(
-    plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = (), say: Say | None = None
+    plan: RunPlan, run_dir: str, without: Collection[str] = (), say: Say | None = None
 ) -> None:
     """Remove a run, but not its checkpoints, from its hosts except those in `without`. Note the checkpoints in the run
     state here, and tell the user how to continue. A host that does not answer raises nothing.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
     try:
-        answers = execute.run_stage(plan.full_plan, steps, environ, _PARTIAL_REMOVE_SECONDS)
+        answers = execute.run_stage(plan.full_plan, steps, _PARTIAL_REMOVE_SECONDS)
     except TimeoutError:
         answers = [execute.Answer(execute.SSH_FAILED, "")] * len(steps)
     silent = [step.host for step, answer in zip(steps, answers) if answer.exit_code == execute.SSH_FAILED]

@@ -167,7 +167,7 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     if not job:
         say(f"cpuft: the run has finished on {planned.finished_on}: fetching its results")
         with renew_leases(cluster.access, say):
-            fetch_and_clean_up(planned.plan, run_dir, cluster, environ, True, say)
+            fetch_and_clean_up(planned.plan, run_dir, cluster, True, say)
         save_note(run_dir, LaunchNote(), environ)
         return 0, f"run: {run_dir}"
     save_note(run_dir, planned.note, environ)

@@ -196,9 +196,7 @@ def test_a_launch_whose_inputs_cannot_be_sent_may_be_repeated(
     for _ in range(2):
         state = begin_state(here, run_dir, plan.owner)
         with pytest.raises(CpuftError, match=r"send rows\.csv to localhost: failed"):
-            run_on_head_host(
-                replace(plan, inputs=((send,),)), run_dir, state, here, os.environ, 0.0, print, StopRequest()
-            )
+            run_on_head_host(replace(plan, inputs=((send,),)), run_dir, state, here, 0.0, print, StopRequest())
     assert Path(here.work_dir(run_dir)).parent.exists() == is_resumed
     assert Path(here.folder).is_relative_to(tmp_path)
 
