@@ -176,6 +176,11 @@ class Cluster:
         return {assignment.host.name: next(iter(found.routes.values()), "") for assignment, found in pairs}
 
     @property
+    def hosts(self) -> dict[str, Host]:
+        """The hosts with ranks by name, the head host first."""
+        return {one.host.name: one.host for one in self.assignments}
+
+    @property
     def head(self) -> str:
         """Name of the head host, as in the hostfile."""
         return self.assignments[0].host.name
@@ -371,9 +376,7 @@ def gather_cluster(
         works_remotely=works_remotely,
         on_login_node=on_login_node,
         uid=used[0].uid,
-        command_prefixes={a.host.name: access.transport.command_prefix(a.host) for a in assignments}
-        if works_remotely
-        else {},
+        command_prefixes={a.host.name: access.transport.command_prefix(a.host) for a in assignments if works_remotely},
     )
 
 

@@ -44,11 +44,8 @@ def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os
     """Keep a note about a run in the user's cache inside the `with` block, for `find_active_run`. If the cache folder
     cannot be written, the block runs without a note.
     """
-    hosts = tuple(assignment.host for assignment in cluster.assignments for _ in range(assignment.ranks))
-    access = cluster.access
-    note = _RunNote(
-        cluster.work_dir(run_dir), hosts, access.python, access.transport.config, launched_on=socket.gethostname()
-    )
+    hosts, access = tuple(cluster.hosts[name] for name in cluster.rank_hosts), cluster.access
+    note = _RunNote(cluster.work_dir(run_dir), hosts, access.python, access.transport.config, socket.gethostname())
     with ExitStack() as stack:
         with suppress(OSError, CpuftError):
             held = stack.enter_context(_hold(_note_path(cache_folder(environ), run_dir)))

@@ -154,7 +154,7 @@ def run_on_head_host(
     if code == LATER_START:
         raise LaterStartError(f"another launcher has started the run again: {WAIT_FOR_OTHER}")
     if code == execute.SSH_FAILED:
-        cluster.access.transport.find_unresponsive([assignment.host.name for assignment in cluster.assignments])
+        cluster.access.transport.find_unresponsive(list(cluster.hosts))
     if fetch_and_clean_up(plan, run_dir, cluster, not code, say):
         return 0
     if code not in (0, RESUMABLE) and request.signal_number == signal.SIGINT:

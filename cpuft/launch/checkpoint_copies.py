@@ -43,8 +43,7 @@ def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Ite
     """Return the newest and the best checkpoint here for the head host. Empty if the ranks work in this machine's
     folders, or a host of the cluster has a checkpoint that is as new.
     """
-    used = {assignment.host.name for assignment in cluster.assignments}
-    newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in used)])
+    newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in cluster.hosts)])
     if not cluster.works_remotely or find_newest_checkpoint(run_dir) <= newest:
         return ()
     bundles = []

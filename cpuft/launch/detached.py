@@ -253,8 +253,8 @@ def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str
     elif config:
         text = Path(config).expanduser().read_text(encoding="utf-8")
     # A restart may need hosts that the run does not use yet.
-    known = tuple(access.transport.hosts.values()) or tuple(one.host for one in cluster.assignments)
-    hosts = tuple(Host(one.name, one.slots, max_slots=one.max_slots) for one in known)
+    known = access.transport.hosts or cluster.hosts
+    hosts = tuple(Host(one.name, one.slots, max_slots=one.max_slots) for one in known.values())
     entry = replace(access.entry, name=name, kind=INSIDE, options={}, python=access.python, here=cluster.head)
     entry = replace(entry, hostfile=f"{place}/hostfile", ssh_config=f"{place}/ssh_config" if text else "")
     files = {FILE_NAME: format_entry(entry), "hostfile": format_hostfile(hosts)}

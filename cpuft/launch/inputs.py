@@ -258,7 +258,6 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
     """Return for each host the remote folders of the bundles of which it lacks files; {} without bundles. All are asked
     at once. Raises CpuftError: a host cannot be used, or others may write to its folder.
     """
-    hosts = [assignment.host for assignment in cluster.assignments]
 
     def ask(host: Host) -> set[str]:
         folders = (one.remote_folder for one in bundles)
@@ -268,13 +267,13 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
             raise CpuftError(f"host {host.name} has no safe folder for the files of the run: {reason}")
         return set(answer.output.split())
 
-    return dict(zip((host.name for host in hosts), map_hosts(ask, hosts if bundles else [])))
+    return dict(zip(cluster.hosts, map_hosts(ask, list(cluster.hosts.values()) if bundles else [])))
 
 
 def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
     """Note on the hosts that the bundles of a plan are used now, and remove those that no run has used for 30 days."""
     used = sorted({*re.findall(rf"{re.escape(cluster.inputs)}/[0-9a-f]{{24}}", str(plan))})
-    hosts = [assignment.host for assignment in cluster.assignments if cluster.has_own_disks]
+    hosts = list(cluster.hosts.values()) if cluster.has_own_disks else []
     # A host that does not answer is reported by the first step that needs it.
     try_hosts(lambda host: cluster.access.run_transfer(host, "keep-bundles", cluster.inputs, *used), hosts)
 
@@ -332,7 +331,7 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
     """Plan to copy the prepared examples from the head host to the others, if these have disks of their own and are not
     in `have`.
     """
-    names = [assignment.host.name for assignment in cluster.assignments[1:] if assignment.host.name not in have]
+    names = [name for name in cluster.hosts if name not in have and name != cluster.head]
     if not names or not cluster.has_own_disks:
         return ()
 
@@ -398,7 +397,7 @@ def secrets_on_hosts(
             run(index, "send", begun, *(f"{cluster.sent_file(work, index)}-{name}" for name in names), stdin=text)
         except CpuftError as error:
             if error.is_transient:
-                silent.add(index)
+                silent.add(cluster.assignments[index].host.name)
             raise
 
     def run(index: int, action: str, *paths: str, stdin: str = "") -> str:
@@ -418,8 +417,8 @@ def secrets_on_hosts(
         return answer.output
 
     def list_reachable() -> list[int]:
-        names, unreachable = [one.host.name for one in cluster.assignments], cluster.access.transport.unresponsive
-        return [index for index, name in enumerate(names) if name not in unreachable and index not in silent]
+        left_out = cluster.access.transport.unresponsive | silent
+        return [index for index, name in enumerate(cluster.hosts) if name not in left_out]
 
     def refresh() -> None:
         """Tell the hosts that the launcher is still there, until every process has read its file."""
@@ -428,7 +427,7 @@ def secrets_on_hosts(
             if answers and not any(answers):
                 return
 
-    is_over, refusing, silent = threading.Event(), set[int](), set[int]()
+    is_over, refusing, silent = threading.Event(), set[int](), set[str]()
     try:
         map_hosts(send, range(len(cluster.assignments)))
         threading.Thread(target=refresh, daemon=True).start()

@@ -116,7 +116,7 @@ def add_call(plan: RunPlan, call_file: str, cluster: Cluster, work: str) -> RunP
     """Return the plan with a stage that copies the call of a function, this machine's `call_file`, into the run folder
     before the ranks start: on each host that has a disk of its own, else on the head host only.
     """
-    names = [one.host.name for one in cluster.assignments] if cluster.has_own_disks else [cluster.head]
+    names = list(cluster.hosts) if cluster.has_own_disks else [cluster.head]
     script = f"{PRIVATE}private {cluster.folder} && " if cluster.works_remotely else ""
     script += 'umask 077 && mkdir -p "$0" && cat >"$0/new" && mv "$0/new" "$1"'
     command = ("sh", "-c", script, f"{work}/{CALL_FOLDER}", f"{work}/{CALL_FILE}")
@@ -147,20 +147,20 @@ def add_transfers(
     `missing` is the answer of `gather_missing`, `run_dir` is on this machine, and `host_copies` are those of earlier
     attempts. `prepared_hosts` have the prepared examples. Raises CpuftError: files to send are no longer here.
     """
-    work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
+    work = cluster.work_dir(run_dir)
     copies = plan_data_copies(cluster, work, prepared_hosts) if plan.prepare else ()
     others = {
         copy.host.name: cluster.access.transport.command_prefix(copy.host)
         for copy in host_copies
         if copy.exists and cluster.works_remotely
     }
-    claims = cluster.works_remotely and plan.make
+    claims, former = cluster.works_remotely and plan.make, sorted(others.keys() - cluster.hosts)
     return replace(
         plan,
         claim=((plan_claim(run_dir, begin_state(cluster, run_dir, plan.owner), plan.resumed),),) if claims else (),
         inputs=plan_sending(bundles, missing, cluster),
         prepare=(*(() if cluster.head in prepared_hosts else plan.prepare), *copies),
-        results=plan_results(cluster, work, run_dir, sorted(others.keys() - used), plan.resumed and bool(plan.make)),
+        results=plan_results(cluster, work, run_dir, former, plan.resumed and bool(plan.make)),
         partial_cleanup=plan_partial_cleanup(cluster, work) if cluster.works_remotely else (),
         command_prefixes=others | plan.command_prefixes,
     )

@@ -269,9 +269,8 @@ def run_with_restarts(
             clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
             return 0
         policy.restarts += 1
-        hosts = [assignment.host.name for assignment in cluster.assignments]
-        ranks = len(cluster.rank_hosts)
-        say(f"cpuft: {describe_restart(policy.restarts, policy.limit, reason, hosts, ranks, update)}")
+        where = list(cluster.hosts), cluster.ranks
+        say(f"cpuft: {describe_restart(policy.restarts, policy.limit, reason, *where, update)}")
     kill_ranks(cluster, launch.run_dir, plan.owner)
     if policy.limit and (policy.restarts or decision.restart):
         say(f"cpuft: not restarted: {reason}")
@@ -370,7 +369,7 @@ def plan_next_attempt(
     checkpoint, or one cannot be used.
     """
     job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
-    history.used_hosts.update({one.host.name: one.host for one in last.assignments})
+    history.used_hosts.update(last.hosts)
     kill_ranks(last, run_dir, plan.owner)
     hosts, first_ranks = read_hosts(job.config), {one.host.name: one.ranks for one in history.first_cluster.assignments}
     unreachable = _find_unreachable(transport, hosts, tried.unreachable)
@@ -436,7 +435,7 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
     """Remove the run, except its checkpoints, from hosts of the last attempt that the next one does not use, and from a
     former head host: it would look like the current one, the first of `remaining`, because it has the lock file.
     """
-    names = {one.host.name for one in last.assignments}
+    names = set(last.hosts)
     left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})
     unreachable = last.access.transport.unresponsive
     if left_out - unreachable:
@@ -445,12 +444,13 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
 
 def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
     """Fetch the run if it had finished on the head host and only the connection was lost; return whether it was."""
-    head_host = [one.host for one in cluster.assignments if one.host.name == cluster.head]
     if not cluster.works_remotely or cluster.access.transport.find_unresponsive([cluster.head]):
         return False
     copies: Sequence[HostCopy] = ()
     with suppress(CpuftError):
-        copies = retry_connections(partial(_ask_hosts, head_host, cluster, launch.run_dir, {cluster.head}))
+        copies = retry_connections(
+            partial(_ask_hosts, [cluster.assignments[0].host], cluster, launch.run_dir, {cluster.head})
+        )
     if not any(copy.is_finished for copy in copies):
         return False
     return fetch_and_clean_up(plan, launch.run_dir, cluster, True, say)
@@ -458,14 +458,14 @@ def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say
 
 def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, owner: int, say: Say) -> None:
     """Remove a finished run from hosts that it lost, if they answer again, and name with `say` those that do not."""
-    used, transport = {one.host.name for one in last.assignments}, last.access.transport
-    lost = [host for name, host in history.used_hosts.items() if name not in used] if last.works_remotely else []
+    transport = last.access.transport
+    lost = [host for name, host in history.used_hosts.items() if name not in last.hosts and last.works_remotely]
     transport.find_unresponsive([host.name for host in lost], _LOST_HOST_SECONDS)
     reachable = [host for host in lost if host.name not in transport.unresponsive]
     secrets = os.path.dirname(last.sent_file(last.work_dir(run_dir), 0))
     kill_ranks(last, run_dir, owner, reachable)
     if reachable:  # an mpirun that was frozen there may have started proxies on the others since
-        kill_ranks(last, run_dir, owner - 1, [one.host for one in last.assignments])
+        kill_ranks(last, run_dir, owner - 1, list(last.hosts.values()))
     command = remove_command(last.folder, secrets, *last.list_folders(run_dir))
     answers = try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
     cleaned = [host for host, one in zip(reachable, answers) if not isinstance(one, CpuftError) and not one.exit_code]
@@ -494,6 +494,6 @@ def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host]
     command = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir), str(owner))
     transport, program = cluster.access.transport, Path(kill.__file__).read_text(encoding="utf-8")
     if hosts is None:
-        hosts = [one.host for one in cluster.assignments] if len(cluster.assignments) > 1 else []
+        hosts = list(cluster.hosts.values()) if len(cluster.hosts) > 1 else []
     reachable = [host for host in hosts if host.name not in transport.unresponsive]
     try_hosts(lambda host: transport.run(host, command, program, _KILL_SECONDS), reachable)

@@ -70,7 +70,7 @@ def plan_results(
     fetch = Step(f"fetch the run from {cluster.head}", (*program, run_dir, *send))
     folders = cluster.list_folders(run_dir) if is_resumed else (os.path.dirname(work),)
     remove = remove_command(cluster.folder, *folders)
-    names = [*(assignment.host.name for assignment in cluster.assignments), *former_hosts]
+    names = *cluster.hosts, *former_hosts
     return ((fetch,), tuple(Step(f"remove the run from {name}", remove, host=name) for name in names))
 
 
@@ -78,17 +78,9 @@ def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
     """Plan to remove the run from all hosts, except its checkpoints. Each step prints the name of the newest one."""
     secrets = os.path.dirname(cluster.sent_file(work, 0))
     command = ("sh", "-c", _REMOVE_ALL_BUT_CHECKPOINTS, "remove_all_but_checkpoints", cluster.folder, secrets, work)
-    names = [assignment.host.name for assignment in cluster.assignments]
-    return (
-        tuple(
-            Step(
-                f"remove the run from {name}, except its checkpoints",
-                (*command, "head" if name == cluster.head else ""),
-                host=name,
-            )
-            for name in names
-        ),
-    )
+    kinds = {name: "head" if name == cluster.head else "" for name in cluster.hosts}
+    why = "remove the run from {}, except its checkpoints"
+    return (tuple(Step(why.format(name), (*command, kind), host=name) for name, kind in kinds.items()),)
 
 
 def write_plan(plan: RunPlan, run_dir: str) -> None:

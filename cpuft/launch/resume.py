@@ -242,7 +242,7 @@ def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
 
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
     """Raise CpuftError if neither the cluster's hosts nor this machine have the newest checkpoint. Asks no host."""
-    used = {assignment.host.name for assignment in cluster.assignments if cluster.works_remotely}
+    used = set(cluster.hosts if cluster.works_remotely else ())
     here = find_newest_checkpoint(run_dir) if cluster.works_remotely else 0
     updates = {copy.host.name: copy.checkpoint_update for copy in host_copies if copy.checkpoint_update >= 0}
     newest = max(updates.values(), default=-1)

@@ -173,7 +173,7 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     save_note(run_dir, planned.note, environ)
     # A head host that does not answer may have left ranks on others.
     if planned.plan.resumed and cluster.works_remotely:
-        kill_ranks(cluster, run_dir, planned.plan.owner - 1, [one.host for one in cluster.assignments])
+        kill_ranks(cluster, run_dir, planned.plan.owner - 1, list(cluster.hosts.values()))
     ctrl_c_seconds = TRAINING_STOP_SECONDS
     if job.script:
         ctrl_c_seconds = SCRIPT_STOP_SECONDS if job.script[0] == sys.executable else 0.0
