@@ -171,10 +171,9 @@ def check_name(name: str) -> str:
 
 def find_by_name(roots: tuple[Path, ...], name: str) -> Entry:
     """Return the entry from the first registry that has it. Raises CpuftError: none has it, or it cannot be used."""
-    check_name(name)
     for root in roots:
-        if os.path.exists(root / name / FILE_NAME):
-            return read_entry(root, name)
+        if entry := read_entry_if_exists(root, name):
+            return entry
     known = sorted(name for root in roots for name in list_names(root))
     raise _unknown(name, known, ", or name machines of your own in a file with --hostfile")
 

@@ -49,12 +49,6 @@ from cpuft.transfer import open_locked
 _MAKE_SECONDS = _LOCK_SECONDS = 60.0
 
 
-class _StillLockedError(CpuftError):
-    """Another process works for the run on the head host."""
-
-    exit_code = RESUMABLE
-
-
 @dataclasses.dataclass(frozen=True)
 class AttemptOrder:
     """What the supervisor on the head host gets to know."""
@@ -184,13 +178,13 @@ def main() -> None:
     end_with_parent(signal.SIGTERM)
     order = load(AttemptOrder, parse_json(sys.stdin.read()))
     try:
-        try:
-            open_locked(f"{order.run_dir}.lock", _LOCK_SECONDS)  # released when this process ends
-        except BlockingIOError:
-            raise _StillLockedError(
-                f"an earlier start of the run, or a transfer of its files, has held {order.run_dir}.lock on the head "
-                f"host for {_LOCK_SECONDS:.0f} s: wait until it has ended, and resume the run"
-            ) from None
+        open_locked(f"{order.run_dir}.lock", _LOCK_SECONDS)  # released when this process ends
+    except BlockingIOError:
+        holder = f"an earlier start of the run, or a transfer of its files, has held {order.run_dir}.lock"
+        advice = "wait until it has ended, and resume the run"
+        print(f"cpuft: error: {holder} on the head host for {_LOCK_SECONDS:.0f} s: {advice}", file=sys.stderr)
+        sys.exit(RESUMABLE)
+    try:
         transport = SshTransport(order.ssh_config)
         code = run_on_this_machine(order.plan, order.run_dir, order.state, os.environ, order.seconds, transport)
     except CpuftError as error:

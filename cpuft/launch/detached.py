@@ -23,7 +23,7 @@ from typing import Any
 
 import cpuft
 from cpuft import execute
-from cpuft.argv import module_command
+from cpuft.argv import make_shell_line, module_command
 from cpuft.config.fields import format_flag
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
@@ -127,8 +127,8 @@ class Head:
 
     def from_here(self, command: tuple[str, ...]) -> tuple[str, ...]:
         """Return the argv with which this machine runs a command of the host."""
-        plan = Plan(command_prefixes={self.host.name: self.access.transport.command_prefix(self.host)})
-        return plan.as_local(Step("", command, host=self.host.name)).command
+        prefix = self.access.transport.command_prefix(self.host)
+        return (*prefix, make_shell_line(command)) if prefix else command
 
     def ask(self, *words: str) -> str:
         """Carry out an action on the host, and return its output. Raises CpuftError: it failed, or no answer came."""

@@ -448,9 +448,8 @@ def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say
         return False
     copies: Sequence[HostCopy] = ()
     with suppress(CpuftError):
-        copies = retry_connections(
-            partial(_ask_hosts, [cluster.assignments[0].host], cluster, launch.run_dir, {cluster.head})
-        )
+        head_host = [cluster.hosts[cluster.head]]
+        copies = retry_connections(partial(_ask_hosts, head_host, cluster, launch.run_dir, {cluster.head}))
     if not any(copy.is_finished for copy in copies):
         return False
     return fetch_and_clean_up(plan, launch.run_dir, cluster, True, say)

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -96,7 +95,6 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
     HeadHostLostError: the head host could not send a run that is not known to be finished. Raises NotStoredError:
     results exist and could not be fetched or stored.
     """
-    _, *cleanup = plan.results
     unreachable = cluster.access.transport.unresponsive
     if is_finished:
         _fetch_finished_run(plan, run_dir, cluster, say)
@@ -122,16 +120,14 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
         return False
     note_state(run_dir, phase=FINISHED, exit_code=0, checkpoints={})  # a host whose disk was full could not
     shutil.rmtree(Path(run_dir, CHECKPOINTS), ignore_errors=True)
-    missing = set[str]()
-    for stage in cleanup:
-        missing |= {step.host for step in stage if step.host in unreachable}
-        steps = [step for step in stage if step.host not in unreachable]
-        # A host that was lost meanwhile must not hide how the run ended.
-        try:
-            answers = execute.run_stage(plan.full_plan, steps, _REMOVE_SECONDS)
-            missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
-        except TimeoutError:
-            missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
+    removal = [step for stage in plan.results[1:] for step in stage]
+    missing = {step.host for step in removal if step.host in unreachable}
+    steps = [step for step in removal if step.host not in unreachable]
+    try:  # a host that was lost meanwhile must not hide how the run ended
+        answers = execute.run_stage(plan.full_plan, steps, _REMOVE_SECONDS)
+        missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
+    except TimeoutError:
+        missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
     if missing:
         say(f"cpuft: {', '.join(sorted(missing))} did not answer at the end of the run: {FILES_LEFT}")
     return True
@@ -284,16 +280,12 @@ def _free_name(path: Path, mark: str) -> Path:
     return taken
 
 
-def _stop(signal_number: int, frame: object) -> None:
-    raise Interrupted(signal_number)
-
-
 def main() -> None:
     """Store a run as `fetch` does. Exits with 74 (EX_IOERR) if the files could not be stored here, 1 if not sent."""
     run_dir, *command = sys.argv[1:]
-    signal.signal(signal.SIGTERM, _stop)
     try:
-        skipped = fetch(Path(run_dir), command)
+        with execute.signals_raise():
+            skipped = fetch(Path(run_dir), command)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(IO_ERROR if isinstance(error, NotStoredError) else 1)

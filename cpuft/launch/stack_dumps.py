@@ -191,11 +191,11 @@ class _Found:
 class _Report:
     """What a rank reports about itself with `cpuft.rank.diagnostics`."""
 
-    pending: list[PendingOperation] = field(default_factory=list)
+    pending: tuple[PendingOperation, ...] = ()
     progress: dict[str, list[Any]] = field(default_factory=dict)
-    raised: list[list[Any]] = field(default_factory=list)
-    failed: list[Any] = field(default_factory=list)
-    main: list[list[Any]] = field(default_factory=list)
+    raised: tuple[Frame, ...] = ()
+    failed: tuple[PendingOperation, ...] = ()
+    main: tuple[Frame, ...] = ()
 
 
 def parse_rank_dump(found_json: Any, host: str) -> RankDump:
@@ -208,13 +208,12 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
     found = load(_Found, found_json)
     try:
         report = load(_Report, parse_json(found.report or "{}"))
-        progress = {channel: _parse_operation(last) for channel, last in report.progress.items()}
-        raised, main = tuple(map(_parse_frame, report.raised)), tuple(map(_parse_frame, report.main))
-        channel, *last = report.failed or [""]
-        failed = [PendingOperation(load(str, channel), *_parse_operation(last), 0.0)] if last else []
+        progress = {
+            channel: (load(int, number), load(str, name)) for channel, (number, name) in report.progress.items()
+        }
     except ValueError:
-        report, progress, raised, main, failed = _Report(), {}, (), (), []
-    pending = report.pending or failed
+        report, progress = _Report(), {}
+    pending = report.pending or report.failed
     holds_gil = found.state == "R" and found.age > STALE_SECONDS
     return RankDump(
         found.rank,
@@ -222,23 +221,13 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
         found.state,
         found.pid,
         found.wchan,
-        frames=raised or parse_stack(found.stack) or main,
+        frames=report.raised or parse_stack(found.stack) or report.main,
         pending=() if holds_gil else tuple(sorted(pending, key=lambda one: -one.seconds)),
         progress=progress,
         holds_gil=holds_gil,
         stacks=found.stack,
-        has_raised=bool(raised),
+        has_raised=bool(report.raised),
     )
-
-
-def _parse_operation(last: list[Any]) -> tuple[int, str]:
-    number, name = last
-    return load(int, number), load(str, name)
-
-
-def _parse_frame(frame: list[Any]) -> Frame:
-    file, line, function = frame
-    return Frame(load(str, file), load(int, line), load(str, function))
 
 
 def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: Iterable[str]) -> tuple[RankDump, ...]:

@@ -38,14 +38,12 @@ _MAX_FRAMES = 40
 
 OperationSource = Callable[[], Mapping[str, Any]]
 """Returns `pending` and `progress` as `read_recorder` does; for groups of cpuft.comm also the `names` of operations."""
-Place = tuple[str, int, str]  # file, line, function
 
 
 class _Reporter:
     def __init__(self) -> None:
         self.source: OperationSource = read_recorder
-        self.raised: list[Place] = []
-        self.failed: list[Any] = []
+        self.raised, self.failed = list[dict[str, Any]](), list[dict[str, Any]]()
         self.wait_limit = math.inf
         self._lock = threading.Lock()
         self._length = 0
@@ -57,9 +55,8 @@ class _Reporter:
         """Write the current report over the previous one with a single call."""
         with self._lock:
             found = {name: value for name, value in self.source().items() if name in ("pending", "progress")}
-            text = json.dumps(
-                {**found, "raised": self.raised, "failed": self.failed, "main": _list_main_frames()}
-            ).encode()
+            own = {"raised": self.raised, "failed": self.failed, "main": _list_main_frames()}
+            text = json.dumps(found | own).encode()
             os.pwrite(self._report, text.ljust(self._length), 0)
             self._length = len(text)
         # A message between two ranks may be expected long before it is sent.
@@ -104,18 +101,19 @@ def wait_for_stack_dump(text: str = "", error: BaseException | None = None) -> N
     os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())
     if is_supervised and _reporter:
         frames = reversed(traceback.extract_tb(error.__traceback__ if error else None))
-        _reporter.raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
+        _reporter.raised = [{"file": one.filename, "line": one.lineno or 0, "function": one.name} for one in frames]
         if "gloo" in str(error):  # it names its source file
             _reporter.failed = read_recorder().get("last", [])
         _reporter.write()
         time.sleep(MAX_WAIT_SECONDS)
 
 
-def _list_main_frames() -> list[Place]:
+def _list_main_frames() -> list[dict[str, Any]]:
     """Return the frames of the main thread, innermost first. This is all that is known of a rank that is stopped."""
-    frame, found = sys._current_frames().get(threading.main_thread().ident or 0), list[Place]()
+    frame, found = sys._current_frames().get(threading.main_thread().ident or 0), list[dict[str, Any]]()
     while frame and len(found) < _MAX_FRAMES:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        code = frame.f_code
+        found.append({"file": code.co_filename, "line": frame.f_lineno, "function": code.co_name})
         frame = frame.f_back
     return found
 
@@ -142,7 +140,7 @@ def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
 
     A channel is "the world" (the default process group) or "group NAME", with ", between two" for two ranks.
     """
-    pending, progress, last = [], dict[str, tuple[int, str]](), list[Any]()
+    pending, progress, last = [], dict[str, tuple[int, str]](), list[dict[str, Any]]()
     for entry in found.get("entries", ()):
         name, description = entry["process_group"]
         channel = "the world" if description == "default_pg" else f"group {name}"
@@ -150,8 +148,7 @@ def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
         if entry["is_p2p"]:
             channel, sequence = f"{channel}, between two", entry["p2p_seq_id"]
         progress[channel] = max(progress.get(channel, (0, "")), (sequence, operation))
-        last = [channel, sequence, operation]
+        last = [{"channel": channel, "sequence": sequence, "name": operation, "seconds": 0.0}]
         if not entry["retired"]:
-            seconds = (now - entry["time_created_ns"]) / 1e9
-            pending.append({"channel": channel, "sequence": sequence, "name": operation, "seconds": seconds})
+            pending.append(last[0] | {"seconds": (now - entry["time_created_ns"]) / 1e9})
     return {"pending": pending, "progress": progress, "last": last}

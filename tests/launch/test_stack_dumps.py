@@ -44,6 +44,9 @@ Thread 0x00007f8f76be96c0 (most recent call first):
 """
 
 
+LOADING = {"file": "/a.py", "line": 5, "function": "load"}
+
+
 def found(**more: object) -> dict[str, object]:
     report = {
         "pending": [
@@ -52,7 +55,7 @@ def found(**more: object) -> dict[str, object]:
         ],
         "progress": {"the world from 1": [9, "recv"], "the world": [7, "all_reduce"], "group 1": [2, "barrier"]},
         "raised": [],
-        "main": [["/home/me/train.py", 3, "load"]],
+        "main": [LOADING | {"file": "/home/me/train.py", "line": 3}],
     }
     plain = {"rank": 0, "pid": 12, "state": "S", "wchan": "futex_do_wait", "stack": DUMP, "age": 0.3}
     return plain | {"report": json.dumps(report)} | more
@@ -108,8 +111,8 @@ def test_the_longest_pending_operation_comes_first() -> None:
 
 def test_an_operation_ended_by_a_timeout_counts_as_pending() -> None:
     report: dict[str, object] = {"pending": [], "progress": {"the world": [3, "all_reduce"]}}
-    report["raised"] = [["/a.py", 5, "step"]]
-    report["failed"] = ["the world", 3, "all_reduce"]
+    report["raised"] = [LOADING | {"function": "step"}]
+    report["failed"] = [{"channel": "the world", "sequence": 3, "name": "all_reduce", "seconds": 0.0}]
     dump = parse_rank_dump(found(report=json.dumps(report)), "node1")
     assert dump.pending == (PendingOperation("the world", 3, "all_reduce", 0.0),)
     assert dump.location == "/a.py:5 in step"
@@ -121,7 +124,7 @@ def test_a_finished_operation_of_a_rank_that_raised_an_error_does_not_count_as_p
         parse_rank_dump(
             found(
                 rank=rank,
-                report=json.dumps({"pending": [], "progress": progress, "raised": [["/a.py", 5, "load"]][rank:]}),
+                report=json.dumps({"pending": [], "progress": progress, "raised": [LOADING][rank:]}),
             ),
             f"node{rank + 1}",
         )
