@@ -439,17 +439,13 @@ def find_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[Launch
     """Return [`config`] if it names hosts or none are known, else the hosts of all detached runs known here."""
     if config.cluster or config.hostfile:
         return [config]
-    places = {_find_place(note) for note in list_detached(environ)}
-    return [place for place in sorted(places, key=str) if _exists(place, environ)] or [config]
+    clusters = {"", *(name for root in search_roots(environ) for name in list_names(root))}
+    places = sorted({_find_place(note) for note in list_detached(environ)}, key=str)
+    return [one for one in places if one.cluster in clusters and os.path.exists(one.hostfile or "/")] or [config]
 
 
 def _find_place(note: LaunchNote) -> LaunchConfig:
     return LaunchConfig(cluster=note.cluster, hostfile=note.hostfile, ssh_config=note.ssh_config)
-
-
-def _exists(place: LaunchConfig, environ: Mapping[str, str]) -> bool:
-    known = {name for root in search_roots(environ) for name in list_names(root)}
-    return place.cluster in known if place.cluster else not place.hostfile or os.path.exists(place.hostfile)
 
 
 def list_runs(config: LaunchConfig) -> tuple[list[tuple[Head, Description]], list[CpuftError]]:

@@ -34,7 +34,7 @@ from cpuft.launch.inputs import (
 )
 from cpuft.launch.leases import RENEWAL_SECONDS
 from cpuft.launch.results import plan_partial_cleanup, plan_results
-from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun
+from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun, check_newest_checkpoint
 from cpuft.launch.run_folder import plan_claim, plan_run_folder
 from cpuft.launch.run_state import begin_state
 from cpuft.launch.script_command import wrap_script
@@ -87,9 +87,11 @@ def plan_run(
     """Plan a job on these hosts: a new run in `run_dir` of this machine, or with `resumed` its next attempt.
 
     Reads the input files here, and asks the hosts which of them they lack. Changes nothing. Raises CpuftError: options
-    do not fit, or files or hosts cannot be used.
+    do not fit, files or hosts cannot be used, or the newest checkpoint would not be used.
     """
     work, config = cluster.work_dir(run_dir), job.config
+    if resumed:
+        check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     if job.script:
         command, bundles = pack_script(cluster, job.script)
         command = command[1:] if job.call_file else wrap_script(command, cluster.python, job.wrap)

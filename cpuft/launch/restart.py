@@ -35,7 +35,6 @@ from cpuft.launch.results import (
 from cpuft.launch.resume import (
     HostCopy,
     ResumedRun,
-    check_newest_checkpoint,
     find_newest_checkpoint,
     gather_host_copies,
     read_resumed_run,
@@ -397,7 +396,6 @@ def plan_next_attempt(
     resumed = find_resumed_run(launch.job, run_dir, copies, updates)
     resumed = replace(resumed, owner=plan.owner, stopped_at=tried.stopped_at)
     resumed = replace(resumed, restart_reason=reason, fetched_from=fetched_from)
-    check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_checkpoint(run_dir, copies)
 
 

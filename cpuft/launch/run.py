@@ -23,7 +23,7 @@ from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
 from cpuft.launch.progress_bar import show_progress
 from cpuft.launch.restart import describe_limit, kill_ranks, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
-from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run, has_begun
+from cpuft.launch.resume import gather_resumed_run, has_begun
 from cpuft.launch.run_folder import choose_run_dir
 from cpuft.launch.script_command import name_script, plan_script, refuse_other_launchers, wrap_script
 from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS, StopRequest
@@ -57,8 +57,6 @@ class PlannedLaunch:
     plan: RunPlan
     job: Job | None = None
     """None if the run has finished on the head host, and its results are only to be fetched."""
-    finished_on: str = ""
-    """Name of the host on which a resumed run has finished; empty for any other launch."""
     note: LaunchNote = LaunchNote()
     """What is noted on this machine for the time when the run is resumed."""
 
@@ -89,8 +87,7 @@ def plan_request(
     if resumed and resumed.finished_on:
         head = tuple(host for host in resumed.hosts if host.name == resumed.finished_on)
         cluster = gather_cluster(replace(config, np=1), head, is_on_host_disk=True)
-        plan = plan_fetching(cluster, resumed)
-        return PlannedLaunch(resumed.run_dir, cluster, plan, finished_on=resumed.finished_on)
+        return PlannedLaunch(resumed.run_dir, cluster, plan_fetching(cluster, resumed))
     run_dir = ""
     if resumed:
         config, train = resumed.take_over(config, train, request.given)
@@ -107,9 +104,7 @@ def plan_request(
     config = replace(config, np=cluster.ranks)
     if request.script and config.np > 1 and not options.independent:
         refuse_other_launchers(request.script)
-    if resumed:
-        check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
-    elif not run_dir:
+    if not run_dir:
         name = name_script(command) if command else train.task
         run_dir = _take_folder("", f"{name}-np{config.np}", locks)
     paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
@@ -165,7 +160,7 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     """
     job, run_dir, cluster = planned.job, planned.run_dir, planned.cluster
     if not job:
-        say(f"cpuft: the run has finished on {planned.finished_on}: fetching its results")
+        say(f"cpuft: the run has finished on {cluster.head}: fetching its results")
         with renew_leases(cluster.access, say):
             fetch_and_clean_up(planned.plan, run_dir, cluster, True, say)
         save_note(run_dir, LaunchNote(), environ)

@@ -305,7 +305,7 @@ def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
     """Return module name -> function that is called with the imported module and patches it."""
     lightning = functools.partial(_use_all_ranks, check=check)
     return {
-        "torch.optim.optimizer": functools.partial(_hook_optimizers, check=check),
+        "torch.optim.optimizer": lambda module: module.register_optimizer_step_pre_hook(check.before_step),
         "torch.nn.parallel.distributed": functools.partial(_watch_wrapped_models, check=check),
         "torch.multiprocessing.spawn": functools.partial(_refuse_spawned_processes, check=check),
         "accelerate.state": _join_on_cpus,
@@ -315,10 +315,6 @@ def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
         "pytorch_lightning.trainer.connectors.accelerator_connector": lightning,
         "lightning_fabric.connector": lightning,
     }
-
-
-def _hook_optimizers(optimizer: Any, check: ConnectionCheck) -> None:
-    optimizer.register_optimizer_step_pre_hook(check.before_step)
 
 
 def _watch_wrapped_models(distributed: Any, check: ConnectionCheck) -> None:
