@@ -264,9 +264,7 @@ def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int,
     with (folder / _EVENTS).open("rb") as file:
         file.seek(position)
         while True:
-            is_alive = is_locked(
-                folder / _ALIVE
-            )  # first: the keeper writes its last event while it lives
+            is_alive = is_locked(folder / _ALIVE)  # first: the keeper writes its last event while it lives
             line = file.readline()
             if line.endswith(b"\n"):
                 position += len(line)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -202,24 +202,18 @@ class RunMonitor:
     """
 
     logs: Path
-    find_unreachable: Callable[[], set[str]]
-    """Asks all hosts, and returns those that do not answer."""
-    diagnose_hang: Callable[[], tuple[Diagnosis, set[str]]]
-    """Gathers the stacks of ranks that hang. Returns the rank that they wait for, and the hosts that do not answer."""
-    ranks: int = 0
-    """Number of ranks; 0: their starts and ends are not checked."""
-    has_several_hosts: bool = False
+    hosts: tuple[str, ...]
+    """The host of each rank."""
+    transport: Transport
     start_limit: float = 0.0
     """Seconds within which the first rank has to start; 0 for no limit."""
+    stop_request: StopRequest = field(default_factory=StopRequest)
+    check_state: Callable[[], None] = lambda: None
+    """Updates the run state. Raises LaterStartError if another launcher has started the run again."""
     diagnosis: Diagnosis | None = None
     has_hang: bool = False
     """Whether a rank has reported that it waited in vain. `check` does nothing after that, even if a signal interrupts
     the diagnosis: by then the ranks are ended."""
-    stop_request: StopRequest = field(default_factory=StopRequest)
-    report_wait: Callable[[], None] = lambda: None
-    """Tells the user which ranks the others have been waiting for."""
-    check_state: Callable[[], None] = lambda: None
-    """Updates the run state. Raises LaterStartError if another launcher has started the run again."""
     waits: set[bytes] = field(default_factory=set)
     begun: float = field(default_factory=time.monotonic)
     """In seconds of the monotonic clock, as all times here that have no other unit."""
@@ -256,7 +250,7 @@ class RunMonitor:
             self.failed_at = now
         if _has_mark(ends, HANG_MARK):
             self.has_hang = True
-            self.diagnosis, self.unreachable = self.diagnose_hang()
+            self.diagnosis, self.unreachable = diagnose_run(str(self.logs.parent), self.hosts, self.transport, _print)
             raise StuckError("ended the ranks, because some of them waited in vain for others")
         if waits := {wait for end in ends for wait in re.findall(WAITS_MARK.encode() + b"[^\n]*", end)} - self.waits:
             self.waits |= waits
@@ -283,20 +277,35 @@ class RunMonitor:
         """Return why a host may be lost; empty for no reason."""
         if self._misses_heartbeat(now):
             return "no rank gives a heartbeat"
-        if self.started < self.ranks:
+        ranks = len(self.hosts)
+        if self.started < ranks:
             self.started = 0
             for log in list_error_logs(self.logs):
                 with log.open("rb") as file:
                     self.started += STARTED_MARK.encode() in file.read(_MARK_BYTES)
-            if self.started < self.ranks and now - self.begun > _STARTS_SECONDS + _STARTS_SECONDS_PER_RANK * self.ranks:
-                return f"{self.ranks - self.started} of {self.ranks} ranks have not started"
+            if self.started < ranks and now - self.begun > _STARTS_SECONDS + _STARTS_SECONDS_PER_RANK * ranks:
+                return f"{ranks - self.started} of {ranks} ranks have not started"
             return ""
         ended = sum(ENDED_MARK.encode() in end for end in ends)
-        if 0 < ended < self.ranks:
+        if 0 < ended < ranks:
             self.ended_at = self.ended_at or now
             if now - self.ended_at > _ENDS_SECONDS:
-                return f"{self.ranks - ended} of {self.ranks} ranks have not ended"
+                return f"{ranks - ended} of {ranks} ranks have not ended"
         return ""
+
+    def report_wait(self) -> None:
+        """Tell the user which ranks the others have been waiting for."""
+        known = set(self.transport.unresponsive)
+        with suppress(CpuftError):  # the stacks cannot be stored
+            place = str(self.logs.parent), self.hosts, self.transport
+            diagnosis, _ = diagnose_run(*place, lambda line: None, LONG_SECONDS)
+            if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
+                _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
+        self.transport.unresponsive.intersection_update(known)  # a host that was only busy goes on
+
+    def find_unreachable(self) -> set[str]:
+        """Ask all hosts, and return those that do not answer."""
+        return self.transport.find_unresponsive(sorted(set(self.hosts)))
 
     def has_started(self) -> bool:
         """Return True if `check` has counted a rank that started, or any rank has written to its error log."""
@@ -399,7 +408,9 @@ def run_on_this_machine(
         # Of a start of this training that was killed. A script, which has no record, may use such a name itself.
         for unsaved in Path(run_dir).glob(UNSAVED_MODEL) if Path(run_dir, FILE_NAME).exists() else ():
             shutil.rmtree(unsaved, ignore_errors=True)
-        monitor = _make_monitor(run_dir, writer, transport, stop_request or StopRequest())
+        limit = _START_LIMIT + _START_LIMIT_PER_RANK * len(state.hosts)
+        logs, stop_request = Path(run_dir) / "logs", stop_request or StopRequest()
+        monitor = RunMonitor(logs, state.hosts, transport, limit, stop_request, writer.check)
         writer.write(phase=TRAINING)
         code = 1
         try:
@@ -439,31 +450,6 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[
     return ""
 
 
-def _make_monitor(run_dir: str, writer: StateWriter, transport: Transport, stop_request: StopRequest) -> RunMonitor:
-    hosts = writer.state.hosts
-    names = tuple(sorted(set(hosts)))
-
-    def report_wait() -> None:
-        known = set(transport.unresponsive)
-        with suppress(CpuftError):  # the stacks cannot be stored
-            diagnosis, _ = diagnose_run(run_dir, hosts, transport, lambda line: None, LONG_SECONDS)
-            if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
-                _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
-        transport.unresponsive.intersection_update(known)  # a host that was only busy goes on
-
-    return RunMonitor(
-        Path(run_dir) / "logs",
-        find_unreachable=lambda: transport.find_unresponsive(names),
-        diagnose_hang=lambda: diagnose_run(run_dir, hosts, transport, _print),
-        report_wait=report_wait,
-        ranks=len(hosts),
-        has_several_hosts=len(names) > 1,
-        start_limit=_START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
-        stop_request=stop_request,
-        check_state=writer.check,
-    )
-
-
 def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], None] = lambda: None) -> None:
     remind = execute.make_reminder(lambda passed: _print(f"{step.why}: not finished after {passed:.0f} s"))
 
@@ -486,7 +472,7 @@ def _run_ranks(
     step: Step, monitor: RunMonitor, writer: StateWriter, environ: Mapping[str, str], time_limit: float
 ) -> int:
     """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
-    logs, hosts, begun = monitor.logs, writer.state.hosts, time.monotonic()
+    logs, hosts, begun = monitor.logs, monitor.hosts, time.monotonic()
     environ = {**environ, **_mark_processes(step, logs.parent, writer.state.owner, environ)}
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
@@ -494,8 +480,9 @@ def _run_ranks(
         if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and monitor.find_lost_hosts()):
             break
         _print(f"{not_started}, although all hosts answer: starting mpirun again ({number} of {_MOST_STARTS})")
-        monitor = replace(monitor, begun=time.monotonic(), start_limit=2 * monitor.start_limit)
-        monitor = replace(monitor, failed_at=0.0, unreachable=None, host_check=None)
+        monitor = RunMonitor(
+            logs, hosts, monitor.transport, 2 * monitor.start_limit, monitor.stop_request, monitor.check_state
+        )
     if not code:
         writer.note(exit_codes={str(rank): 0 for rank in range(len(hosts))})
         return 0
@@ -579,5 +566,6 @@ def _start_ranks(
             raise CpuftError(
                 f"the run was stopped at its time limit ({error}): raise --time-limit, or train for less"
             ) from None
-    not_started = code not in (0, *_CANNOT_RUN) and monitor.has_several_hosts and not monitor.has_started()
+    may_help = code not in (0, *_CANNOT_RUN) and len(set(monitor.hosts)) > 1
+    not_started = may_help and not monitor.has_started()
     return code, False, f"mpirun ended with exit code {code} before any rank started" if not_started else ""

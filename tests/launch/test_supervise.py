@@ -13,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,6 +56,16 @@ class Lost(SshTransport):
 
     def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return {"b"}.intersection(names)
+
+
+@dataclass(frozen=True)
+class Asked(SshTransport):
+    """A transport to hosts that a function asks."""
+
+    ask: Callable[[], set[str]] = set
+
+    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+        return self.ask()
 
 
 def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,13 +158,13 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(
-    is_interrupted: bool, tmp_path: Path
+    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rank-1.err").write_text(f"{error_log('', 1, 75)}{HANG_MARK}\n", encoding="utf-8")
     asked: list[str] = []
     verdict = Diagnosis((0,), "rank 0 on node1 blocks the others")
 
-    def look() -> tuple[Diagnosis, set[str]]:
+    def look(*place: object) -> tuple[Diagnosis, set[str]]:
         asked.append("stacks")
         if is_interrupted:
             raise Interrupted(TERM)
@@ -163,7 +174,8 @@ def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(
         asked.append("hosts")
         return set()
 
-    monitor = RunMonitor(tmp_path, find_silent, look)
+    monkeypatch.setattr(supervise, "diagnose_run", look)
+    monitor = RunMonitor(tmp_path, (), Asked(ask=find_silent))
     with pytest.raises(Interrupted if is_interrupted else StuckError, match=r"SIGTERM|waited in vain for others"):
         monitor.check()
     monitor.checked_at = monitor.failed_at = -100.0
@@ -185,7 +197,7 @@ def test_the_messages_of_an_mpirun_that_lost_a_host_count_as_a_failure(said: str
     """In a Slurm job it would wait until Slurm notices the loss."""
     (tmp_path / "logs").mkdir()
     (tmp_path / HEARTBEAT_FILE).write_text(said, encoding="utf-8")
-    monitor = RunMonitor(tmp_path / "logs", set, lambda: (Diagnosis((), ""), set()))
+    monitor = RunMonitor(tmp_path / "logs", (), Asked())
     monitor.check()
     assert bool(monitor.failed_at) == ends
 
@@ -200,7 +212,7 @@ def test_hosts_are_asked_if_no_rank_gives_a_heartbeat(tmp_path: Path) -> None:
         asked.append("hosts")
         return set()
 
-    monitor = RunMonitor(logs, find_silent, lambda: (Diagnosis((), ""), set()))
+    monitor = RunMonitor(logs, (), Asked(ask=find_silent))
 
     def look(quiet: float) -> None:
         monitor.checked_at, monitor.heartbeat_seen_at = 0.0, time.monotonic() - quiet
@@ -231,7 +243,7 @@ def make_monitor(logs: Path, silent: set[str], asked: list[str]) -> RunMonitor:
         asked.append("hosts")
         return silent
 
-    return RunMonitor(logs, find_silent, lambda: (Diagnosis((), ""), set()), 2, True, 45.0)
+    return RunMonitor(logs, ("a", "b"), Asked(ask=find_silent), 45.0)
 
 
 def check_after(monitor: RunMonitor, seconds: float) -> None:
@@ -270,9 +282,9 @@ def test_a_host_that_is_lost_while_the_run_is_saved_is_detected(tmp_path: Path) 
         check_after(monitor, 6.0)
 
 
-def test_long_waits_are_reported_once_while_the_ranks_go_on(tmp_path: Path) -> None:
+def test_long_waits_are_reported_once_while_the_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monitor, reported = make_monitor(tmp_path / "logs", set(), []), threading.Event()
-    monitor.report_wait = reported.set
+    monkeypatch.setattr(monitor, "report_wait", reported.set)
     log = tmp_path / "logs/rank-1.err"
     log.write_text(f"{STARTED_MARK} rank 1 on b\n")
     check_after(monitor, 0.0)
@@ -418,10 +430,7 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
         told.wait(30)
         return next(answers)
 
-    def look() -> tuple[Diagnosis, set[str]]:
-        raise AssertionError("no rank hangs")
-
-    monitor = RunMonitor(tmp_path, find_silent, look)
+    monitor = RunMonitor(tmp_path, (), Asked(ask=find_silent))
     monitor.check()
     monitor.checked_at = monitor.failed_at = time.monotonic() - 1.0
     monitor.check()
