@@ -19,7 +19,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.execute import Answer
 from cpuft.files import hash_text
-from cpuft.hosts import facts, registry
+from cpuft.hosts import facts, mpijob, registry, slurm
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.topology import HostFacts, parse_facts
@@ -245,12 +245,8 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     hostfile = entry.hostfile if entry else config.hostfile or find_job_hostfile(os.environ)
     if hostfile:
         hosts = read_hostfile(hostfile)
-    elif not find_slurm(os.environ):
-        hosts = (LOCAL,)
     else:
-        from cpuft.hosts import slurm
-
-        hosts = slurm.read_hosts(os.environ)
+        hosts = slurm.read_hosts(os.environ) if slurm.find_transport(os.environ) else (LOCAL,)
     return _select_hosts(hosts, config.only_hosts) if config.only_hosts else hosts
 
 
@@ -265,26 +261,15 @@ def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
     return tuple(found)
 
 
-def find_slurm(environ: Mapping[str, str]) -> Transport | None:
-    """Return what `slurm.find_transport` does, which is imported in a job only."""
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    from cpuft.hosts import slurm
-
-    return slurm.find_transport(environ)
-
-
 def find_access(config: LaunchConfig) -> Access:
     """Return how the hosts of a run are reached, and what is installed there. In an MPIJob, its ssh files are written.
     Raises CpuftError: both --cluster and --hostfile are given, or the entry or the job cannot be used.
     """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
     if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:
-        from cpuft.hosts import mpijob
-
         return Access(mpijob.make_transport())  # this writes the job's ssh files
     if entry is None:
-        in_job = None if config.hostfile else find_slurm(os.environ)
+        in_job = None if config.hostfile else slurm.find_transport(os.environ)
         transport = in_job or SshTransport(config.ssh_config)
         return Access(transport, replace(registry.NO_CLUSTER, shares_files=bool(in_job)))
     return Access(SshTransport(config.ssh_config or entry.ssh_config, entry.here or None), entry)

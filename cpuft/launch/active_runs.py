@@ -16,7 +16,8 @@ from pathlib import Path
 from cpuft import transfer
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, cache_path, hash_text, is_locked
-from cpuft.hosts.cluster import Access, Cluster, find_slurm
+from cpuft.hosts import slurm
+from cpuft.hosts.cluster import Access, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
@@ -108,7 +109,7 @@ def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
         raise CpuftError(
             f"the run in {run} has ended, and its launch was killed: look into {run}/logs for what its ranks printed"
         )
-    transport = find_slurm(environ) or SshTransport(note.ssh_config)
+    transport = slurm.find_transport(environ) or SshTransport(note.ssh_config)
     return ActiveRun(note.work, note.hosts, Access(transport, replace(NO_CLUSTER, python=note.python)))
 
 

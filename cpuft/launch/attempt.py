@@ -79,7 +79,7 @@ def run_attempt(
     """
     work = cluster.work_dir(run_dir)
     state, request = begin_state(cluster, run_dir, plan.owner), request or StopRequest()
-    request.run_dir, request.head_host, request.command_prefixes = work, cluster.head, cluster.command_prefixes
+    request.run_dir, request.prefix = work, cluster.command_prefixes.get(cluster.head, ())
     try:
         secrets, registration = secrets_on_hosts(plan, cluster, work, os.environ, state), register_run(run_dir, cluster)
         with secrets, registration, ThreadPoolExecutor(1) as background:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from cpuft import execute
+from cpuft.argv import make_shell_line
 from cpuft.errors import RESUMABLE, CpuftError, DiskFullError, Interrupted
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import STATE_FILE
@@ -39,7 +40,7 @@ from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes
 from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, OWNER_VARIABLE, STARTED_MARK, WAITS_MARK
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
-from cpuft.steps import Plan, RunPlan, Step
+from cpuft.steps import RunPlan, Step
 
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take after the first Ctrl-C to finish one or two updates and save a checkpoint."""
@@ -97,8 +98,8 @@ class StopRequest:
     """Seconds from the first Ctrl-C until the ranks are killed; with 0, at once."""
     run_dir: str = ""
     """The run folder of this attempt as the ranks see it."""
-    head_host: str = ""
-    command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
+    """What to put before a shell line to run it on the head host, if that is not this machine."""
     signal_number: int = 0
     """The first signal that requested the end; 0 for none yet."""
     deadline: float = math.inf
@@ -138,7 +139,7 @@ class StopRequest:
                     "a second Ctrl-C or cpuft stop ends them at once"
                 )
             for _ in range(_STOP_REQUEST_TRIES):
-                answer = execute.run_command(self.plan_request(name).command, _STOP_REQUEST_SECONDS)
+                answer = execute.run_command(self.plan_command(name), _STOP_REQUEST_SECONDS)
                 if answer.exit_code != execute.SSH_FAILED:
                     break
             if answer.exit_code:
@@ -146,13 +147,11 @@ class StopRequest:
         if time.monotonic() > self.deadline:
             raise Interrupted(signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM)
 
-    def plan_request(self, name: str) -> Step:
-        """Return the step of this machine that writes a signal's name as the request on the head host."""
+    def plan_command(self, name: str) -> tuple[str, ...]:
+        """Return the argv with which this machine writes a signal's name as the request on the head host."""
         path = f"{self.run_dir}/{REQUEST_FILE}"
         command = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
-        return Plan(command_prefixes=self.command_prefixes).as_local(
-            Step("ask the ranks to end", command, host=self.head_host)
-        )
+        return (*self.prefix, make_shell_line(command)) if self.prefix else command
 
 
 @dataclass

@@ -506,7 +506,7 @@ def test_a_stop_request_is_sent_again_if_the_connection_fails(
     (tmp_path / "logs").mkdir()
     tries = tmp_path / "tries"
     script = f'echo >>{tries}; [ "$(wc -l <{tries})" -gt {failures} ] || exit 255; eval "$1"'
-    request = StopRequest(0.0, 60.0, str(tmp_path), "node1", {"node1": ("sh", "-c", script, "ssh")})
+    request = StopRequest(0.0, 60.0, str(tmp_path), ("sh", "-c", script, "ssh"))
     request.handle_signal(signal.SIGINT)
     request.check()
     request.check()
@@ -515,8 +515,8 @@ def test_a_stop_request_is_sent_again_if_the_connection_fails(
 
 
 def test_a_stop_request_reaches_a_remote_head_host_over_ssh(tmp_path: Path) -> None:
-    request = StopRequest(0.0, 0.0, "/var/tmp/cpuft-0/x/run", "a", {"a": ("ssh", "a")})
-    *way, line = request.plan_request("SIGUSR1").command
+    request = StopRequest(0.0, 0.0, "/var/tmp/cpuft-0/x/run", ("ssh", "a"))
+    *way, line = request.plan_command("SIGUSR1")
     assert way == ["ssh", "a"]
     assert line.endswith(" /var/tmp/cpuft-0/x/run/logs/interrupt SIGUSR1")
 
