@@ -61,6 +61,11 @@ class Access:
         """Python of the training environment, the same path on every host."""
         return self.entry.python or sys.executable
 
+    def with_settings(self, *command: str) -> tuple[str, ...]:
+        """Return the argv that runs a command with the environment variables that cpuft needs on the hosts."""
+        settings = [f"{name}={value}" for name, value in self.entry.settings.items()]
+        return ("env", *settings, *command) if settings else command
+
     def any_python(self, *arguments: str) -> tuple[str, ...]:
         """Return the argv that runs `arguments` in the environment's Python, or in `python3` where that is missing."""
         script = 'python=$(command -v "$0" || echo python3); exec "$python" "$@"'
@@ -251,14 +256,13 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
 
 
 def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
-    found, known = list[Host](), {host.name: host for host in hosts}
-    for name in (part.strip() for part in names.split(",")):
+    wanted, known = [part.strip() for part in names.split(",")], {host.name: host for host in hosts}
+    for name in wanted:
         if name not in known:
             raise CpuftError(f"--only-hosts: there is no host {name!r:.80}: {suggest_names(name, tuple(known))}")
-        if known[name] in found:
+        if wanted.count(name) > 1:
             raise CpuftError(f"--only-hosts has {name!r:.80} twice: leave out one of them")
-        found.append(known[name])
-    return tuple(found)
+    return tuple(known[name] for name in wanted)
 
 
 def find_access(config: LaunchConfig) -> Access:

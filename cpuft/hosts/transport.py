@@ -402,15 +402,12 @@ def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
             # A name that begins with | is a hash, which only paramiko can compare.
             if name not in names.split(",") and not names.startswith("|"):
                 continue
-            entry = None
             with suppress(SSHException, InvalidHostKey):
                 entry = HostKeyEntry.from_line(line.strip())
-            if entry is None or entry.key is None:
-                continue
-            for one in entry.hostnames or ():
-                # Of two keys of the same type, the first one counts, as in paramiko.
-                if entry.key.get_name() not in (keys.lookup(one) or {}):
-                    keys.add(one, entry.key.get_name(), entry.key)
+                for one in entry.hostnames or () if entry and entry.key else ():
+                    # Of two keys of the same type, the first one counts, as in paramiko.
+                    if entry.key.get_name() not in (keys.lookup(one) or {}):
+                        keys.add(one, entry.key.get_name(), entry.key)
 
 
 def _has_key() -> bool:
@@ -445,12 +442,11 @@ def _open_stream(login: Login, bastion: paramiko.SSHClient | None, seconds: floa
         return connection
     except TimeoutError:
         raise
-    except socket.gaierror as error:
-        raise OSError(error.strerror or str(error)) from None
     except UnicodeError:  # a part of the name is empty or longer than 63 characters (RFC 1035)
         raise OSError("its name is not a valid host name") from None
     except OSError as error:
-        raise OSError(f"{error.strerror or error} on port {login.port}") from None
+        where = "" if isinstance(error, socket.gaierror) else f" on port {login.port}"
+        raise OSError(f"{error.strerror or error}{where}") from None
 
 
 def _refuse_unknown_keys(host: Host) -> paramiko.MissingHostKeyPolicy:

@@ -117,13 +117,9 @@ class Head:
     options: tuple[str, ...] = ()
     """The options that name its cluster or hostfile, for commands in messages."""
 
-    def with_settings(self, *command: str) -> tuple[str, ...]:
-        """Return the argv ("env", "NAME=VALUE", ..., *command) with the variables that cpuft needs on the host."""
-        return ("env", *(f"{name}={value}" for name, value in self.access.entry.settings.items()), *command)
-
     def action(self, *words: str) -> tuple[str, ...]:
         """Return the argv that carries out an action of `detached_head` on the host, to be run there."""
-        return self.with_settings(*module_command(self.access.python, MODULE), *words)
+        return self.access.with_settings(*module_command(self.access.python, MODULE), *words)
 
     def from_here(self, command: tuple[str, ...]) -> tuple[str, ...]:
         """Return the argv with which this machine runs a command of the host."""
@@ -173,7 +169,8 @@ def refuse_jobs(config: LaunchConfig, environ: Mapping[str, str]) -> None:
 def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
     """Raise CpuftError if the head host cannot run this version of cpuft, or lacks packages that the command needs."""
     name, python = head.host.name, head.access.python
-    answer = head.access.transport.run(head.host, head.with_settings(python, "-c", FROM_STDIN, *packages), _EXAMINE)
+    command = head.access.with_settings(python, "-c", FROM_STDIN, *packages)
+    answer = head.access.transport.run(head.host, command, _EXAMINE)
     advice = "install it there, for example with cpuft provision hosts, or leave out --detach"
     if answer.exit_code == _NO_PROGRAM:
         raise CpuftError(f"host {name} has no Python at {python}, which would run the detached command: {advice}")

@@ -316,8 +316,7 @@ def _plan_copies(
 ) -> tuple[Step, ...]:
     """Plan to send files to hosts: as a tree if there is one reason for several hosts, else with a step for each."""
     if len(whys) < len(hosts):
-        env = [f"{name}={value}" for name, value in cluster.access.entry.settings.items()]
-        start = (*(("env", *env) if env else ()), *module_command(cluster.python, "cpuft.launch.relay"), "receive")
+        start = cluster.access.with_settings(*module_command(cluster.python, "cpuft.launch.relay"), "receive")
         addresses = cluster.addresses
         receivers = tuple(Receiver(host, addresses.get(host, ""), reach(host, start)) for host in hosts)
         text = json.dumps(dataclasses.asdict(replace(order, receivers=receivers)))

@@ -54,14 +54,12 @@ def plan_settings(
     interfaces = plan_interfaces(cluster, config.iface)
     port = config.master_port or cluster.facts[0].free_port
     by_srun = cluster.mpi.name == "srun"
-    shared = shared_settings(interfaces[0], port, cluster.facts, config.np, by_srun)
-    shared = keep_user_values(shared, environ)
+    shared = keep_user_values(shared_settings(interfaces[0], port, cluster.facts, config.np, by_srun), environ)
     hosts = []
     for facts, interface, ranks in zip(cluster.facts, interfaces, placements):
         disjoint = sum(len(set(rank.compute)) for rank in ranks) == len({c for rank in ranks for c in rank.compute})
         pinned_by_mpi = cluster.mpi.name == "intel" and disjoint
-        settings = host_settings(facts, interface, ranks, pinned_by_mpi, reason)
-        settings = keep_user_values(settings, environ)
+        settings = keep_user_values(host_settings(facts, interface, ranks, pinned_by_mpi, reason), environ)
         if "I_MPI_PIN_DOMAIN" in user_set_names(settings):
             # The user pins the ranks, so they must not check that they are on the planned cores.
             settings = tuple(setting for setting in settings if setting.name != "CPUFT_CORES")
@@ -256,14 +254,13 @@ def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
     """Return the settings with the user's value, and a reason that says so, for each variable that the user has set."""
-    return tuple(_keep_user_value(setting, environ) for setting in settings)
-
-
-def _keep_user_value(setting: Setting, environ: Mapping[str, str]) -> Setting:
-    value = environ.get(setting.name)
-    if value is None or value == setting.value or setting.name.startswith(OWN_PREFIX):
-        return setting
-    return Setting(setting.name, value, f"kept as you set it; cpuft would set {setting.value}", from_user=True)
+    kept = []
+    for one in settings:
+        value = environ.get(one.name, one.value)
+        if value != one.value and not one.name.startswith(OWN_PREFIX):
+            one = Setting(one.name, value, f"kept as you set it; cpuft would set {one.value}", from_user=True)
+        kept.append(one)
+    return tuple(kept)
 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
