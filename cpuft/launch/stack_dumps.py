@@ -274,22 +274,11 @@ def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
         raise CpuftError(f"host {head_host.name} could not store the stacks ({reason}): check its disk")
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Which ranks the others wait for, if that can be said."""
-
-    culprits: tuple[int, ...]
-    """Empty if no rank can be named."""
-    text: str
-    """One line that names them and what they are doing, or says why none can be named. For example "rank 1 on node2
-    blocks the others (rank 0 waits in all_reduce #6 of the world): it is at train.py:12 in step, running"."""
-
-
 def diagnose_run(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None], least_seconds: float = 0.0
-) -> tuple[Diagnosis, set[str]]:
-    """Gather and write the dumps of all ranks, before any is ended, and return whom the others wait for, and the hosts
-    that do not answer. Raises CpuftError: no dump can be stored.
+) -> tuple[str, set[str]]:
+    """Gather and write the dumps of all ranks, before any is ended; return what `diagnose` says, and the hosts that do
+    not answer. Raises CpuftError: no dump can be stored.
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     # A login to a host that is frozen takes longer than to find out that it is.
@@ -300,8 +289,10 @@ def diagnose_run(
     return diagnose(dumps, least_seconds), lost.union(silent)
 
 
-def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> Diagnosis:
-    """Find the ranks that the others wait for, in operations that have taken `least_seconds` or more.
+def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> str:
+    """Return a line that names the ranks that the others wait for, in operations that have taken `least_seconds` or
+    more, or says why none can be named. For example "rank 1 on node2 blocks the others (rank 0 waits in all_reduce #6
+    of the world): it is at train.py:12 in step, running".
 
     A rank is named if it has ended, is stopped or its host does not answer, or otherwise if others wait for it and it
     waits for none. If all wait for each other, because they are in different operations or at different lines, the
@@ -319,17 +310,14 @@ def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> 
         return _blame(dumps, minority, waiting) if minority else _describe_deadlock(dumps, sorted(waiting))
     if waiting:
         dump = dumps[min(waiting)]
-        return Diagnosis(
-            (),
+        return (
             f"all ranks have started {dump.pending[0].text}, which does not finish: check the network between the "
-            f"hosts; rank {dump.rank} is at {dump.location or 'an unknown line'}",
+            f"hosts; rank {dump.rank} is at {dump.location or 'an unknown line'}"
         )
     if raised := [dump for dump in dumps if dump.has_raised]:
         where = "; ".join(f"rank {one.rank} on {one.host} at {one.location}" for one in raised[:_MOST_CULPRITS])
-        return Diagnosis((), f"no rank waits for another one, and the script ended with an error: {where}")
-    if any(dump.progress for dump in dumps):
-        return Diagnosis((), NO_WAIT)
-    return _diagnose_by_stacks(dumps)
+        return f"no rank waits for another one, and the script ended with an error: {where}"
+    return NO_WAIT if any(dump.progress for dump in dumps) else _diagnose_by_stacks(dumps)
 
 
 def _is_waiting(dump: RankDump, least_seconds: float) -> bool:
@@ -355,7 +343,7 @@ def _may_take_part(dump: RankDump, channel: str) -> bool:
     return is_known and "between two" not in channel
 
 
-def _diagnose_by_stacks(dumps: Sequence[RankDump]) -> Diagnosis:
+def _diagnose_by_stacks(dumps: Sequence[RankDump]) -> str:
     inside = {dump.rank for dump in dumps if dump.is_in_collective}
     outside = {dump.rank for dump in dumps if dump.frames} - inside
     if inside and 0 < len(outside) <= len(inside):
@@ -364,7 +352,7 @@ def _diagnose_by_stacks(dumps: Sequence[RankDump]) -> Diagnosis:
     minority = _find_minority(dumps, ranks, lambda dump: dump.location)
     if minority and any(dump.frames for dump in dumps):
         return _blame(dumps, minority, set(ranks) - minority)
-    return Diagnosis((), "no rank is seen to wait for another one: the run makes progress, or all are at the same line")
+    return "no rank is seen to wait for another one: the run makes progress, or all are at the same line"
 
 
 def _find_minority(dumps: Sequence[RankDump], ranks: Sequence[int], kind: Callable[[RankDump], Hashable]) -> set[int]:
@@ -374,7 +362,7 @@ def _find_minority(dumps: Sequence[RankDump], ranks: Sequence[int], kind: Callab
     return {rank for rank in ranks if kinds[rank] != most} if 2 * count > len(ranks) else set()
 
 
-def _blame(dumps: Sequence[RankDump], culprits: set[int], waiting: set[int]) -> Diagnosis:
+def _blame(dumps: Sequence[RankDump], culprits: set[int], waiting: set[int]) -> str:
     named, others = sorted(culprits), sorted(waiting - culprits)
     blocks = ""
     if others:
@@ -383,7 +371,7 @@ def _blame(dumps: Sequence[RankDump], culprits: set[int], waiting: set[int]) -> 
         blocks = f" blocks the others ({who}{operation})"
     texts = [f"rank {rank} on {dumps[rank].host}{blocks}: {_describe(dumps[rank])}" for rank in named[:_MOST_CULPRITS]]
     more = [f"and {len(named) - _MOST_CULPRITS} more"] if len(named) > _MOST_CULPRITS else []
-    return Diagnosis(tuple(named), "; ".join(texts + more))
+    return "; ".join(texts + more)
 
 
 def _describe(dump: RankDump) -> str:
@@ -405,8 +393,8 @@ def _describe(dump: RankDump) -> str:
     return f"it is {location}, {describe_state(dump)}"
 
 
-def _describe_deadlock(dumps: Sequence[RankDump], ranks: Sequence[int]) -> Diagnosis:
+def _describe_deadlock(dumps: Sequence[RankDump], ranks: Sequence[int]) -> str:
     texts = [
         f"rank {rank} in {dumps[rank].pending[0].text} at {dumps[rank].location or 'an unknown line'}" for rank in ranks
     ]
-    return Diagnosis((), f"ranks wait for each other: {'; '.join(texts[: 2 * _MOST_CULPRITS])}")
+    return f"ranks wait for each other: {'; '.join(texts[: 2 * _MOST_CULPRITS])}"

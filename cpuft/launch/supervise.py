@@ -34,7 +34,7 @@ from cpuft.launch.failures import (
 )
 from cpuft.launch.results import write_plan
 from cpuft.launch.run_state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
-from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, Diagnosis, diagnose_run
+from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, diagnose_run
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes
@@ -209,7 +209,7 @@ class RunMonitor:
     stop_request: StopRequest = field(default_factory=StopRequest)
     check_state: Callable[[], None] = lambda: None
     """Updates the run state. Raises LaterStartError if another launcher has started the run again."""
-    diagnosis: Diagnosis | None = None
+    diagnosis: str = ""
     has_hang: bool = False
     """Whether a rank has reported that it waited in vain. `check` does nothing after that, even if a signal interrupts
     the diagnosis: by then the ranks are ended."""
@@ -298,8 +298,8 @@ class RunMonitor:
         with suppress(CpuftError):  # the stacks cannot be stored
             place = str(self.logs.parent), self.hosts, self.transport
             diagnosis, _ = diagnose_run(*place, lambda line: None, LONG_SECONDS)
-            if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
-                _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
+            if diagnosis != NO_WAIT:  # it has not ended meanwhile
+                _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis}")
         self.transport.unresponsive.intersection_update(known)  # a host that was only busy goes on
 
     def find_unreachable(self) -> set[str]:
@@ -506,7 +506,7 @@ def _run_ranks(
     mpirun_output = (logs.parent / HEARTBEAT_FILE).read_text(errors="replace")
     absent = describe_absent(failures, hosts, lost)
     if monitor.diagnosis and not lost:
-        absent = [monitor.diagnosis.text]
+        absent = [monitor.diagnosis]
     text = describe_failures(failures, mpirun_output, absent)
     print(text, file=sys.stderr, flush=True)
     writer.note(reason=text.splitlines()[-1].removeprefix("cpuft: "))

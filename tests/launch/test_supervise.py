@@ -29,7 +29,6 @@ from cpuft.launch import supervise
 from cpuft.launch.attempt import AttemptOrder
 from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
-from cpuft.launch.stack_dumps import Diagnosis
 from cpuft.launch.supervise import (
     LogTail,
     NotStartedError,
@@ -162,9 +161,9 @@ def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(
 ) -> None:
     (tmp_path / "rank-1.err").write_text(f"{error_log('', 1, 75)}{HANG_MARK}\n", encoding="utf-8")
     asked: list[str] = []
-    verdict = Diagnosis((0,), "rank 0 on node1 blocks the others")
+    verdict = "rank 0 on node1 blocks the others"
 
-    def look(*place: object) -> tuple[Diagnosis, set[str]]:
+    def look(*place: object) -> tuple[str, set[str]]:
         asked.append("stacks")
         if is_interrupted:
             raise Interrupted(TERM)
@@ -180,7 +179,7 @@ def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(
         monitor.check()
     monitor.checked_at = monitor.failed_at = -100.0
     monitor.check()  # as once more when all has ended
-    found = (None, None) if is_interrupted else (verdict, {"node1"})
+    found = ("", None) if is_interrupted else (verdict, {"node1"})
     assert (asked, (monitor.diagnosis, monitor.unreachable)) == (["stacks"], found)
 
 
