@@ -86,7 +86,7 @@ def run_attempt(
             background.submit(keep_bundles, plan, cluster)  # no rank waits for it, and no run fails by it
             if cluster.works_remotely:
                 return run_on_head_host(plan, run_dir, state, cluster, time_limit, say, request)
-            return run_on_this_machine(plan, run_dir, state, os.environ, time_limit, cluster.access.transport, request)
+            return run_on_this_machine(plan, run_dir, state, time_limit, cluster.access.transport, request)
     except Interrupted as stopped:
         what = "nothing had started"
         if Path(run_dir, "logs").exists():
@@ -186,7 +186,7 @@ def main() -> None:
         sys.exit(RESUMABLE)
     try:
         transport = SshTransport(order.ssh_config)
-        code = run_on_this_machine(order.plan, order.run_dir, order.state, os.environ, order.seconds, transport)
+        code = run_on_this_machine(order.plan, order.run_dir, order.state, order.seconds, transport)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         code = error.exit_code

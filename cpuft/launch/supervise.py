@@ -377,7 +377,6 @@ def run_on_this_machine(
     plan: RunPlan,
     run_dir: str,
     state: RunState,
-    environ: Mapping[str, str],
     time_limit: float,
     transport: Transport,
     stop_request: StopRequest | None = None,
@@ -394,14 +393,14 @@ def run_on_this_machine(
     here = plan.full_plan.as_local
     try:
         for (step,) in plan.make:
-            _run_step(here(step), environ)
+            _run_step(here(step))
     except RuntimeError as error:
         reason = str(error).splitlines()[-1]
         raise CpuftError(f"the run folder cannot be made ({reason}): give a new folder with --run-dir") from None
     with StateWriter(run_dir, state) as writer:
         writer.check()
         writer.write(phase=PREPARING)
-        if lost := _prepare(plan, run_dir, writer, environ, transport):
+        if lost := _prepare(plan, run_dir, writer, transport):
             return writer.end(RESUMABLE, lost)
         ((ranks,),) = plan.ranks
         # Of a start of this training that was killed. A script, which has no record, may use such a name itself.
@@ -413,7 +412,7 @@ def run_on_this_machine(
         writer.write(phase=TRAINING)
         code = 1
         try:
-            code = _run_ranks(here(ranks), monitor, writer, environ, time_limit)
+            code = _run_ranks(here(ranks), monitor, writer, time_limit)
         finally:
             if code:  # mpirun may have left ssh processes, which have sessions of their own
                 kill_processes(run_dir, state.owner)
@@ -423,14 +422,14 @@ def run_on_this_machine(
         return writer.end(code, writer.state.reason)
 
 
-def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[str, str], transport: Transport) -> str:
+def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, transport: Transport) -> str:
     """Prepare the examples, and write `plan.sh`; return which host was lost meanwhile, or "" if the ranks can start."""
     hosts = writer.state.hosts
     names = sorted(set(hosts))
     check_hosts = HostMonitor(lambda: transport.find_unresponsive(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
-            _run_step(plan.full_plan.as_local(step), environ, check_hosts)
+            _run_step(plan.full_plan.as_local(step), check_hosts)
         write_plan(plan, run_dir)
     except BaseException as error:
         lost = error.names if isinstance(error, HostsLostError) else set()
@@ -449,7 +448,7 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[
     return ""
 
 
-def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], None] = lambda: None) -> None:
+def _run_step(step: Step, check_hosts: Callable[[], None] = lambda: None) -> None:
     remind = execute.make_reminder(lambda passed: _print(f"{step.why}: not finished after {passed:.0f} s"))
 
     def watch() -> None:
@@ -457,7 +456,7 @@ def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], 
         check_hosts()
 
     with execute.open_memory_file() as output:
-        code = execute.run_step(step, environ, output, watch)
+        code = execute.run_step(step, os.environ, output, watch)
         output.seek(0)
         text = output.read().decode(errors="replace").strip()
     if code == _REJECTED:
@@ -467,12 +466,10 @@ def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], 
         raise RuntimeError(f"{step.why}: exit code {code}\n{text}")
 
 
-def _run_ranks(
-    step: Step, monitor: RunMonitor, writer: StateWriter, environ: Mapping[str, str], time_limit: float
-) -> int:
+def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit: float) -> int:
     """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
     logs, hosts, begun = monitor.logs, monitor.hosts, time.monotonic()
-    environ = {**environ, **_mark_processes(step, logs.parent, writer.state.owner, environ)}
+    environ = os.environ | _mark_processes(step, logs.parent, writer.state.owner)
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
         code, was_stuck, not_started = _start_ranks(step, monitor, environ, left)
@@ -523,7 +520,7 @@ def _find_leaving_hosts(run_dir: Path, hosts: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted({hosts[rank] for rank in ranks}))
 
 
-def _mark_processes(step: Step, run_dir: Path, owner: int, environ: Mapping[str, str]) -> dict[str, str]:
+def _mark_processes(step: Step, run_dir: Path, owner: int) -> dict[str, str]:
     """Return variables for mpirun by which `cpuft.rank.kill` finds it and what it starts, even before there are ranks.
 
     On other hosts, Hydra's proxies have no variables of the run, but those of Intel MPI have the name of mpirun's ssh
@@ -531,7 +528,7 @@ def _mark_processes(step: Step, run_dir: Path, owner: int, environ: Mapping[str,
     """
     mark = {"CPUFT_RUN_DIR": str(run_dir), OWNER_VARIABLE: str(owner)}
     ssh, link = execute.find_program("ssh"), run_dir.parent / f"{SSH_NAME}{owner}"
-    given = {setting.name for setting in step.settings} | environ.keys()
+    given = {setting.name for setting in step.settings} | os.environ.keys()
     if ssh and (run_dir.parent / STATE_FILE).exists() and not given & {_BOOTSTRAP, f"{_BOOTSTRAP}_EXEC"}:
         with suppress(OSError):
             link.unlink(missing_ok=True)
