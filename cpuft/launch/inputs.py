@@ -17,6 +17,7 @@ from typing import Any
 
 from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
+from cpuft.config.fields import format_flag
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, last_line
@@ -165,7 +166,7 @@ def pack_training(
                 bundles.append(Bundle((), str(path.parent)))
             elif path.exists():
                 if allowed is not None and str(path) not in allowed:
-                    flag = "--" + option.replace("_", "-")
+                    flag = format_flag(option)
                     raise CpuftError(
                         f"the run's record says {flag} {name}, which was not named for this run on this machine, and a "
                         f"record may come from a host: add {flag} {name} if the hosts are to get it"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.config.fields import option_names
+from cpuft.config.fields import format_flag, option_names
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import CHANGEABLE_ON_RESUME, TrainConfig
 from cpuft.errors import CpuftError
@@ -117,7 +117,7 @@ class ResumedRun:
         for name in (name for name in option_names(TrainConfig) if name in given):
             old, new = getattr(self.train, name), getattr(train, name)
             if old != new and name not in free:
-                flag = "--" + name.replace("_", "-")
+                flag = format_flag(name)
                 raise CpuftError(f"{self.run_dir} was started with {flag} {old}, not {new}: leave {flag} out")
         config = config if "np" in given or not self.np else replace(config, np=self.np)
         return config, replace(self.train, **{name: getattr(train, name) for name in free if name in given})

@@ -44,10 +44,9 @@ _EXPORTED = "CPUFT_EXPORTED"
 def plan_settings(
     cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
 ) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
-    """Return the environment variables of the ranks: those that all hosts share, and further ones of each host.
-
-    Values that the user has set in `environ` are kept, and the user's own variables for MPI, oneCCL and OpenMP are
-    added. `backend` determines the cores for communication. Raises CpuftError: a host has no interface to the others.
+    """Return the environment variables of the ranks: those that all hosts share, with the user's own in `environ` for
+    MPI, oneCCL and OpenMP, and further ones of each host. The user's values win. `backend` determines the cores for
+    communication. Raises CpuftError: a host has no interface to the others.
     """
     environ = user_variables(environ)
     placements, reason = _plan_placements(cluster, config, backend)
@@ -90,9 +89,7 @@ def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
 def shared_settings(
     head: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int, by_srun: bool = False
 ) -> tuple[Setting, ...]:
-    """Return the settings that are equal on every host: addresses, transports of MPI and oneCCL, and OpenMP. `head` is
-    the interface of the head host towards the others.
-    """
+    """Return the settings that are equal on every host; `head` is the interface of the head host to the others."""
     hydra = ("hydra", "oneCCL reads the rank numbers that mpirun provides")
     ranks = ("none", "the backend passes the rank numbers to oneCCL") if by_srun else hydra
     return (
@@ -154,9 +151,8 @@ def _fabrics_settings(hosts: tuple[HostFacts, ...]) -> tuple[Setting, ...]:
 def host_settings(
     facts: HostFacts, interface: Interface, ranks: tuple[RankCores, ...], pinned_by_mpi: bool, comm_reason: str
 ) -> tuple[Setting, ...]:
-    """Return the settings for all ranks of one host, from its topology: cores, pinning, network, memory allocator.
-
-    The rank with the fewest compute cores sets OMP_NUM_THREADS of all ranks of the host.
+    """Return the settings for all ranks of one host, from its topology. The rank with the fewest compute cores sets
+    OMP_NUM_THREADS of all of them.
     """
     threads = min(len(rank.compute) for rank in ranks)
     domains = ",".join(format_mask(rank.compute) for rank in ranks)
