@@ -209,8 +209,8 @@ def fetch(run_dir: Path, command: Sequence[str], refuses_earlier: bool = False) 
     """Merge the files that `command` sends (`transfer.connect`) into `run_dir`, when all of them are on the disk here.
 
     After a broken connection, the next call goes on. Files with the same name are replaced, other files stay, and older
-    logs are kept as `logs-N`. A file in a folder's place, or a folder in that of a file or link, is renamed to
-    `NAME.old-N`. With `refuses_earlier`, nothing is stored if what comes is of an earlier start than what is here.
+    logs are kept as `logs-N`. Where a file takes the place of a folder, or a folder that of a file or link, the older
+    one becomes `NAME.old-N`. With `refuses_earlier`, nothing of an earlier start than what is here is stored.
 
     Returns names of the links, pipes and devices there, which are not sent, such as "logs/x (symbolic link)". Raises
     NotStoredError: what comes cannot be stored or is refused; CpuftError: the host could not send all of it.
