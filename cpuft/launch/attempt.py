@@ -102,13 +102,7 @@ def run_attempt(
 
 
 def run_on_head_host(
-    plan: RunPlan,
-    run_dir: str,
-    state: RunState,
-    cluster: Cluster,
-    time_limit: float,
-    say: Say,
-    request: StopRequest,
+    plan: RunPlan, run_dir: str, state: RunState, cluster: Cluster, time_limit: float, say: Say, request: StopRequest
 ) -> int:
     """Carry out a plan on another head host, fetch its run folder, clean up the hosts, and return the exit code.
 
@@ -119,16 +113,12 @@ def run_on_head_host(
     config = cluster.access.entry.ssh_config_there or cluster.access.transport.config
     order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), state, time_limit, config)
 
-    def run_part(
-        name: str, seconds: float, say: Say = lambda line: None, advice: str = "check the hosts with cpuft doctor"
-    ) -> None:
-        execute.run_stages(plan.select(name), seconds, say, advice)
-
-    run_part("claim", _MAKE_SECONDS, advice="give a new folder with --run-dir")
+    advice = "check the hosts with cpuft doctor"
+    execute.run_stages(plan.select("claim"), _MAKE_SECONDS, lambda line: None, "give a new folder with --run-dir")
     try:
         try:
-            run_part("make", _MAKE_SECONDS)
-            run_part("inputs", 0.0, say)
+            execute.run_stages(plan.select("make"), _MAKE_SECONDS, lambda line: None, advice)
+            execute.run_stages(plan.select("inputs"), 0.0, say, advice)
         except CpuftError:
             if not plan.resumed:  # otherwise the new folder would refuse the same launch when it is tried again
                 remove_all_but_checkpoints(plan, run_dir, cluster.access.transport.unresponsive)

@@ -379,7 +379,7 @@ def run_on_this_machine(
     state: RunState,
     time_limit: float,
     transport: Transport,
-    stop_request: StopRequest | None = None,
+    request: StopRequest | None = None,
 ) -> int:
     """Carry out `make`, `prepare` and `ranks` of a plan with this machine as the head host, keep the run state up to
     date, and return the exit code.
@@ -407,8 +407,8 @@ def run_on_this_machine(
         for unsaved in Path(run_dir).glob(UNSAVED_MODEL) if Path(run_dir, FILE_NAME).exists() else ():
             shutil.rmtree(unsaved, ignore_errors=True)
         limit = _START_LIMIT + _START_LIMIT_PER_RANK * len(state.hosts)
-        logs, stop_request = Path(run_dir) / "logs", stop_request or StopRequest()
-        monitor = RunMonitor(logs, state.hosts, transport, limit, stop_request, writer.check)
+        what = Path(run_dir) / "logs", state.hosts, transport
+        monitor = RunMonitor(*what, limit, request or StopRequest(), writer.check)
         writer.write(phase=TRAINING)
         code = 1
         try:
