@@ -262,8 +262,8 @@ def _input_of(step: Step) -> Iterator[IO[bytes]]:
 def _start(step: Step, environ: Mapping[str, str], given: IO[bytes], output: IO[bytes] | None) -> Process:
     assert not step.host, "the step is for another host"
     environ = dict(environ) | {setting.name: setting.value for setting in step.settings}
-    streams = {"stdout": output, "stderr": subprocess.STDOUT} if output else {"stdout": PIPE, "stderr": PIPE}
-    return _open_process(step.command, environ, stdin=given, **streams)
+    errors = subprocess.STDOUT if output else PIPE
+    return _open_process(step.command, environ, stdin=given, stdout=output or PIPE, stderr=errors)
 
 
 def start_process(command: Sequence[str], environ: Mapping[str, str], streams: int | None = None) -> Process:
@@ -276,7 +276,7 @@ def start_with_log(
 ) -> Process:
     """Start a process as `start_process` with its output at the end of a file; if it `stays`, without that SIGTERM."""
     with open(path, "ab") as log:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         return _open_process(command, environ, stays, cwd=folder, **streams)
 
 
