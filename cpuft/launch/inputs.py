@@ -151,8 +151,8 @@ def pack_training(
     """Return the training options with the paths on hosts that have disks of their own, and the bundles to send.
 
     A file that an earlier launch of the run sent has a bundle without sources. Some options may come from a record,
-    which a host may have written: then only paths in `allowed` may be sent. Raises CpuftError: a path is not allowed,
-    or `make_bundle` does.
+    which a host may have written: then only paths in `allowed` may be sent. Raises CpuftError: a path is not allowed;
+    else as `make_bundle`.
     """
     if not cluster.has_own_disks:
         return train, ()
