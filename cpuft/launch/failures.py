@@ -50,6 +50,10 @@ _DIFFERENT_SIZES = re.compile(
     r"Received data size doesn't match expected size|Truncation error\(-265\)|MPI_ERR_TRUNCATE|Message truncated;"
 )
 """What gloo, oneCCL and MPI print when ranks pass different sizes to an operation."""
+_SAME_SIZES = (
+    "pass tensors of the same shape and type on all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL in your shell, "
+    "torch's gloo names the operation and the shapes"
+)
 _NOTHING = "(it printed nothing)"
 _COMM_ERROR = "cpuft comm: rank "
 """Start of the line with which cpuft.comm reports a collective that did not finish."""
@@ -213,23 +217,16 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
 def explain_exit(code: int, text: str = "") -> tuple[str, str]:
     """Return how a rank ended, such as "killed by SIGKILL", and what to do, or "". `text` is its standard error."""
     ended = f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}"
-    if code == 137 and OUT_OF_MEMORY in text:
-        return "killed by the kernel because memory ran out", _LESS_MEMORY
-    if _NO_MEMORY.search(_last_error(text)):
-        return "out of memory", _LESS_MEMORY
-    if _NO_PROCESS.search(_last_error(text)):
-        return ended, NO_MORE_PROCESSES
-    if _DIFFERENT_SIZES.search(_last_error(text)):
-        return (
-            f"{ended}, because ranks passed different sizes to a collective operation",
-            "pass tensors of the same shape and type on all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL in your shell, "
-            "torch's gloo names the operation and the shapes",
-        )
-    if code == 137 and KILLED_BY_SOMEBODY in text:
-        return "killed by signal 9", ""
-    if code in _SIGNAL_CAUSES:
-        return _SIGNAL_CAUSES[code]
-    return ended, ""
+    different, error = f"{ended}, because ranks passed different sizes to a collective operation", _last_error(text)
+    causes = (
+        (code == 137 and OUT_OF_MEMORY in text, "killed by the kernel because memory ran out", _LESS_MEMORY),
+        (_NO_MEMORY.search(error), "out of memory", _LESS_MEMORY),
+        (_NO_PROCESS.search(error), ended, NO_MORE_PROCESSES),
+        (_DIFFERENT_SIZES.search(error), different, _SAME_SIZES),
+        (code == 137 and KILLED_BY_SOMEBODY in text, "killed by signal 9", ""),
+        (True, *_SIGNAL_CAUSES.get(code, (ended, ""))),
+    )
+    return next((what, advice) for applies, what, advice in causes if applies)
 
 
 def _is_signal(code: int) -> bool:
