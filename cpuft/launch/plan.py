@@ -43,7 +43,6 @@ from cpuft.launch.settings import (
     plan_interfaces,
     plan_settings,
     script_settings,
-    user_set_names,
     user_variables,
 )
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
@@ -391,7 +390,7 @@ def _plan_notes(
 ) -> tuple[str, ...]:
     """Return what the user should know: where the ranks run, and each setting with its reason."""
     notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
-    kept = sorted({name for settings in (shared, *per_host) for name in user_set_names(settings)})
+    kept = sorted({one.name for settings in (shared, *per_host) for one in settings if one.from_user})
     notes += [f"variables kept as you set them: {', '.join(kept)}"] if kept else []
     notes += [f"{mpirun.KEY}: secret by which ranks recognize each other; made at the start, on no command line"]
     notes += other_notes

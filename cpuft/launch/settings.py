@@ -59,7 +59,7 @@ def plan_settings(
         disjoint = sum(len(set(rank.compute)) for rank in ranks) == len({c for rank in ranks for c in rank.compute})
         pinned_by_mpi = cluster.mpi.name == "intel" and disjoint
         settings = keep_user_values(host_settings(facts, interface, ranks, pinned_by_mpi, reason), environ)
-        if "I_MPI_PIN_DOMAIN" in user_set_names(settings):
+        if any(one.from_user and one.name == "I_MPI_PIN_DOMAIN" for one in settings):
             # The user pins the ranks, so they must not check that they are on the planned cores.
             settings = tuple(setting for setting in settings if setting.name != "CPUFT_CORES")
         hosts.append(settings)
@@ -275,8 +275,3 @@ def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) ->
 def unexportable_names(environ: Mapping[str, str]) -> list[str]:
     """Return the names that `forwarded_settings` leaves out because no shell can set them, such as "'CCL_A-B'"."""
     return sorted(ascii(name) for name in environ if name.startswith(_BY_VALUE) and not _SHELL_NAME.fullmatch(name))
-
-
-def user_set_names(settings: tuple[Setting, ...]) -> list[str]:
-    """Return the names of the settings whose value is the user's."""
-    return [setting.name for setting in settings if setting.from_user]
