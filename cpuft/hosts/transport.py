@@ -404,7 +404,9 @@ def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
                 continue
             with suppress(SSHException, InvalidHostKey):
                 entry = HostKeyEntry.from_line(line.strip())
-                for one in entry.hostnames or () if entry and entry.key else ():
+                if entry is None or entry.key is None:
+                    continue
+                for one in entry.hostnames or ():
                     # Of two keys of the same type, the first one counts, as in paramiko.
                     if entry.key.get_name() not in (keys.lookup(one) or {}):
                         keys.add(one, entry.key.get_name(), entry.key)
