@@ -158,7 +158,7 @@ class Run:
             check_request(request, self.record.header)
             step = plan_prediction(request, task)
             with open_memory_file() as said:
-                code = run_step(step, os.environ, said, lambda: None)
+                code = run_step(step, os.environ, said)
                 said.seek(0)
                 lines = said.read().decode(errors="replace").strip().splitlines()
             if code:

@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted, TransientError
 from cpuft.steps import Plan, Step
@@ -36,6 +35,9 @@ _LAST_LINES = 6
 _REMIND_SECONDS = 30.0
 _GRACE_SECONDS = 3.0
 """Time between SIGTERM and SIGKILL; together with what mpirun needs, all processes are gone within 5 s."""
+Process = subprocess.Popen[bytes]
+Say = Callable[[str], None]
+"""Tells the user a line."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,6 @@ class Answer:
     def text(self) -> str:
         """Standard output followed by standard error."""
         return self.output + self.errors
-
-
-Process = subprocess.Popen[bytes]
 
 
 def find_program(name: str) -> str:
@@ -82,29 +81,21 @@ def run_command(command: Sequence[str], seconds: float, stdin: str = "") -> Answ
 def run_step(
     step: Step,
     environ: Mapping[str, str],
-    output: IO[bytes] | None,
-    watch: Callable[[], None],
+    output: IO[bytes] | None = None,
+    watch: Callable[[], None] = lambda: None,
     seconds: float = 0.0,
     takes: Callable[[int], bool] = lambda signal_number: False,
 ) -> int:
     """Run a step of this machine to its end and return its exit code (128 + N if signal N ended it).
 
-    Processes that the step leaves behind in its process group are ended, too. If this process is killed outright, the
-    kernel sends SIGTERM to the step, so that mpirun ends its ranks. Must be called in the main thread, because it
-    handles signals.
+    Processes that the step leaves in its process group are ended, too, and if this process is killed, the kernel sends
+    SIGTERM to the step, so that mpirun ends its ranks. Without a file for `output`, the step writes to this process's
+    own streams. `watch` is called about 20 times a second, and once at the end; the step ends before its exception is
+    raised. `takes` is called in the handler of each signal with its number; the step continues if it returns True. Only
+    for the main thread.
 
-    Parameters
-    ----------
-    output: file for both output streams; None: they go to this process's own streams.
-    watch: called about 20 times a second while the step runs, and once after it. If it raises, the step is ended first.
-    seconds: time limit; 0 for none.
-    takes: called in the handler of each signal with its number; the step continues if it returns True.
-
-    Raises
-    ------
-    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. The step and its process group have ended by then.
-    TimeoutError: the time limit passed; the step has ended likewise.
-    OSError: the program or the step's `stdin_file` cannot be opened; FileNotFoundError if it does not exist.
+    Raises Interrupted for a signal of `signals_raise`, TimeoutError after `seconds` (0: no limit), both when the step
+    has ended; OSError if the program or the step's `stdin_file` cannot be opened.
     """
     with signals_raise(takes), _input_of(step) as given:
         process = _start(step, environ, given, output)
@@ -128,62 +119,52 @@ def run_step(
     return exit_code_of(process)
 
 
-def run_stage(
-    stage: Sequence[Step],
-    environ: Mapping[str, str],
-    seconds: float,
-    report_pending: Callable[[list[int], float], None] = lambda pending, passed: None,
-) -> list[Answer]:
-    """Run steps of this machine at the same time, wait for all, and return an answer for each step in their order.
+def run_stage(plan: Plan, stage: Sequence[Step], seconds: float, say: Say = lambda line: None) -> list[Answer]:
+    """Run steps at the same time, on hosts by the plan's prefixes, and return the answer of each in their order.
 
     A failed step does not stop the others; an exception, as of `run_step`, ends all. `seconds` is a time limit, or 0
-    for none. `report_pending` is called every 30 s with the indices of the steps that have not ended, and with the
-    seconds so far. Must be called in the main thread, because it handles signals.
+    for none. `say` gets a line about the steps that have not ended every 30 s. Only for the main thread.
     """
-    with signals_raise(lambda signal_number: False):
-        answers = _run_once(stage, environ, seconds, report_pending)
+    with signals_raise():
+        answers = _run_once(plan, stage, seconds, say)
         for number in range(_DROPPED_ROUNDS):
             again = [n for n, one in enumerate(answers) if one.exit_code == SSH_FAILED and _DROPPED in one.output]
             if not again:
                 break
             time.sleep(random.uniform(0.1, 0.3) * (number + 1))
-            new = _run_once([stage[n] for n in again], environ, seconds, lambda pending, passed: None)
+            new = _run_once(plan, [stage[n] for n in again], seconds, lambda line: None)
             answers = [dict(zip(again, new)).get(n, one) for n, one in enumerate(answers)]
     return answers
 
 
-def _run_once(
-    stage: Sequence[Step],
-    environ: Mapping[str, str],
-    seconds: float,
-    report_pending: Callable[[list[int], float], None],
-) -> list[Answer]:
+def _run_once(plan: Plan, stage: Sequence[Step], seconds: float, say: Say) -> list[Answer]:
+    steps = [plan.as_local(step) for step in stage]
     with ExitStack() as stack:
-        outputs = [stack.enter_context(open_memory_file()) for _ in stage]
-        inputs = [stack.enter_context(_input_of(step)) for step in stage]
-        processes: list[subprocess.Popen[bytes]] = []
+        outputs = [stack.enter_context(open_memory_file()) for _ in steps]
+        inputs = [stack.enter_context(_input_of(step)) for step in steps]
+        processes: list[Process] = []
+
+        def report(passed: float) -> None:
+            pending = [step for step, process in zip(stage, processes) if process.poll() is None]
+            for why in dict.fromkeys(step.why for step in pending):
+                hosts = dict.fromkeys(step.host for step in pending if step.why == why and step.host)
+                where = f" on {', '.join(hosts)}" if hosts else ""
+                say(f"{why}: not finished{where} after {passed:.0f} s")
+
         try:
-            processes += (_start(step, environ, *pair) for step, *pair in zip(stage, inputs, outputs))
-            remind = make_reminder(
-                lambda passed: report_pending([n for n, one in enumerate(processes) if one.poll() is None], passed)
-            )
-            _wait(processes, remind, seconds)
+            processes += (_start(step, os.environ, *pair) for step, *pair in zip(steps, inputs, outputs))
+            _wait(processes, make_reminder(report), seconds)
         finally:
             stop_processes(processes)
         return [Answer(exit_code_of(process), _read(output)) for process, output in zip(processes, outputs)]
 
 
-def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Callable[[str], None], advice: str) -> None:
+def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
     """Execute the stages of a plan up to the first with a failed step; the steps of a stage run at the same time.
 
-    `seconds` is a time limit for each stage, or 0 for none. `say` is called with lines about the progress for the user,
-    and `advice` is the end of an error message. Must be called in the main thread, because it handles signals.
-
-    Raises
-    ------
-    CpuftError: steps of a stage ended with another exit code than 0, could not be started or took too long. Its
-        `is_transient` is True if all of them had exit code 255, with which ssh tells that the connection failed.
-    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. The steps of the stage have been ended.
+    `seconds` is a time limit for each stage, or 0 for none. `say` gets lines about the progress. Only for the main
+    thread. Raises CpuftError, which ends with `advice`: a step failed, could not be started or took too long. It is
+    transient if ssh failed (255) for all failed steps. Raises Interrupted for a signal, when the steps have ended.
     """
     steps = [step for stage in plan.stages for step in stage]
     last_report: dict[str, float] = {}
@@ -201,8 +182,7 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
             say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
         done += len(stage)
         try:
-            report = partial(report_pending, stage, say)
-            answers = run_stage([plan.as_local(step) for step in stage], environ, seconds, report)
+            answers = run_stage(plan, stage, seconds, say)
             failures = [_describe(step, answer.text) for step, answer in zip(stage, answers) if answer.exit_code]
             codes = {answer.exit_code for answer in answers if answer.exit_code}
         except (FileNotFoundError, TimeoutError) as error:
@@ -212,27 +192,18 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
             raise kind(f"{'; '.join(failures)}: {advice}")
 
 
-def make_reminder(say: Callable[[float], None], every: float | None = None) -> Callable[[], None]:
-    """Return a function to call often while waiting, which calls `say` every 30 s with the seconds since now."""
-    begun, every = time.monotonic(), every or _REMIND_SECONDS
-    calls = 0
+def make_reminder(report: Callable[[float], None]) -> Callable[[], None]:
+    """Return a function to call often while waiting, which calls `report` every 30 s with the seconds since now."""
+    begun, calls = time.monotonic(), 0
 
     def watch() -> None:
         nonlocal calls
         passed = time.monotonic() - begun
-        if passed >= (calls + 1) * every:
-            calls = int(passed / every)
-            say(passed)
+        if passed >= (calls + 1) * _REMIND_SECONDS:
+            calls = int(passed / _REMIND_SECONDS)
+            report(passed)
 
     return watch
-
-
-def report_pending(stage: Sequence[Step], say: Callable[[str], None], pending: list[int], passed: float) -> None:
-    """Say which steps of a stage have not ended after this number of seconds; `pending` are their indices."""
-    for why in dict.fromkeys(stage[number].why for number in pending):
-        hosts = [stage[number].host for number in pending if stage[number].why == why and stage[number].host]
-        where = f" on {', '.join(dict.fromkeys(hosts))}" if hosts else ""
-        say(f"{why}: not finished{where} after {passed:.0f} s")
 
 
 def _describe(step: Step, output: str) -> str:
@@ -288,57 +259,40 @@ def _input_of(step: Step) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _start(
-    step: Step, environ: Mapping[str, str], given: IO[bytes], output: IO[bytes] | None
-) -> subprocess.Popen[bytes]:
+def _start(step: Step, environ: Mapping[str, str], given: IO[bytes], output: IO[bytes] | None) -> Process:
     assert not step.host, "the step is for another host"
-    return subprocess.Popen(
-        step.command,
-        env=dict(environ) | {setting.name: setting.value for setting in step.settings},
-        stdin=given,
-        stdout=output or subprocess.PIPE,
-        stderr=subprocess.STDOUT if output else subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=_end_with_parent,
-    )
+    environ = dict(environ) | {setting.name: setting.value for setting in step.settings}
+    errors = subprocess.STDOUT if output else PIPE
+    return _open_process(step.command, environ, stdin=given, stdout=output or PIPE, stderr=errors)
 
 
-def start_process(
-    command: Sequence[str], environ: Mapping[str, str], streams: int | None = None
-) -> subprocess.Popen[bytes]:
+def start_process(command: Sequence[str], environ: Mapping[str, str], streams: int | None = None) -> Process:
     """Start a process in a new session; it gets SIGTERM when this thread ends. Raises OSError: it cannot be started."""
-    given, end = subprocess.DEVNULL if streams is None else streams, _end_with_parent
-    return subprocess.Popen(
-        command, env=environ, stdin=given, stdout=streams, stderr=streams, start_new_session=True, preexec_fn=end
-    )
+    return _open_process(command, environ, stdin=streams or subprocess.DEVNULL, stdout=streams, stderr=streams)
 
 
 def start_with_log(
     command: Sequence[str], environ: Mapping[str, str], path: str, folder: str | None = None, stays: bool = False
-) -> subprocess.Popen[bytes]:
+) -> Process:
     """Start a process as `start_process` with its output at the end of a file; if it `stays`, without that SIGTERM."""
-    null, end = subprocess.DEVNULL, None if stays else _end_with_parent
     with open(path, "ab") as log:
-        return subprocess.Popen(
-            command,
-            env=environ,
-            cwd=folder,
-            stdin=null,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=end,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        return _open_process(command, environ, stays, cwd=folder, **streams)
 
 
-def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
+def _open_process(command: Sequence[str], environ: Mapping[str, str], stays: bool = False, **options: Any) -> Process:
+    end = None if stays else _end_with_parent
+    return subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **options)
+
+
+def wait_for_exit(process: Process, seconds: float) -> int:
     """Wait for a process and return its exit code, or 0 if it has not ended after `seconds`; it then runs on."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return exit_code_of(process) if process.returncode is not None else 0
 
 
-def exit_code_of(process: subprocess.Popen[bytes]) -> int:
+def exit_code_of(process: Process) -> int:
     """Return the exit code of a process that has ended; 128 + N if signal N ended it."""
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
@@ -347,7 +301,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None], seconds: float) -> None:
+def _wait(processes: Sequence[Process], watch: Callable[[], None], seconds: float) -> None:
     start, pause = time.monotonic(), _POLL_SECONDS / 64  # short pauses first, so that short commands cost no time
     while any(process.poll() is None for process in processes):
         watch()
@@ -357,11 +311,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None
             raise TimeoutError(f"{seconds:.0f} s passed")
 
 
-def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes with their process groups: SIGTERM, and 3 s later SIGKILL for those that are left.
-
-    Each must lead its process group, as after `start_process`.
-    """
+def stop_processes(processes: Sequence[Process]) -> None:
+    """End processes, which must lead their process groups, with these: SIGTERM, and SIGKILL 3 s later if needed."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         left = [process for process in processes if _signal(process, signal_number)]
         end = time.monotonic() + _GRACE_SECONDS
@@ -372,7 +323,7 @@ def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
+def _signal(process: Process, signal_number: int) -> bool:
     try:
         os.killpg(process.pid, signal_number)
     except ProcessLookupError:
@@ -381,10 +332,9 @@ def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
 
 
 @contextmanager
-def signals_raise(takes: Callable[[int], bool]) -> Iterator[None]:
-    """Make SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise `Interrupted` inside, except those for which `takes` returns True.
-
-    A second signal does not disturb the clean-up after the first one. Under nohup, SIGHUP stays ignored.
+def signals_raise(takes: Callable[[int], bool] = lambda signal_number: False) -> Iterator[None]:
+    """Make SIGINT, SIGTERM, SIGHUP (not under nohup) and SIGUSR1 raise `Interrupted` inside, unless `takes` returns
+    True. A second signal does not disturb the clean-up after the first one.
     """
     received: list[int] = []
 

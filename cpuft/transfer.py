@@ -108,9 +108,9 @@ def walk(
 ) -> "Iterator[FileEntry]":
     """Yield what is at a path and below it, in alphabetical order; a folder without a `name` is not among it.
 
-    With `follow`, links are followed, and compiled modules (__pycache__) and special files are left out. `above` has
-    the device and inode of each folder on the way to the path. Raises TransferError: a link leads to nothing, or to a
-    folder that contains it. Raises OSError: something cannot be read.
+    With `follow`, links are followed, and compiled modules (__pycache__) and special files are left out. `above` is for
+    the recursion: device and inode of each folder above. Raises TransferError: a link leads to nothing, or to a folder
+    that contains it. Raises OSError: something cannot be read.
     """
     try:
         state = os.stat(path) if follow else os.lstat(path)
@@ -233,9 +233,7 @@ class Stream:
         return data
 
     def skip_noise(self) -> None:
-        """Read up to the beginning of the other side's program: a login shell may have printed something before. Raises
-        LostError: it does not come within 64 KiB.
-        """
+        """Read what a login shell printed before the other side's program begins; LostError after 64 KiB of it."""
         line, noise = b"", b""
         while not line.endswith(_MAGIC):
             noise += line
@@ -314,9 +312,8 @@ def open_stream(source: "int | io.RawIOBase", target: int) -> Stream:
 
 @contextlib.contextmanager
 def connect(command: "Sequence[str]") -> "Iterator[Stream]":
-    """Start a command that runs FROM_STREAM on a host, yield the stream to it, and wait for its end.
-
-    Raises TransferError: the command failed, or the block raised this error.
+    """Start a command that runs FROM_STREAM on a host, yield the stream to it, and wait for its end. Raises
+    TransferError: the command failed, or the block raised this error.
     """
     import subprocess
 
@@ -350,14 +347,9 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
 
 
 def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = True, has_checksums: bool = True) -> None:
-    """Send files and folders as `walk` finds them.
-
-    Parameters
-    ----------
-    is_answered: whether the receiver says what it has; otherwise it gets all, with checksums if `has_checksums`.
-
-    Raises TransferError: a file has changed meanwhile, or the connection was lost. Raises OSError: a file cannot be
-    read. Raises RefusedError: the receiver names a block that no file has.
+    """Send files and folders as `walk` finds them; all of them, with checksums if `has_checksums`, unless the receiver
+    says what it has (`is_answered`). Raises TransferError: a file has changed meanwhile, or the connection was lost.
+    Raises OSError: a file cannot be read. Raises RefusedError: the receiver names a block that no file has.
     """
     entries = list(entries)
     for start in range(0, len(entries), 1000):
@@ -392,10 +384,8 @@ def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = Tru
 
 @contextlib.contextmanager
 def open_part(folder: str) -> "Iterator[str]":
-    """Yield the path, in a folder beside the destination, of what has come of a transfer.
-
-    It stays if the connection broke, and is removed if all has come or cannot be stored. A second transfer at the same
-    time gets a folder with another name.
+    """Yield the path, in `folder` beside the destination, of what has come of a transfer. It stays if the connection
+    broke, and is removed if all has come or cannot be stored. A second transfer at the same time gets another folder.
     """
     import tempfile
 
@@ -420,9 +410,8 @@ def open_part(folder: str) -> "Iterator[str]":
 
 
 def open_locked(path: str, seconds: float = 0.0) -> int:
-    """Open a file, which is made if necessary, and return a descriptor that holds its lock until it is closed.
-
-    Raises BlockingIOError: another process holds the lock, and still does after `seconds`.
+    """Open or make a file, and return a descriptor that holds its lock until it is closed. Raises BlockingIOError:
+    another process holds the lock, and still does after `seconds`.
     """
     end = time.monotonic() + seconds
     while True:
@@ -446,21 +435,14 @@ def open_locked(path: str, seconds: float = 0.0) -> int:
 def receive(
     stream: Stream, part: str, checksum: str = "", is_answered: bool = True, syncs: bool = False
 ) -> "tuple[list[FileEntry], list[FileEntry]]":
-    """Receive files and folders into `part`, which may have some of an earlier try.
+    """Receive files and folders into `part`, which may have some of an earlier try. Return the files and folders that
+    have come, and what else the sender has, which it does not send.
 
-    Files get at most mode 755 and at least 600, folders at least 700; owners are not restored.
-
-    Parameters
-    ----------
-    checksum: what `make_checksum` must return of all that has come; empty: the sender sends a checksum of each block.
-    syncs: whether files and folders are on the disk when this returns.
-
-    Returns
-    -------
-    (files and folders that have come, what else the sender has, which it does not send)
-
-    Raises TransferError: the connection was lost, or a block is damaged. Raises RefusedError: a path leads out of the
-    folder or is there twice, this is no transfer, or the checksum is wrong. Raises OSError: a file cannot be written.
+    Files get at most mode 755 and at least 600, folders at least 700; owners are not restored. `checksum` is what
+    `make_checksum` must return of all that has come; if it is empty, each block comes with its own. With `syncs`, all
+    is on the disk at the end. Raises TransferError: the connection was lost, or a block is damaged. Raises
+    RefusedError: a path leads out of the folder or is there twice, this is no transfer, or the checksum is wrong.
+    Raises OSError: a file cannot be written.
     """
     found = _read_list(stream)
     entries = [one._replace(path=os.path.join(part, one.name)) for one in found if one.kind in (FILE, FOLDER)]
@@ -598,10 +580,8 @@ def sync(path: str) -> None:
 
 
 def store(part: str, folder: str, entries: "Sequence[FileEntry]", is_bundle: bool) -> None:
-    """Give what has come its place. A new folder is complete or does not exist.
-
-    In a folder that exists, each file is replaced by itself, because a run may be reading them. Beside a bundle, its
-    files and their sizes are noted for `find_missing`.
+    """Give what has come its place: a new folder as a whole, but in one that exists each file by itself, because a run
+    may be reading them. Beside a bundle, its files and their sizes are noted for `has_bundle`.
     """
     if is_bundle:
         with open(part + ".list", "w") as file:
@@ -623,9 +603,8 @@ def store(part: str, folder: str, entries: "Sequence[FileEntry]", is_bundle: boo
 
 
 def has_bundle(folder: str) -> bool:
-    """Whether every file that came with a bundle is there and has its size.
-
-    systemd-tmpfiles removes single files from /var/tmp, and a disk that was full leaves files that were cut off.
+    """Whether every file that came with a bundle is there and has its size: systemd-tmpfiles removes single files from
+    /var/tmp, and a full disk leaves files that were cut off.
     """
     try:
         with open(folder + ".files") as file:
@@ -657,8 +636,8 @@ def _answer() -> Stream:
 
 
 def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
-    """Receive files into a folder, as `place` says: this user's private folder, a folder below it, and for a bundle its
-    checksum. Raises what `receive` raises, and TransferError: another user can open a folder that must be private.
+    """Receive files into a place: this user's private folder, a folder below it, and for a bundle its checksum. Raises
+    what `receive` raises, and TransferError: another user can open a folder that must be private.
     """
     root, folder, checksum = (*place, "")[:3]
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):
@@ -716,16 +695,13 @@ def _find_missing(root: str, *folders: str) -> None:
 
 
 def _keep_bundles(folder: str, *used: str) -> None:
-    """Note that bundles are used now, and remove those that no run has used for 30 days and that no process names.
-
-    Access times keep systemd-tmpfiles away; changed ones would compile modules.
-    """
+    """Note that bundles are used now, and remove those that no run has used for 30 days and that no process names."""
     if not os.path.lexists(folder):
         return
     _make_private(folder)
     now = time.time()
     for path in used:
-        for inner, _, files in os.walk(path):
+        for inner, _, files in os.walk(path):  # new access times keep systemd-tmpfiles away
             for file in (os.path.join(inner, name) for name in files):
                 os.utime(file, ns=(int(now * 1e9), os.stat(file).st_mtime_ns))
         for file in (path, path + ".files"):

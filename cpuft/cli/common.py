@@ -50,7 +50,7 @@ def run_or_print(step: Step, dry_run: bool) -> None:
     from cpuft.steps import Plan, format_plan
 
     if not dry_run:
-        sys.exit(run_step(step, os.environ, None, lambda: None))
+        sys.exit(run_step(step, os.environ))
     click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
 
 

@@ -217,7 +217,7 @@ def _probe(train: TrainConfig) -> Record:
         try:
             with _output_on_stderr():
                 state = begin_state(cluster, run_dir, plan.owner)
-                run_on_this_machine(plan, run_dir, state, os.environ, PROBE_SECONDS, cluster.access.transport)
+                run_on_this_machine(plan, run_dir, state, PROBE_SECONDS, cluster.access.transport)
         except CpuftError:
             # On a slow machine the time limit stops the training, and the steps until then are enough.
             if not Path(run_dir, "record.jsonl").exists():

@@ -125,7 +125,7 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
     finally:
         for part in Path(run_dir).glob(f"{result.name}.*.new"):  # of a rank 0 that was killed
             part.unlink(missing_ok=True)
-    if run_step(store, os.environ, None, lambda: None):
+    if run_step(store, os.environ):
         say(f"cpuft: error: {result} could not be moved to {path}: make room there, then move the file")
         sys.exit(IO_ERROR)
     click.echo(f"embeddings: {path}")

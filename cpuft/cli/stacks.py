@@ -27,7 +27,7 @@ def stacks(run: str) -> None:
     active_run = find_active_run(run, os.environ)
     dumps, silent = gather_dumps(active_run)
     click.echo(format_dumps(dumps), nl=False)
-    click.echo(f"cpuft: {diagnose(dumps).text}")
+    click.echo(f"cpuft: {diagnose(dumps)}")
     for reason in silent.values():
         click.echo(f"cpuft: error: {reason}", err=True)
     head_host = active_run.hosts[0]

@@ -19,7 +19,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.execute import Answer
 from cpuft.files import hash_text
-from cpuft.hosts import facts, registry
+from cpuft.hosts import facts, mpijob, registry, slurm
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.topology import HostFacts, parse_facts
@@ -61,6 +61,11 @@ class Access:
         """Python of the training environment, the same path on every host."""
         return self.entry.python or sys.executable
 
+    def with_settings(self, *command: str) -> tuple[str, ...]:
+        """Return the argv that runs a command with the environment variables that cpuft needs on the hosts."""
+        settings = [f"{name}={value}" for name, value in self.entry.settings.items()]
+        return ("env", *settings, *command) if settings else command
+
     def any_python(self, *arguments: str) -> tuple[str, ...]:
         """Return the argv that runs `arguments` in the environment's Python, or in `python3` where that is missing."""
         script = 'python=$(command -v "$0" || echo python3); exec "$python" "$@"'
@@ -71,9 +76,7 @@ class Access:
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_transfer(self, host: Host, *words: str) -> Answer:
-        """Run `cpuft.transfer` on a host, which needs no cpuft, without input; return its answer, whatever its exit
-        code. Raises CpuftError: the host cannot be reached, or it takes longer than 60 s.
-        """
+        """Run `cpuft.transfer` on a host, which needs no cpuft, and return its answer. Raises as `Transport.run`."""
         program = Path(transfer.__file__).read_text(encoding="utf-8")
         return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program)
 
@@ -156,8 +159,8 @@ class Cluster:
         return read_host_folder(run_dir) or f"{moved[1] if moved else hash_text(self.token + run_dir, 12)}/{name}"
 
     def list_folders(self, run_dir: str) -> tuple[str, ...]:
-        """Return the folders that hosts may have of a run that was started before. That with what a detached command
-        has fetched is left out if it is what `run_dir` is in.
+        """Return the folders that hosts may have of a run that was started before. That of a detached command's results
+        is left out if `run_dir` is in it.
         """
         folder = os.path.dirname(self.work_dir(run_dir))
         moved = f"{self.folder}/{DETACHED}/{os.path.basename(folder)}/run"
@@ -176,6 +179,11 @@ class Cluster:
         """Each host's own address, by name, in the network to the head host; "" without a route."""
         pairs = zip(self.assignments, self.facts)
         return {assignment.host.name: next(iter(found.routes.values()), "") for assignment, found in pairs}
+
+    @property
+    def hosts(self) -> dict[str, Host]:
+        """The hosts with ranks by name, the head host first."""
+        return {one.host.name: one.host for one in self.assignments}
 
     @property
     def head(self) -> str:
@@ -219,10 +227,9 @@ def read_host_folder(run_dir: str) -> str:
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
-    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB.
-
-    It is None if none of these is given, or if the hostfile is no cluster's. Raises CpuftError: both options are given,
-    there is no such cluster, or an entry cannot be used.
+    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None without these, or if
+    the hostfile is no cluster's. Raises CpuftError: both options are given, there is no such cluster, or an entry
+    cannot be used.
     """
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
@@ -243,35 +250,19 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     hostfile = entry.hostfile if entry else config.hostfile or find_job_hostfile(os.environ)
     if hostfile:
         hosts = read_hostfile(hostfile)
-    elif not find_slurm(os.environ):
-        hosts = (LOCAL,)
     else:
-        from cpuft.hosts import slurm
-
-        hosts = slurm.read_hosts(os.environ)
+        hosts = slurm.read_hosts(os.environ) if slurm.find_transport(os.environ) else (LOCAL,)
     return _select_hosts(hosts, config.only_hosts) if config.only_hosts else hosts
 
 
 def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
-    found, known = list[Host](), {host.name: host for host in hosts}
-    for name in (part.strip() for part in names.split(",")):
+    wanted, known = [part.strip() for part in names.split(",")], {host.name: host for host in hosts}
+    for name in wanted:
         if name not in known:
             raise CpuftError(f"--only-hosts: there is no host {name!r:.80}: {suggest_names(name, tuple(known))}")
-        if known[name] in found:
+        if wanted.count(name) > 1:
             raise CpuftError(f"--only-hosts has {name!r:.80} twice: leave out one of them")
-        found.append(known[name])
-    return tuple(found)
-
-
-def find_slurm(environ: Mapping[str, str]) -> Transport | None:
-    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job and without
-    SLURM_JOB_NODELIST. Raises CpuftError: srun has started this process several times.
-    """
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    from cpuft.hosts import slurm
-
-    return slurm.find_transport(environ)
+    return tuple(known[name] for name in wanted)
 
 
 def find_access(config: LaunchConfig) -> Access:
@@ -280,11 +271,9 @@ def find_access(config: LaunchConfig) -> Access:
     """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
     if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:
-        from cpuft.hosts import mpijob
-
         return Access(mpijob.make_transport())  # this writes the job's ssh files
     if entry is None:
-        in_job = None if config.hostfile else find_slurm(os.environ)
+        in_job = None if config.hostfile else slurm.find_transport(os.environ)
         transport = in_job or SshTransport(config.ssh_config)
         return Access(transport, replace(registry.NO_CLUSTER, shares_files=bool(in_job)))
     return Access(SshTransport(config.ssh_config or entry.ssh_config, entry.here or None), entry)
@@ -293,9 +282,8 @@ def find_access(config: LaunchConfig) -> Access:
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
     """Distribute `np` ranks over hosts, in the order of the hostfile; hosts that get none are left out.
 
-    `ppn` is the number of ranks on each host, 0 for as even as possible. The number of a host's `cores` (by host name,
-    where known) and `max_slots` limit the ranks of a host without `slots`; a host with none of these takes any number.
-    Raises CpuftError: the ranks do not fit.
+    `ppn` is the number of ranks on each host, 0 for as even as possible. A host takes its `slots`, else the smaller of
+    its `cores` (by name) and `max_slots`; with none of these, any number. Raises CpuftError: the ranks do not fit.
     """
     limits = {host.name: (cores.get(host.name, 0), host.max_slots) for host in hosts}
     slots = {host.name: host.slots or min(filter(None, limits[host.name]), default=0) for host in hosts}
@@ -322,7 +310,7 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
 
 def choose_ranks(hosts: tuple[Host, ...], np: int, ppn: int, facts: Mapping[str, HostFacts]) -> tuple[Assignment, ...]:
     """Return the ranks of each host: with `np` or `ppn` those of `assign_ranks`, else one for each NUMA node, but no
-    more than its slots. `facts` are those of each host by its name. Raises CpuftError: the ranks do not fit.
+    more than its slots. `facts` are by host name. Raises CpuftError: the ranks do not fit.
     """
     cores = {name: len(one.cores) for name, one in facts.items()}
     if ppn:
@@ -344,10 +332,9 @@ def gather_cluster(
 ) -> Cluster:
     """Query all hosts that a run needs at the same time, distribute the ranks, and find mpirun.
 
-    `hosts` are those to choose from, the head host first. `is_on_host_disk` says that the run began in a folder on the
-    disk of a host: it stays in such a folder, even if the remaining hosts alone would not need one, because its
-    checkpoints are there. Raises CpuftError: a host cannot be used or is named twice, the ranks do not fit, or there is
-    no mpirun.
+    `hosts` are those to choose from, the head host first. A run that began on the disk of a host (`is_on_host_disk`)
+    stays there, even if the remaining hosts alone would not need that. Raises CpuftError: a host cannot be used or is
+    named twice, the ranks do not fit, or there is no mpirun.
     """
     hosts, access = hosts or read_hosts(config), access or find_access(config)
     access.transport.hosts.update({host.name: host for host in hosts})
@@ -378,9 +365,7 @@ def gather_cluster(
         works_remotely=works_remotely,
         on_login_node=on_login_node,
         uid=used[0].uid,
-        command_prefixes={a.host.name: access.transport.command_prefix(a.host) for a in assignments}
-        if works_remotely
-        else {},
+        command_prefixes={a.host.name: access.transport.command_prefix(a.host) for a in assignments if works_remotely},
     )
 
 

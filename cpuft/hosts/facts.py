@@ -95,10 +95,7 @@ def read_free_memory(root: str = "") -> int:
 
 
 def read_memory_left(root: str = "") -> int:
-    """Return the bytes that the limits of control groups (v1, v2) leave this process; -1 if there is no limit.
-
-    The cache of files counts as free. `root` is for tests.
-    """
+    """Return the bytes that limits of control groups leave, with the cache of files; -1: none. `root` is for tests."""
     found = []
     for line in _read_text(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

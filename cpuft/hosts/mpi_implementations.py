@@ -52,10 +52,9 @@ def parse_version(path: str, text: str) -> MpiImplementation:
 def find_mpi(head: Host, wanted: str, python: str, transport: Transport) -> MpiImplementation:
     """Return what starts the ranks, as it is found on the head host: --mpirun (`wanted`), or the first that exists.
 
-    On a login node with an allocation (salloc) it is srun, because the job's hosts may not reach back here. The mpirun
-    of Intel MPI and MPICH is a shell script that looks for mpiexec.hydra on PATH and passes no signals on: where
-    mpiexec.hydra is beside it, `path` is that. Raises CpuftError: there is no such program, it is another one, or it
-    cannot start ranks on these hosts.
+    On a login node with an allocation (salloc) it is srun, because the job's hosts may not reach back here. Intel MPI's
+    and MPICH's mpirun is a shell script that passes no signals on: where mpiexec.hydra is beside it, `path` is that.
+    Raises CpuftError: there is no such program, it is another one, or it cannot start ranks on these hosts.
     """
     on_login_node = bool(transport.bootstrap) and not transport.is_here(head)
     if on_login_node and not wanted:

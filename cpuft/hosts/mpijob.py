@@ -48,9 +48,7 @@ class MpiJobTransport(SshTransport):
         return host.name.partition(".")[0] in (socket.gethostname(), "localhost")
 
     def address(self, host: Host) -> str:
-        """Return a pod's IPv4 address. While its name has none, it is looked up again every second until `deadline`;
-        then CpuftError is raised.
-        """
+        """Return a pod's IPv4 address. Raises CpuftError if its name has none at `deadline`."""
         return self._retry(host, partial(super().address, host))
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
@@ -72,17 +70,16 @@ class MpiJobTransport(SshTransport):
             time.sleep(_RETRY_SECONDS)
 
 
-def make_transport(keys: Path = _KEYS, folder: Path = _FOLDER) -> MpiJobTransport:
-    """Write the ssh files of an MPIJob, and return the transport to the job's pods; it works in any of them, and tries
-    unreachable pods again for 60 s from now. Raises CpuftError: this pod has no key of an MPIJob.
+def make_transport() -> MpiJobTransport:
+    """Write the ssh files of an MPIJob, and return the transport to its pods from any of them, which tries unreachable
+    ones for 60 s from now. Raises CpuftError: this pod has no key of an MPIJob.
     """
-    return MpiJobTransport(write_ssh_config(keys.expanduser(), folder), deadline=time.monotonic() + _START_SECONDS)
+    return MpiJobTransport(write_ssh_config(_KEYS.expanduser(), _FOLDER), deadline=time.monotonic() + _START_SECONDS)
 
 
 def write_ssh_config(keys: Path, folder: Path) -> str:
-    """Write ssh's files for hosts whose host key is the key in `keys`; return the path `folder`/ssh_config.
-
-    Raises CpuftError: there is no such key, or others may write to `folder`.
+    """Write ssh's files for hosts whose host key is the key in `keys`; return the path `folder`/ssh_config. Raises
+    CpuftError: there is no such key, or others may write to `folder`.
     """
     try:
         kind, key = (keys / "id_rsa.pub").read_text(encoding="utf-8").split()[:2]
@@ -104,9 +101,7 @@ def sshd_command(keys: Path) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Become a worker's ssh server: write ssh's files for logins to other pods, and replace this process by sshd. Exits
-    with 2 if that is not possible.
-    """
+    """Write ssh's files for logins to other pods, and become a worker's ssh server; exit with 2 if that fails."""
     keys = _KEYS.expanduser()
     try:
         write_ssh_config(keys, _FOLDER)

@@ -88,11 +88,10 @@ _OF_CLUSTERS = ("decide which commands cpuft runs", "set CPUFT_STATE to a folder
 def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
     """Raise CpuftError when others than root and this user can have written `path`, which exists, or can replace it.
 
-    The owner and the write permission of `path` and of all folders above it are checked, along the path as it is
-    written and along the one that its symbolic links lead to. A folder above may be writable when it is sticky, as /tmp
-    is: others cannot replace there what this user owns. The owner of the Python environment is trusted, because the
-    running code is theirs. So is a group of which only the file's owner is a member. `harm` is (what others could do
-    who write there, what to do instead of correcting the mode).
+    The owner and the write permission of `path` and of all folders above it are checked, as it is written and without
+    symbolic links. A folder above may be writable when it is sticky, as /tmp is. The owner of the Python environment is
+    trusted, because the running code is theirs, and so is a group of which only the file's owner is a member. `harm` is
+    (what others could do who write there, what to do instead of correcting the mode).
     """
     trusted = {0, os.geteuid(), os.stat(sys.prefix).st_uid}
     for leaf in dict.fromkeys((path, Path(os.path.realpath(path)))):
@@ -124,9 +123,8 @@ def _has_private_group(found: os.stat_result) -> bool:
 
 
 def _find_unmapped() -> int:
-    """Return the user id that stands for root and all others in a user namespace that maps only this user; else -1.
-
-    Containers without root (Apptainer) show / and /home as that user's.
+    """Return the user id that stands for root and all others in a user namespace that maps only this user, as in
+    containers without root (Apptainer); else -1.
     """
     try:
         maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -173,10 +171,9 @@ def check_name(name: str) -> str:
 
 def find_by_name(roots: tuple[Path, ...], name: str) -> Entry:
     """Return the entry from the first registry that has it. Raises CpuftError: none has it, or it cannot be used."""
-    check_name(name)
     for root in roots:
-        if os.path.exists(root / name / FILE_NAME):
-            return read_entry(root, name)
+        if entry := read_entry_if_exists(root, name):
+            return entry
     known = sorted(name for root in roots for name in list_names(root))
     raise _unknown(name, known, ", or name machines of your own in a file with --hostfile")
 
@@ -187,10 +184,8 @@ def read_entry_if_exists(root: Path, name: str) -> Entry | None:
 
 
 def read_entry(root: Path, name: str) -> Entry:
-    """Return the entry of a cluster of the registry `root`.
-
-    Raises CpuftError: there is none, it is damaged, or other users may write to it or to the ssh files beside it, which
-    say what commands do.
+    """Return the entry of a cluster of the registry `root`. Raises CpuftError: there is none, it is damaged, or other
+    users may write to it or to the ssh files beside it, which say what commands do.
     """
     path = root / check_name(name) / FILE_NAME
     for beside in (FILE_NAME, "ssh_config", "known_hosts"):

@@ -83,10 +83,8 @@ def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
 
 
 def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts of the Slurm job in which this process runs, this one first and then in Slurm's order.
-
-    Where the job asked for tasks, their number on a host is its number of slots; otherwise `slots` is 0. Raises
-    CpuftError: scontrol fails.
+    """Return the hosts of the Slurm job in which this process runs, this one first and then in Slurm's order, with the
+    job's tasks as slots if it asked for any. Raises CpuftError: scontrol fails.
     """
     names = _query_slurm(("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])).split()
     has_tasks = {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys()

@@ -52,9 +52,8 @@ _FOR_PEOPLE = {
     "remoteforward": "ClearAllForwardings=yes",
     "dynamicforward": "ClearAllForwardings=yes",
 }
-"""Options that suit a person at a terminal and break commands, and what replaces them.
-
-They are given only where the configuration has them, because older clients do not know some of them."""
+"""Options that suit a person at a terminal and break commands, and what replaces them where the configuration has them:
+older clients do not know all."""
 _SSHD = "/usr/sbin/sshd"
 _SERVER = {
     "PasswordAuthentication": "no",
@@ -94,9 +93,8 @@ class Login:
 
 
 def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the argv of OpenSSH's client that a shell line is appended to, to run it on a host.
-
-    `config` is the path of a client configuration, empty for the user's own; `replaced` is `Login.replaced`.
+    """Return the argv of OpenSSH's client that a shell line is appended to, to run it on a host. `config` is the path
+    of a client configuration, empty for the user's own; `replaced` is `Login.replaced`.
     """
     argv: tuple[str, ...] = ("ssh", "-F", config) if config else ("ssh",)
     argv += COMMAND_OPTIONS + tuple(word for option in replaced for word in ("-o", option))
@@ -106,10 +104,8 @@ def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[
 
 
 def read_login(host: Host, config_path: str = "") -> Login:
-    """Return how a host is reached, by the hostfile's user and port and otherwise by ssh's client configuration.
-
-    `config_path` need not exist; it is empty for ~/.ssh/config. Raises CpuftError: the configuration cannot be read, or
-    this user is not in /etc/passwd.
+    """Return how a host is reached, by the hostfile's user and port and otherwise by ssh's client configuration, which
+    need not exist; "" is ~/.ssh/config. Raises CpuftError: it cannot be read, or this user is not in /etc/passwd.
     """
     import paramiko
 
@@ -160,9 +156,8 @@ def _read_stamp(path: str) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=8)
 def _read_config(path: str, changed: int, size: int, inode: int) -> paramiko.SSHConfig:
-    """Return a client configuration, which is parsed again only if the file has changed.
-
-    A cluster's configuration has an entry per host: parsing it again for each host would take quadratic time.
+    """Return a client configuration, which is parsed again only if the file has changed: for each host, it would take
+    quadratic time.
     """
     import paramiko
 
@@ -202,10 +197,8 @@ def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
 
 
 def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
-    """Return (bastion, how it is reached) for each bastion on the way to a host, the first one first.
-
-    As for ssh, only the first of several bastions may need bastions itself. Raises CpuftError: ssh's configuration
-    cannot be read, or there are more than eight.
+    """Return (bastion, how it is reached) for each bastion on the way to a host, of which, as for ssh, only the first
+    may need bastions itself. Raises CpuftError: ssh's configuration cannot be read, or there are more than eight.
     """
     found: list[tuple[Host, Login]] = []
     while login.jumps:
@@ -248,10 +241,9 @@ Bastions = tuple[tuple[str, Login], ...]
 
 
 def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bastions: Bastions = ()) -> str:
-    """Return the text of a client configuration for all hosts of a cluster, by address and by name.
-
-    `key` is the path of the private key, empty for ssh's own keys. Only host keys in `known_hosts` are accepted. Raises
-    CpuftError: a value has a character that ssh_config cannot hold.
+    """Return the text of a client configuration for all hosts of a cluster, by address and by name. `key` is the path
+    of the private key, empty for ssh's own keys; only host keys in `known_hosts` are accepted. Raises CpuftError: a
+    value has a character that ssh_config cannot hold.
     """
     parts = ["# Made by cpuft provision: how to reach the hosts of this cluster."]
     parts += [_format_bastion(name, login) for name, login in bastions]
@@ -326,11 +318,9 @@ def format_inside(
     renewal: str = "",
     shares_files: bool = False,
 ) -> dict[str, str]:
-    """Return file name -> text of the files with which a host of a cluster reaches all of its hosts.
-
-    They belong into `folder`, whose name is the cluster's, beside the cluster's key `id_ed25519`. The head host is the
-    first of `members`. The other parameters are as in `Entry`, seen from the hosts. Raises CpuftError: a value has a
-    character that ssh_config cannot hold.
+    """Return file name -> text of the files with which a host of a cluster reaches all of its hosts, the head host
+    first. They belong into `folder`, whose name is the cluster's, beside its key `id_ed25519`. The other parameters are
+    as in `Entry`, seen from the hosts. Raises CpuftError: a value has a character that ssh_config cannot hold.
     """
     name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"
@@ -345,18 +335,15 @@ def format_inside(
 
 
 def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> tuple[str, ...]:
-    """Return the argv that starts an ssh server in a container, in the foreground, with its messages on stderr.
-
-    `options` are values of sshd_config, which win over those that cpuft always gives.
+    """Return the argv that starts an ssh server in a container, in the foreground, with its messages on stderr. The
+    `options` of sshd_config win over those that cpuft always gives.
     """
     given = [f"-o{name}={value}" for name, value in (_SERVER | options).items()]
     return (_SSHD, "-D", "-e", *arguments, "-p", str(port), "-h", host_key, *given)
 
 
 def prepare_sshd() -> None:
-    """Make what sshd needs to start in a container: as root the folder /run/sshd, otherwise nothing. Raises CpuftError:
-    there is no sshd.
-    """
+    """Make what sshd needs in a container: as root the folder /run/sshd. Raises CpuftError: there is no sshd."""
     if not os.path.exists(_SSHD):
         raise CpuftError(f"there is no {_SSHD}: use a container image that has openssh-server")
     if not os.geteuid():
@@ -364,9 +351,8 @@ def prepare_sshd() -> None:
 
 
 def format_sshd_config(address: str, directory: str, own_home: bool) -> str:
-    """Return the text of sshd_config for a simulated host, whose keys are in `directory`.
-
-    With a home of its own, the host accepts the keys in its ~/.ssh/authorized_keys, too: they are meant for it.
+    """Return the text of sshd_config for a simulated host, whose keys are in `directory`. With a home of its own, the
+    host accepts the keys in its ~/.ssh/authorized_keys, too.
     """
     text = Path(__file__).with_name("sshd_config.in").read_text(encoding="utf-8")
     return text.format(address=address, directory=directory, also=" .ssh/authorized_keys" if own_home else "")

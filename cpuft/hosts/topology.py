@@ -79,9 +79,8 @@ class HostFacts:
 
 
 def spread_cores(hosts: Sequence[HostFacts]) -> list[tuple[Core, ...]]:
-    """Return the cores of each of `hosts`, in their order: on one machine different ones, as long as there are any.
-
-    Containers that share a machine and have a CPU quota see all of its cores, and each would begin with the first one.
+    """Return the cores of each host: on one machine different ones, as long as there are any. Containers with a CPU
+    quota see all cores of their machine, and each would begin with the first one.
     """
     taken: dict[str, set[tuple[int, ...]]] = {}
     found = []
@@ -117,9 +116,8 @@ def parse_facts(text: str, host: str) -> HostFacts:
 
 
 def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
-    """Return the cores in the output of `lscpu -p=CPU,CORE,SOCKET,NODE` that have hardware threads in `allowed`.
-
-    If `text` has none, each allowed hardware thread counts as a core of socket 0 and NUMA node 0.
+    """Return the cores in the output of `lscpu -p=CPU,CORE,SOCKET,NODE` that have hardware threads in `allowed`; if it
+    has none, each of these threads is a core of socket 0 and NUMA node 0.
     """
     threads: dict[tuple[int, int, int], list[int]] = {}
     for line in text.splitlines():
@@ -149,11 +147,10 @@ def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[in
 
 
 def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tuple[RankCores, ...]:
-    """Return the cores of each rank on one host, in the order of the local ranks. Left-over cores are not used.
+    """Return the cores of each rank on one host, in the order of the local ranks.
 
     All ranks get equal numbers of cores, and if the ranks divide evenly over the NUMA nodes, all of a rank's are on one
-    node. Ranks may outnumber cores where slots in a hostfile allow it: they share cores then. Raises CpuftError:
-    `comm_cores` leave a rank no core.
+    node. If there are more ranks than cores, they share cores. Raises CpuftError: `comm_cores` leave a rank no core.
     """
     cpus = [core.threads[0] for core in cores]
     if ranks > len(cpus):

@@ -105,15 +105,11 @@ class Transport(ABC):
 
     @abstractmethod
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine.
-
-        Raises CpuftError: ssh's configuration, where it is used, cannot be read.
-        """
+        """Return whether a host is this machine. Raises CpuftError: ssh's configuration, if used, cannot be read."""
 
     @abstractmethod
     def address(self, host: Host) -> str:
         """Return where the other hosts of the cluster reach this one: an IPv4 address, or a name that they resolve.
-
         Raises CpuftError: the host has no address.
         """
 
@@ -128,9 +124,8 @@ class Transport(ABC):
 
     @abstractmethod
     def command_prefix(self, host: Host) -> tuple[str, ...]:
-        """Return the argv that a shell line is appended to, to run it on a host; () where the host is this machine.
-
-        It is for the steps of plans, which people read and run by hand. Nothing is run.
+        """Return the argv that a shell line is appended to, to run it on a host; () where the host is this machine. It
+        is for the steps of plans, which people read and run by hand.
         """
 
     @abstractmethod
@@ -151,11 +146,10 @@ class Transport(ABC):
         return self._run_remotely(host, argv, stdin, seconds)
 
     def find_unresponsive(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
-        """Return the names of the hosts that do not answer within `seconds`, because they are off, cut off or frozen.
+        """Return the names of the hosts that do not answer within `seconds`, or cannot be asked; raise no CpuftError.
 
-        A host that cannot be asked for another reason is among them, too; no CpuftError is raised. All hosts are asked
-        at the same time, and this machine is never among those found. Over ssh only the key exchange is tried, so that
-        a host that would refuse the login answers, too. The attribute `unresponsive` is updated for `names`.
+        All hosts are asked at the same time, and this machine always answers. Over ssh only the key exchange is tried,
+        so that a host that would refuse the login answers, too. The attribute `unresponsive` is updated for `names`.
         """
         hosts = [self.find_host(name) for name in names]
         answers = try_hosts(lambda host: self.is_here(host) or self._probe(host, seconds), hosts)
@@ -170,9 +164,8 @@ class Transport(ABC):
 
     @contextmanager
     def keep_sessions(self) -> Iterator[None]:
-        """Inside, log in to each host only once for all commands that are run one after another.
-
-        The sessions are closed at the end. Where no session is needed, as in a Slurm job, this does nothing.
+        """Inside, log in to each host only once for all commands that are run one after another. Where no session is
+        needed, as in a Slurm job, this does nothing.
         """
         yield
 
@@ -210,10 +203,8 @@ class SshTransport(Transport):
         return address.startswith("127.") or address in facts.read_interfaces().values()
 
     def address(self, host: Host) -> str:
-        """Return a host's IPv4 address; behind a bastion the host's name, where only the other hosts resolve it.
-
-        A host that the hostfile names by its address has that one, even if ssh's configuration gives another. Raises
-        CpuftError: it has no IPv4 address.
+        """Return a host's IPv4 address, that of the hostfile rather than of ssh's configuration; behind a bastion its
+        name, where only the other hosts resolve it. Raises CpuftError: it has no IPv4 address.
         """
         if _IPV4.fullmatch(host.name):
             return host.name
@@ -257,10 +248,8 @@ class SshTransport(Transport):
 
     @contextmanager
     def keep_sessions(self) -> Iterator[None]:
-        """Inside, log in to each host only once for all commands that are run one after another.
-
-        A session that has ended, or in which a command failed to run, is closed, and the next command logs in again. Of
-        nested calls, the outer one closes the sessions.
+        """Inside, log in to each host only once for all commands that are run one after another, and again after a
+        session has ended or a command failed to run. Of nested calls, the outer one closes the sessions.
         """
         if self.sessions.keep:
             yield
@@ -301,10 +290,8 @@ def _is_active(client: paramiko.SSHClient) -> bool:
 
 
 def map_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNECTIONS) -> list[T]:
-    """Call a function for all hosts at the same time and return its results in the order of the hosts.
-
-    Raises CpuftError if the function raised it for some hosts, with all messages; all calls have ended then. It is
-    transient if all of them are.
+    """Call a function for all hosts at the same time and return its results in their order. Raises CpuftError, with all
+    messages, if the function raised it for some hosts, when all calls have ended. It is transient if all of them are.
     """
     results = try_hosts(function, hosts, most)
     failures = [result for result in results if isinstance(result, CpuftError)]
@@ -331,10 +318,9 @@ def try_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNE
 
 @contextmanager
 def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClient]:
-    """Log in to a host, through its bastions, for the time of the block; the value is paramiko's client.
-
-    An unknown or changed host key is refused, and never learnt here. Raises HostError: the host or a bastion cannot be
-    used; another CpuftError: ssh's configuration cannot be read.
+    """Log in to a host, through its bastions, for the time of the block; the value is paramiko's client. Unknown and
+    changed host keys are refused. Raises HostError: the host or a bastion cannot be used; another CpuftError: ssh's
+    configuration cannot be read.
     """
     login = read_login(host, config_path)
     with ExitStack() as stack:
@@ -403,10 +389,8 @@ def _try_to_log_in(
 
 
 def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
-    """Let a client accept the keys that a file in the form of known_hosts has for one name.
-
-    paramiko's own `load_host_keys` compares every line with all lines before it, in every session: with N hosts of a
-    cluster in the file that is N * N * N comparisons for one question to all of them.
+    """Let a client accept the keys that a file in the form of known_hosts has for one name. paramiko's `load_host_keys`
+    compares every line with all before it, in every session: N * N * N comparisons for one question to N hosts.
     """
     from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
     from paramiko.ssh_exception import SSHException
@@ -418,15 +402,14 @@ def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
             # A name that begins with | is a hash, which only paramiko can compare.
             if name not in names.split(",") and not names.startswith("|"):
                 continue
-            entry = None
             with suppress(SSHException, InvalidHostKey):
                 entry = HostKeyEntry.from_line(line.strip())
-            if entry is None or entry.key is None:
-                continue
-            for one in entry.hostnames or ():
-                # Of two keys of the same type, the first one counts, as in paramiko.
-                if entry.key.get_name() not in (keys.lookup(one) or {}):
-                    keys.add(one, entry.key.get_name(), entry.key)
+                if entry is None or entry.key is None:
+                    continue
+                for one in entry.hostnames or ():
+                    # Of two keys of the same type, the first one counts, as in paramiko.
+                    if entry.key.get_name() not in (keys.lookup(one) or {}):
+                        keys.add(one, entry.key.get_name(), entry.key)
 
 
 def _has_key() -> bool:
@@ -461,12 +444,11 @@ def _open_stream(login: Login, bastion: paramiko.SSHClient | None, seconds: floa
         return connection
     except TimeoutError:
         raise
-    except socket.gaierror as error:
-        raise OSError(error.strerror or str(error)) from None
     except UnicodeError:  # a part of the name is empty or longer than 63 characters (RFC 1035)
         raise OSError("its name is not a valid host name") from None
     except OSError as error:
-        raise OSError(f"{error.strerror or error} on port {login.port}") from None
+        where = "" if isinstance(error, socket.gaierror) else f" on port {login.port}"
+        raise OSError(f"{error.strerror or error}{where}") from None
 
 
 def _refuse_unknown_keys(host: Host) -> paramiko.MissingHostKeyPolicy:
@@ -551,9 +533,8 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
 
 def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> str:
     """Return the public key that a host's ssh server shows, "ssh-ed25519 AAAA...", without a login. It is not verified.
-
-    `seconds` is the time limit for the key exchange; 0 for the limits of a session. A server may be busy so long, but
-    its kernel has only 3.5 s to accept the connection. Raises CpuftError: the host or a bastion cannot be used.
+    `seconds` is the time limit for the key exchange, before which the kernel has 3.5 s to accept the connection; 0 for
+    the limits of a session. Raises CpuftError: the host or a bastion cannot be used.
     """
     import paramiko
 

@@ -12,7 +12,6 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pathlib import Path
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted
+from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
@@ -47,13 +47,6 @@ from cpuft.terminal import protect_streams
 from cpuft.transfer import open_locked
 
 _MAKE_SECONDS = _LOCK_SECONDS = 60.0
-Say = Callable[[str], None]
-
-
-class _StillLockedError(CpuftError):
-    """Another process works for the run on the head host."""
-
-    exit_code = RESUMABLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,41 +64,29 @@ class AttemptOrder:
 
 
 def run_attempt(
-    plan: RunPlan,
-    run_dir: str,
-    cluster: Cluster,
-    time_limit: float,
-    say: Say,
-    grace: float | None = None,
-    ctrl_c_seconds: float = 0.0,
-    stop_signals: list[int] | None = None,
+    plan: RunPlan, run_dir: str, cluster: Cluster, time_limit: float, say: Say, request: StopRequest | None = None
 ) -> int:
     """Carry out a plan, wherever its head host is, wait for its end, and return the exit code.
 
     The code is 0 if the run succeeded, 75 if it was interrupted or a host was lost, otherwise that of the worst rank; 2
     if another head host rejects the options or data or the time limit passes there. Meanwhile the run is registered as
-    active, and its hosts have the run's secret variables. A signal ends the run and this program.
+    active, and its hosts have the run's secret variables. A signal that `request` does not pass on to the ranks ends
+    them and this program.
 
-    `grace` and `ctrl_c_seconds` are the seconds from SIGTERM and from Ctrl-C until the ranks are killed; with None as
-    `grace`, no signal asks them for a checkpoint first. `stop_signals` gets the first signal that asked the ranks to
-    end.
-
-    Raises HeadHostLostError: another head host, or the connection to it, was lost.
-    Raises NotStoredError: the results of the run could not be stored here or, if it has finished, not be fetched.
-    Raises CpuftError: the attempt could not begin, or failed on this machine. Raises RuntimeError: its preparation did.
+    Raises HeadHostLostError: another head host, or the connection to it, was lost. Raises NotStoredError: the results
+    could not be stored here or, if the run has finished, not be fetched. Raises CpuftError: the attempt could not
+    begin, or failed on this machine. Raises RuntimeError: its preparation did.
     """
-    work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
-    state = begin_state(cluster, run_dir, plan.owner)
-    request = (
-        None if grace is None else StopRequest(work, cluster.head, cluster.command_prefixes, grace, ctrl_c_seconds)
-    )
+    work = cluster.work_dir(run_dir)
+    state, request = begin_state(cluster, run_dir, plan.owner), request or StopRequest()
+    request.run_dir, request.prefix = work, cluster.command_prefixes.get(cluster.head, ())
     try:
-        secrets, registration = secrets_on_hosts(plan, cluster, work, environ, state), register_run(run_dir, cluster)
+        secrets, registration = secrets_on_hosts(plan, cluster, work, os.environ, state), register_run(run_dir, cluster)
         with secrets, registration, ThreadPoolExecutor(1) as background:
             background.submit(keep_bundles, plan, cluster)  # no rank waits for it, and no run fails by it
             if cluster.works_remotely:
-                return run_on_head_host(plan, run_dir, state, cluster, environ, time_limit, say, request)
-            return run_on_this_machine(plan, run_dir, state, environ, time_limit, transport, request)
+                return run_on_head_host(plan, run_dir, state, cluster, time_limit, say, request)
+            return run_on_this_machine(plan, run_dir, state, time_limit, cluster.access.transport, request)
     except Interrupted as stopped:
         what = "nothing had started"
         if Path(run_dir, "logs").exists():
@@ -118,67 +99,49 @@ def run_attempt(
     except HeadHostLostError as lost:
         note_state(run_dir, phase=INTERRUPTED, reason=str(lost))
         raise
-    finally:
-        if stop_signals is not None and request and request.signal_number:
-            stop_signals.append(request.signal_number)
 
 
 def run_on_head_host(
-    plan: RunPlan,
-    run_dir: str,
-    state: RunState,
-    cluster: Cluster,
-    environ: Mapping[str, str],
-    time_limit: float,
-    say: Say,
-    stop_request: StopRequest | None,
+    plan: RunPlan, run_dir: str, state: RunState, cluster: Cluster, time_limit: float, say: Say, request: StopRequest
 ) -> int:
     """Carry out a plan on another head host, fetch its run folder, clean up the hosts, and return the exit code.
 
-    If this process ends, so does the connection, and with it the run. A finished run is removed from the hosts, and so
-    is a new one whose input files could not be sent. Of any other run, the checkpoints stay there, and everything stays
-    if `plan.keep_host_copies` is set. Raises what `run_attempt` raises, LaterStartError, and after what the ranks
-    recorded has been fetched, Interrupted.
+    A finished run is removed from the hosts, and so is a new one whose input files could not be sent. Of any other run,
+    the checkpoints stay there, or everything with `plan.keep_host_copies`. Raises what `run_attempt` raises,
+    LaterStartError, and after what the ranks recorded has been fetched, Interrupted.
     """
     config = cluster.access.entry.ssh_config_there or cluster.access.transport.config
     order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), state, time_limit, config)
 
-    def run_part(
-        name: str, seconds: float, say: Say = lambda line: None, advice: str = "check the hosts with cpuft doctor"
-    ) -> None:
-        execute.run_stages(plan.select(name), environ, seconds, say, advice)
-
-    run_part("claim", _MAKE_SECONDS, advice="give a new folder with --run-dir")
+    advice = "check the hosts with cpuft doctor"
+    execute.run_stages(plan.select("claim"), _MAKE_SECONDS, lambda line: None, "give a new folder with --run-dir")
     try:
         try:
-            run_part("make", _MAKE_SECONDS)
-            run_part("inputs", 0.0, say)
+            execute.run_stages(plan.select("make"), _MAKE_SECONDS, lambda line: None, advice)
+            execute.run_stages(plan.select("inputs"), 0.0, say, advice)
         except CpuftError:
             if not plan.resumed:  # otherwise the new folder would refuse the same launch when it is tried again
-                remove_all_but_checkpoints(plan, run_dir, environ, cluster.access.transport.unresponsive)
+                remove_all_but_checkpoints(plan, run_dir, cluster.access.transport.unresponsive)
                 remove_empty_run(run_dir)
             raise
         step = plan.full_plan.as_local(plan_supervision(order, cluster))
         copier = CheckpointCopier(cluster, run_dir, plan.copy_seconds, say)
         with copier.keep_copying() if plan.copy_seconds else nullcontext():
-            if stop_request:
-                code = execute.run_step(step, environ, None, stop_request.check, takes=stop_request.handle_signal)
-            else:
-                code = execute.run_step(step, environ, None, lambda: None)
+            code = execute.run_step(step, os.environ, None, request.check, takes=request.handle_signal)
         if plan.copy_seconds and code == RESUMABLE:
             copier.copy_last()  # the head host may be taken away soon
     except Interrupted:
-        fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, environ, False, say)
+        fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, False, say)
         if not plan.resumed:
             remove_empty_run(run_dir)
         raise
     if code == LATER_START:
         raise LaterStartError(f"another launcher has started the run again: {WAIT_FOR_OTHER}")
     if code == execute.SSH_FAILED:
-        cluster.access.transport.find_unresponsive([assignment.host.name for assignment in cluster.assignments])
-    if fetch_and_clean_up(plan, run_dir, cluster, environ, not code, say):
+        cluster.access.transport.find_unresponsive(list(cluster.hosts))
+    if fetch_and_clean_up(plan, run_dir, cluster, not code, say):
         return 0
-    if code not in (0, RESUMABLE) and stop_request and stop_request.signal_number == signal.SIGINT:
+    if code not in (0, RESUMABLE) and request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
     # A killed rank also makes the exit code larger than 128, but then the supervisor has written it.
     if code == execute.SSH_FAILED or (code > 128 and not find_end(run_dir, plan.owner)):
@@ -189,7 +152,7 @@ def run_on_head_host(
 
 
 def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
-    """Return the step that starts the supervisor on the head host; its standard input is the order as JSON."""
+    """Return the step that starts the supervisor on the head host, with the order on standard input."""
     # By these, `cpuft.rank.kill` finds the supervisor, mpirun and its ssh processes, even before there are ranks.
     own = {"CPUFT_RUN_DIR": order.run_dir, OWNER_VARIABLE: str(order.state.owner)}
     settings = tuple(Setting(name, value, "") for name, value in (cluster.access.entry.settings | own).items())
@@ -205,15 +168,15 @@ def main() -> None:
     end_with_parent(signal.SIGTERM)
     order = load(AttemptOrder, parse_json(sys.stdin.read()))
     try:
-        try:
-            open_locked(f"{order.run_dir}.lock", _LOCK_SECONDS)  # released when this process ends
-        except BlockingIOError:
-            raise _StillLockedError(
-                f"an earlier start of the run, or a transfer of its files, has held {order.run_dir}.lock on the head "
-                f"host for {_LOCK_SECONDS:.0f} s: wait until it has ended, and resume the run"
-            ) from None
+        open_locked(f"{order.run_dir}.lock", _LOCK_SECONDS)  # released when this process ends
+    except BlockingIOError:
+        holder = f"an earlier start of the run, or a transfer of its files, has held {order.run_dir}.lock"
+        advice = "wait until it has ended, and resume the run"
+        print(f"cpuft: error: {holder} on the head host for {_LOCK_SECONDS:.0f} s: {advice}", file=sys.stderr)
+        sys.exit(RESUMABLE)
+    try:
         transport = SshTransport(order.ssh_config)
-        code = run_on_this_machine(order.plan, order.run_dir, order.state, os.environ, order.seconds, transport)
+        code = run_on_this_machine(order.plan, order.run_dir, order.state, order.seconds, transport)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         code = error.exit_code

@@ -11,20 +11,19 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR
+from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.inputs import Bundle
 from cpuft.launch.resume import BEST, CHECKPOINTS, HostCopy, find_checkpoint_here, find_newest_checkpoint
-from cpuft.steps import Step
+from cpuft.steps import Plan, Step
 
-Say = Callable[[str], None]
 MOST_SECONDS = 30.0
 _LEAST_SECONDS = 1.0
 _POLL_SECONDS = 0.1
@@ -41,11 +40,10 @@ def choose_copy_seconds(checkpoint_every: float) -> float:
 
 
 def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Iterable[HostCopy]) -> tuple[Bundle, ...]:
-    """Return the newest and the best checkpoint here, which the head host needs to continue a run. Empty if the ranks
-    work in this machine's folders, or a host of the cluster has a checkpoint that is as new.
+    """Return the newest and the best checkpoint here for the head host. Empty if the ranks work in this machine's
+    folders, or a host of the cluster has a checkpoint that is as new.
     """
-    used = {assignment.host.name for assignment in cluster.assignments}
-    newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in used)])
+    newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in cluster.hosts)])
     if not cluster.works_remotely or find_newest_checkpoint(run_dir) <= newest:
         return ()
     bundles = []
@@ -71,9 +69,7 @@ def check_copy(run_dir: str) -> tuple[int, str]:
 
 
 class CheckpointCopier:
-    """Copies new checkpoints of a run from its head host. `every` is the time in seconds between two looks for a new
-    one. The user is told once when copies fail.
-    """
+    """Copies new checkpoints of a run from its head host, for which it looks `every` so many seconds."""
 
     def __init__(self, cluster: Cluster, run_dir: str, every: float, say: Say) -> None:
         self._cluster, self._every, self._say = cluster, every, say
@@ -130,12 +126,8 @@ class CheckpointCopier:
             pause = self._every if self._failures else max(self._every, _PAUSE_SHARE * (time.monotonic() - begun))
 
     def copy_last(self) -> None:
-        """Copy the newest checkpoint now, however long it takes while bytes arrive, in the main thread only. A copy
-        that fails raises nothing.
-        """
-        step = self.plan_copy()
-        report = partial(execute.report_pending, [step], lambda line: self._say(f"cpuft: {line}"))
-        (answer,) = execute.run_stage([step], os.environ, 0.0, report)
+        """Copy the newest checkpoint now, in the main thread only. A copy that fails raises nothing."""
+        (answer,) = execute.run_stage(Plan(), [self.plan_copy()], 0.0, lambda line: self._say(f"cpuft: {line}"))
         self._note_end(answer.exit_code, answer.output, is_over=False)
 
     def _note_end(self, code: int, output: str, is_over: bool) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cpuft.config.compare import CompareConfig
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.topology import plan_placement
 from cpuft.launch.attempt import run_attempt
@@ -18,8 +19,6 @@ from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
 from cpuft.launch.progress_bar import show_progress
 from cpuft.serialization import is_count
 from cpuft.steps import RunPlan
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 
 
 def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
-    """Return the training options for a run with `ranks` ranks, of a comparison that starts at `fewest` ranks. Weak
-    scaling keeps the batch of each rank, and strong scaling the global batch of the run with the fewest ranks.
+    """Return the training options for a run with `ranks` ranks. Weak scaling keeps the batch of each rank, and strong
+    scaling the global batch of the run with the fewest ranks.
     """
     if scaling == "weak":
         return train
@@ -78,7 +77,6 @@ def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tupl
 
 def limit_cores(clusters: Mapping[int, Cluster]) -> dict[int, Cluster]:
     """Return the clusters, by their number of ranks, with as many cores for each rank as in the one with most ranks.
-
     Raises CpuftError: there are several hosts.
     """
     largest = clusters[max(clusters)]
@@ -113,11 +111,9 @@ def plan_comparison(
     progress: str,
     environ: Mapping[str, str],
 ) -> list[PlannedRun]:
-    """Plan all runs of a comparison in the order of `order_runs`, before the first one starts.
-
-    Asks the hosts for their facts and for missing files, and changes nothing. The batch size of `train` is that of a
-    rank in the run with the fewest ranks. Each seed of `--seeds` is a round, from `train.seed` on. Raises CpuftError:
-    options contradict each other, the hosts do not fit, or one cannot be used.
+    """Plan all runs of a comparison in the order of `order_runs`. Asks the hosts for facts and missing files, and
+    changes nothing. The batch size of `train` is that of a rank in the run with the fewest ranks. Each seed is a round,
+    from `train.seed` on. Raises CpuftError: options contradict each other, the hosts do not fit, or one cannot be used.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")

@@ -15,7 +15,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +23,12 @@ from typing import Any
 
 import cpuft
 from cpuft import execute
-from cpuft.argv import module_command
+from cpuft.argv import make_shell_line, module_command
 from cpuft.config.fields import format_flag
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, escape_controls, last_line
+from cpuft.execute import Say
 from cpuft.hosts.cluster import (
     DETACHED,
     FROM_STDIN,
@@ -77,7 +78,6 @@ from cpuft.launch.settings import forwarded_settings, user_variables
 from cpuft.serialization import load, parse_json
 from cpuft.steps import Plan, Step
 
-Say = Callable[[str], None]
 _PLACE = ("cluster", "hostfile", "ssh_config")
 _STAYS_HERE = ("run_dir", "detach", "check", "config", "dry_run", "script", "action")
 """Options that the moved command gets in another way, or not at all: its hosts have been checked from here."""
@@ -117,18 +117,14 @@ class Head:
     options: tuple[str, ...] = ()
     """The options that name its cluster or hostfile, for commands in messages."""
 
-    def with_settings(self, *command: str) -> tuple[str, ...]:
-        """Return the argv ("env", "NAME=VALUE", ..., *command) with the variables that cpuft needs on the host."""
-        return ("env", *(f"{name}={value}" for name, value in self.access.entry.settings.items()), *command)
-
     def action(self, *words: str) -> tuple[str, ...]:
         """Return the argv that carries out an action of `detached_head` on the host, to be run there."""
-        return self.with_settings(*module_command(self.access.python, MODULE), *words)
+        return self.access.with_settings(*module_command(self.access.python, MODULE), *words)
 
     def from_here(self, command: tuple[str, ...]) -> tuple[str, ...]:
         """Return the argv with which this machine runs a command of the host."""
-        plan = Plan(command_prefixes={self.host.name: self.access.transport.command_prefix(self.host)})
-        return plan.as_local(Step("", command, host=self.host.name)).command
+        prefix = self.access.transport.command_prefix(self.host)
+        return (*prefix, make_shell_line(command)) if prefix else command
 
     def ask(self, *words: str) -> str:
         """Carry out an action on the host, and return its output. Raises CpuftError: it failed, or no answer came."""
@@ -173,7 +169,8 @@ def refuse_jobs(config: LaunchConfig, environ: Mapping[str, str]) -> None:
 def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
     """Raise CpuftError if the head host cannot run this version of cpuft, or lacks packages that the command needs."""
     name, python = head.host.name, head.access.python
-    answer = head.access.transport.run(head.host, head.with_settings(python, "-c", FROM_STDIN, *packages), _EXAMINE)
+    command = head.access.with_settings(python, "-c", FROM_STDIN, *packages)
+    answer = head.access.transport.run(head.host, command, _EXAMINE)
     advice = "install it there, for example with cpuft provision hosts, or leave out --detach"
     if answer.exit_code == _NO_PROGRAM:
         raise CpuftError(f"host {name} has no Python at {python}, which would run the detached command: {advice}")
@@ -253,8 +250,8 @@ def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str
     elif config:
         text = Path(config).expanduser().read_text(encoding="utf-8")
     # A restart may need hosts that the run does not use yet.
-    known = tuple(access.transport.hosts.values()) or tuple(one.host for one in cluster.assignments)
-    hosts = tuple(Host(one.name, one.slots, max_slots=one.max_slots) for one in known)
+    known = access.transport.hosts or cluster.hosts
+    hosts = tuple(Host(one.name, one.slots, max_slots=one.max_slots) for one in known.values())
     entry = replace(access.entry, name=name, kind=INSIDE, options={}, python=access.python, here=cluster.head)
     entry = replace(entry, hostfile=f"{place}/hostfile", ssh_config=f"{place}/ssh_config" if text else "")
     files = {FILE_NAME: format_entry(entry), "hostfile": format_hostfile(hosts)}
@@ -288,7 +285,7 @@ def start_detached(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping
     save_note(run.run_dir, replace(note, id=run.order.id, run_dir=run.run_dir), environ)
     begun, advice = False, f"check {run.head.host.name} with cpuft doctor, or leave out --detach"
     try:
-        execute.run_stages(plan, environ, 0.0, say, advice)
+        execute.run_stages(plan, 0.0, say, advice)
         begun = True
         if code := run.show(until_begun=True):
             run.head.ask("forget", run.order.id)
@@ -439,17 +436,13 @@ def find_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[Launch
     """Return [`config`] if it names hosts or none are known, else the hosts of all detached runs known here."""
     if config.cluster or config.hostfile:
         return [config]
-    places = {_find_place(note) for note in list_detached(environ)}
-    return [place for place in sorted(places, key=str) if _exists(place, environ)] or [config]
+    clusters = {"", *(name for root in search_roots(environ) for name in list_names(root))}
+    places = sorted({_find_place(note) for note in list_detached(environ)}, key=str)
+    return [one for one in places if one.cluster in clusters and os.path.exists(one.hostfile or "/")] or [config]
 
 
 def _find_place(note: LaunchNote) -> LaunchConfig:
     return LaunchConfig(cluster=note.cluster, hostfile=note.hostfile, ssh_config=note.ssh_config)
-
-
-def _exists(place: LaunchConfig, environ: Mapping[str, str]) -> bool:
-    known = {name for root in search_roots(environ) for name in list_names(root)}
-    return place.cluster in known if place.cluster else not place.hostfile or os.path.exists(place.hostfile)
 
 
 def list_runs(config: LaunchConfig) -> tuple[list[tuple[Head, Description]], list[CpuftError]]:

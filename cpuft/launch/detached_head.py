@@ -32,7 +32,7 @@ from cpuft.files import is_locked, make_private_folder, write_text
 from cpuft.hosts.cluster import DETACHED, JOB, WORK_ROOT
 from cpuft.hosts.registry import FILE_NAME
 from cpuft.launch.leases import RENEWAL_SECONDS
-from cpuft.launch.run_state import LATER_START, read_state
+from cpuft.launch.run_state import LATER_START, read_state, read_usable_state
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
@@ -170,7 +170,7 @@ def _remove_old(root: Path) -> None:
     for folder in root.glob("*/"):
         with suppress(OSError):
             is_old = time.time() - (folder / _EVENTS).stat().st_mtime > _KEPT_SECONDS
-            if is_old and not _is_alive(folder) and not any(folder.glob("run/*")):
+            if is_old and not is_locked(folder / _ALIVE) and not any(folder.glob("run/*")):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -257,11 +257,6 @@ def _read_order(folder: Path) -> Order:
     return load(Order, parse_json((folder / _ORDER).read_text(encoding="utf-8")))
 
 
-def _is_alive(folder: Path) -> bool:
-    """Return whether a keeper has the lock of a detached run, which Linux releases however the keeper ends."""
-    return is_locked(folder / _ALIVE)
-
-
 def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int, str]]:
     """Yield each event from a position in the file on, as JSON, with the position behind it. Ends with the last event
     of the run, or with `only_past` before one would have to be waited for.
@@ -269,7 +264,7 @@ def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int,
     with (folder / _EVENTS).open("rb") as file:
         file.seek(position)
         while True:
-            is_alive = _is_alive(folder)  # before the file is read: the keeper writes its last event while it lives
+            is_alive = is_locked(folder / _ALIVE)  # first: the keeper writes its last event while it lives
             line = file.readline()
             if line.endswith(b"\n"):
                 position += len(line)
@@ -288,10 +283,8 @@ def _describe(folder: Path) -> Description:
     order, text = _read_order(folder), (folder / _EVENTS).read_text(encoding="utf-8")
     events = text[: text.rfind("\n") + 1].splitlines()  # the last line may be written at this moment
     last = load(Event, parse_json(events[-1])) if events else Event("")
-    is_alive, fetched, state = _is_alive(folder), folder / _FETCHED, None
-    for place in (folder.parent.parent / order.claimed, order.run_dir):
-        with suppress(CpuftError):
-            state = state or read_state(str(place))
+    is_alive, fetched = is_locked(folder / _ALIVE), folder / _FETCHED
+    state = read_usable_state(folder.parent.parent / order.claimed) or read_usable_state(order.run_dir)
     return Description(
         order,
         ENDED if last.kind == END else RUNNING if is_alive else LOST,

@@ -50,6 +50,10 @@ _DIFFERENT_SIZES = re.compile(
     r"Received data size doesn't match expected size|Truncation error\(-265\)|MPI_ERR_TRUNCATE|Message truncated;"
 )
 """What gloo, oneCCL and MPI print when ranks pass different sizes to an operation."""
+_SAME_SIZES = (
+    "pass tensors of the same shape and type on all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL in your shell, "
+    "torch's gloo names the operation and the shapes"
+)
 _NOTHING = "(it printed nothing)"
 _COMM_ERROR = "cpuft comm: rank "
 """Start of the line with which cpuft.comm reports a collective that did not finish."""
@@ -149,8 +153,8 @@ def _describe_early_end(failures: list[Failure]) -> str:
 
 
 def describe_absent(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
-    """Return one line for each unreachable host, and for each rank elsewhere that others waited for in vain. A rank
-    that has itself failed gets no line, because its own error output explains more.
+    """Return one line for each unreachable host, and for each rank elsewhere that others waited for in vain, unless it
+    has itself failed: its own error output explains more.
     """
     lines = []
     for name in sorted(unreachable):
@@ -172,10 +176,8 @@ def _ranks(numbers: Iterable[int]) -> str:
 
 
 def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
-    """Return why `failures[0]` failed, and the end of its output unless the caller gets its exception (`raised`).
-
-    After at most 15 lines of output come `absent`, the lines of `describe_absent`, if there are any, because these
-    hosts and ranks are the cause. If no rank failed, the last lines of mpirun's output are shown.
+    """Return why `failures[0]` failed, and the end of its output (of mpirun's if there is none) unless the caller gets
+    its exception (`raised`). Last come `absent`, the lines of `describe_absent`: these hosts and ranks are the cause.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
     if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
@@ -215,23 +217,16 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
 def explain_exit(code: int, text: str = "") -> tuple[str, str]:
     """Return how a rank ended, such as "killed by SIGKILL", and what to do, or "". `text` is its standard error."""
     ended = f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}"
-    if code == 137 and OUT_OF_MEMORY in text:
-        return "killed by the kernel because memory ran out", _LESS_MEMORY
-    if _NO_MEMORY.search(_last_error(text)):
-        return "out of memory", _LESS_MEMORY
-    if _NO_PROCESS.search(_last_error(text)):
-        return ended, NO_MORE_PROCESSES
-    if _DIFFERENT_SIZES.search(_last_error(text)):
-        return (
-            f"{ended}, because ranks passed different sizes to a collective operation",
-            "pass tensors of the same shape and type on all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL in your shell, "
-            "torch's gloo names the operation and the shapes",
-        )
-    if code == 137 and KILLED_BY_SOMEBODY in text:
-        return "killed by signal 9", ""
-    if code in _SIGNAL_CAUSES:
-        return _SIGNAL_CAUSES[code]
-    return ended, ""
+    different, error = f"{ended}, because ranks passed different sizes to a collective operation", _last_error(text)
+    causes = (
+        (code == 137 and OUT_OF_MEMORY in text, "killed by the kernel because memory ran out", _LESS_MEMORY),
+        (_NO_MEMORY.search(error), "out of memory", _LESS_MEMORY),
+        (_NO_PROCESS.search(error), ended, NO_MORE_PROCESSES),
+        (_DIFFERENT_SIZES.search(error), different, _SAME_SIZES),
+        (code == 137 and KILLED_BY_SOMEBODY in text, "killed by signal 9", ""),
+        (True, *_SIGNAL_CAUSES.get(code, (ended, ""))),
+    )
+    return next((what, advice) for applies, what, advice in causes if applies)
 
 
 def _is_signal(code: int) -> bool:
@@ -263,8 +258,7 @@ def describe_end(
     script: Sequence[str],
     script_config: ScriptConfig | None = None,
 ) -> tuple[int, str]:
-    """Return the exit code of a launch and its closing message, which may be "", from the last attempt's record and
-    logs here.
+    """Return the exit code of a launch and its closing message, which may be "".
 
     After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75. A code of
     75 becomes 1 if the run cannot be resumed, for example because it ended before its record began.

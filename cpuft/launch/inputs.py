@@ -17,6 +17,7 @@ from typing import Any
 
 from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
+from cpuft.config.fields import format_flag
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, last_line
@@ -84,9 +85,7 @@ class Bundle:
 
 
 def list_input_paths(train: TrainConfig, options: Collection[str] = TRAINING_INPUTS) -> set[str]:
-    """Return the absolute paths of existing local files and folders that these training options name. A name that is no
-    local path, such as a model of the hub, is left out.
-    """
+    """Return the absolute paths of existing local files and folders that these training options name."""
     names = [name for option in TRAINING_INPUTS if option in options for name in split_paths(getattr(train, option))]
     return {str(path) for name in names if name and (path := Path(name).absolute()).exists()}
 
@@ -108,8 +107,8 @@ class LaunchNote:
 
 
 def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> None:
-    """Note on this machine what the user named for a run, or remove the note if that is nothing. Errors are ignored.
-    The note is beside the registry of clusters ($CPUFT_STATE), not in the run folder, whose content comes from a host.
+    """Note what the user named for a run, or remove the note if that is nothing. Errors are ignored. The note is beside
+    the registry of clusters ($CPUFT_STATE), not in the run folder, whose content comes from a host.
     """
     with suppress(CpuftError, OSError):
         path = _note_file(run_dir, environ)
@@ -121,9 +120,7 @@ def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> Non
 
 
 def load_note(run_dir: str, environ: Mapping[str, str]) -> LaunchNote:
-    """Return what `save_note` noted for a run. Empty for a run that was started elsewhere, and if the note cannot be
-    read or others may have written to its folder.
-    """
+    """Return what `save_note` noted for a run; an empty note if there is none that can be read and trusted."""
     with suppress(CpuftError, OSError, ValueError):
         path = _note_file(run_dir, environ)
         check_private_folder(path.parent)
@@ -153,9 +150,9 @@ def pack_training(
 ) -> tuple[TrainConfig, tuple[Bundle, ...]]:
     """Return the training options with the paths on hosts that have disks of their own, and the bundles to send.
 
-    Reads the files to compute checksums. A file that an earlier launch of the run sent has a bundle without sources.
-    Some options may come from a record, which a host may have written: then only paths in `allowed` may be sent. Raises
-    CpuftError: a path is not allowed, or a link in it leads nowhere.
+    A file that an earlier launch of the run sent has a bundle without sources. Some options may come from a record,
+    which a host may have written: then only paths in `allowed` may be sent. Raises CpuftError: a path is not allowed;
+    else as `make_bundle`.
     """
     if not cluster.has_own_disks:
         return train, ()
@@ -169,7 +166,7 @@ def pack_training(
                 bundles.append(Bundle((), str(path.parent)))
             elif path.exists():
                 if allowed is not None and str(path) not in allowed:
-                    flag = "--" + option.replace("_", "-")
+                    flag = format_flag(option)
                     raise CpuftError(
                         f"the run's record says {flag} {name}, which was not named for this run on this machine, and a "
                         f"record may come from a host: add {flag} {name} if the hosts are to get it"
@@ -182,10 +179,8 @@ def pack_training(
 
 
 def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictConfig, tuple[Bundle, ...]]:
-    """Return the request with the model in place of RUN and the paths on the hosts, and the bundles to send.
-
-    All hosts get the model, if it is a folder, and the head host gets the files of --file, which rank 0 reads. Raises
-    as `make_bundle`.
+    """Return the request with the model in place of RUN and the paths on the hosts, and the bundles to send: the model,
+    if it is a folder, and for the head host the files of --file, which rank 0 reads. Raises as `make_bundle`.
     """
     request = replace(request, model=request.model or f"{request.run}/{_MODEL}", run="")
     if not cluster.has_own_disks:
@@ -206,9 +201,9 @@ def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictCon
 def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Bundle, ...]]:
     """Return the command with the hosts' Python and the paths on the hosts, and the bundles to send.
 
-    With a Python script, the modules and packages in its folder are sent; with `-m`, none are. A file or folder that an
-    argument names, by itself or after `--option=`, is sent too, but neither the working directory nor a folder that
-    contains it. Devices and pipes are not sent. Raises CpuftError: a link cannot be followed, or a file changes.
+    A Python script is sent with the modules and packages in its folder. A file or folder that an argument names, by
+    itself or after `--option=`, is sent too, but neither the working directory nor a folder that contains it. Raises as
+    `make_bundle`.
     """
     if not cluster.has_own_disks:
         return command, ()
@@ -247,11 +242,9 @@ def _find_modules(script: Path) -> tuple[Path, ...]:
 
 
 def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
-    """Return the bundle of these files and folders, which must lie in one folder. They are all read.
-
-    The checksum in the name of its folder on the hosts depends on their names, contents and executable bits. Compiled
-    modules are left out, and links are followed. Raises CpuftError: a link leads nowhere or to a folder around it, or a
-    file changes meanwhile.
+    """Return the bundle of these files and folders of one folder, without compiled modules. All are read: the bundle's
+    folder on the hosts is named by a checksum of names, contents and executable bits. Raises CpuftError: a link leads
+    nowhere or to a folder around it, or a file changes meanwhile.
     """
     try:
         found = [one for source in sources for one in transfer.walk(str(source), source.name)]
@@ -263,12 +256,9 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
 
 
 def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:
-    """Ask all hosts at once of which bundles they do not have all files; return their remote folders for each host.
-
-    A host that has all has an empty set; without bundles, nothing is asked and the result is {}. Raises CpuftError: a
-    host cannot be used, or others may write to its folder.
+    """Return for each host the remote folders of the bundles of which it lacks files; {} without bundles. All are asked
+    at once. Raises CpuftError: a host cannot be used, or others may write to its folder.
     """
-    hosts = [assignment.host for assignment in cluster.assignments]
 
     def ask(host: Host) -> set[str]:
         folders = (one.remote_folder for one in bundles)
@@ -278,22 +268,20 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
             raise CpuftError(f"host {host.name} has no safe folder for the files of the run: {reason}")
         return set(answer.output.split())
 
-    return dict(zip((host.name for host in hosts), map_hosts(ask, hosts if bundles else [])))
+    return dict(zip(cluster.hosts, map_hosts(ask, list(cluster.hosts.values()) if bundles else [])))
 
 
 def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
-    """Note on the hosts that the bundles of a plan are used now, and remove those that no run has used for 30 days. A
-    host that does not answer raises nothing.
-    """
+    """Note on the hosts that the bundles of a plan are used now, and remove those that no run has used for 30 days."""
     used = sorted({*re.findall(rf"{re.escape(cluster.inputs)}/[0-9a-f]{{24}}", str(plan))})
-    hosts = [assignment.host for assignment in cluster.assignments if cluster.has_own_disks]
+    hosts = list(cluster.hosts.values()) if cluster.has_own_disks else []
     # A host that does not answer is reported by the first step that needs it.
     try_hosts(lambda host: cluster.access.run_transfer(host, "keep-bundles", cluster.inputs, *used), hosts)
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Plan to send every bundle to every host that needs it and is in `missing`, the answer of `gather_missing`. A step
-    is for one host, or for all, which send it on to each other (relay.py). CpuftError: a bundle has no sources.
+    """Plan to send bundles to the hosts that miss them (`gather_missing`), by a step for each host, or one for all,
+    which send it on to each other (`relay`). Raises CpuftError: a bundle to be sent has no sources.
     """
     stages: list[tuple[Step, ...]] = []
     for bundle in bundles:
@@ -327,12 +315,9 @@ def _plan_copies(
     whys: Sequence[str],
     **options: Any,
 ) -> tuple[Step, ...]:
-    """Plan to send files to hosts: as a tree if there is one reason for several hosts, else with a step for each.
-    `order` still lacks its receivers, and `reach` returns the argv that runs another argv on a host.
-    """
+    """Plan to send files to hosts: as a tree if there is one reason for several hosts, else with a step for each."""
     if len(whys) < len(hosts):
-        env = [f"{name}={value}" for name, value in cluster.access.entry.settings.items()]
-        start = (*(("env", *env) if env else ()), *module_command(cluster.python, "cpuft.launch.relay"), "receive")
+        start = cluster.access.with_settings(*module_command(cluster.python, "cpuft.launch.relay"), "receive")
         addresses = cluster.addresses
         receivers = tuple(Receiver(host, addresses.get(host, ""), reach(host, start)) for host in hosts)
         text = json.dumps(dataclasses.asdict(replace(order, receivers=receivers)))
@@ -343,10 +328,10 @@ def _plan_copies(
 
 
 def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
-    """Plan to copy the prepared examples from the head host to the other hosts, if these have disks of their own. A
-    host has the whole file or none, and `have` names those that have it.
+    """Plan to copy the prepared examples from the head host to the others, if these have disks of their own and are not
+    in `have`.
     """
-    names = [assignment.host.name for assignment in cluster.assignments[1:] if assignment.host.name not in have]
+    names = [name for name in cluster.hosts if name not in have and name != cluster.head]
     if not names or not cluster.has_own_disks:
         return ()
 
@@ -363,13 +348,11 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
 def plan_secrets(
     cluster: Cluster, run_dir: str, environ: Mapping[str, str]
 ) -> tuple[tuple[tuple[Setting, ...], ...], tuple[str, ...], tuple[str, ...]]:
-    """Plan how ranks get environment variables that may be secret. Sends nothing yet: `secrets_on_hosts` does.
+    """Plan how ranks get environment variables that may be secret, which `secrets_on_hosts` sends. Return for each host
+    the settings that name its files with secrets, words before mpirun that hide the secrets from it, and notes.
 
     Ranks on this machine inherit them. If other hosts take part, mpirun must not have them in its environment, because
     it hands its environment to the first process that claims to be its proxy on a host.
-
-    Returns for each host the settings that name its files with secrets, words to put before the mpirun command to hide
-    the secrets from it, and notes for the plan, which name the variables and not their values.
     """
     names = sorted(name for name, value in environ.items() if may_be_secret(name, value))
     notes = [f"not passed on, because no shell can set this name: {name}" for name in unexportable_names(environ)]
@@ -393,24 +376,19 @@ def plan_secrets(
 def secrets_on_hosts(
     plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[str, str], state: RunState
 ) -> Iterator[None]:
-    """Provide the secret variables of a run on its hosts inside the `with` block: one private file for each process.
+    """Provide a new key of the run and the user's secret variables on its hosts inside the `with` block: one private
+    file for each process, unless all ranks inherit the variables.
 
-    The variables are a new random key of the run and the user's tokens and proxies that training may need. Each process
-    removes its file when it reads it. The others are removed at the end of the block, and by the hosts themselves if
-    this machine has not been heard of for ten minutes. Nothing is sent if all ranks inherit the variables.
-
-    Each host with a disk of its own also gets the first state of this start of the run. A host that has the state of a
-    later start, or of another launcher's start of the same number, refuses both: LaterStartError. Raises CpuftError: a
-    host cannot store its file.
+    Each process removes its file when it reads it. The others are removed at the end, and by the hosts themselves if
+    this machine is silent for ten minutes. Each host with a disk of its own also gets the first state of this start. A
+    host that has the state of a later start, or of another launcher's start of the same number, refuses both:
+    LaterStartError. Raises CpuftError: a host cannot store its file.
     """
-    text = format_state(state) + json.dumps({KEY: secrets.token_hex(32)} | secrets_for_ranks(environ))
-    prepares = any(
-        setting.name == SECRETS_PREFIX for stage in plan.prepare for step in stage for setting in step.settings
-    )
     if cluster.inherits:
         yield
         return
-
+    text = format_state(state) + json.dumps({KEY: secrets.token_hex(32)} | secrets_for_ranks(environ))
+    prepares = any(one.name == SECRETS_PREFIX for stage in plan.prepare for step in stage for one in step.settings)
     begun = f"{os.path.dirname(work)}/{STATE_FILE}" if cluster.works_remotely else ""
 
     def send(index: int) -> None:
@@ -419,7 +397,7 @@ def secrets_on_hosts(
             run(index, "send", begun, *(f"{cluster.sent_file(work, index)}-{name}" for name in names), stdin=text)
         except CpuftError as error:
             if error.is_transient:
-                silent.add(index)
+                silent.add(cluster.assignments[index].host.name)
             raise
 
     def run(index: int, action: str, *paths: str, stdin: str = "") -> str:
@@ -439,12 +417,8 @@ def secrets_on_hosts(
         return answer.output
 
     def list_reachable() -> list[int]:
-        unreachable = cluster.access.transport.unresponsive
-        return [
-            index
-            for index, one in enumerate(cluster.assignments)
-            if one.host.name not in unreachable and index not in silent
-        ]
+        left_out = cluster.access.transport.unresponsive | silent
+        return [index for index, name in enumerate(cluster.hosts) if name not in left_out]
 
     def refresh() -> None:
         """Tell the hosts that the launcher is still there, until every process has read its file."""
@@ -453,7 +427,7 @@ def secrets_on_hosts(
             if answers and not any(answers):
                 return
 
-    is_over, refusing, silent = threading.Event(), set[int](), set[int]()
+    is_over, refusing, silent = threading.Event(), set[int](), set[str]()
     try:
         map_hosts(send, range(len(cluster.assignments)))
         threading.Thread(target=refresh, daemon=True).start()

@@ -21,9 +21,7 @@ _ANSWER_SECONDS = 20.0
 
 @contextmanager
 def renew_leases(access: Access, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, renew the leases of all known hosts of the cluster every five minutes, in a thread. This includes hosts
-    that the run does not use yet, because a restart may need them. No error ends the run.
-    """
+    """Inside, renew the leases of all hosts of the cluster, as a restart may need them, in a thread every 5 min."""
     command, is_over, said = tuple(shlex.split(access.entry.renewal)), threading.Event(), set[str]()
     # With sessions of its own: the main thread may close those that it keeps at any moment.
     transport, known = SshTransport(access.transport.config, access.transport.here), access.transport

@@ -38,38 +38,26 @@ def plan_mpirun(
     """
     if mpi.name == "srun":
         return _plan_srun(mpi.path, groups, shared, command, logs)
-    is_openmpi = mpi.name == "openmpi"
-    argv = [mpi.path, *(_openmpi_options(logs, iface) if is_openmpi else _hydra_options(mpi, logs, iface))]
-    argv += [] if is_openmpi else [word for one in shared for word in ("-genv", one.name, one.value)]
+    is_openmpi, folder = mpi.name == "openmpi", logs.replace("%", "%%")  # Hydra replaces %r and %h
+    if is_openmpi and {":", ","} & set(logs):
+        raise CpuftError(f"Open MPI takes the text after ':' or ',' in {logs} for options: give another --run-dir")
+    if is_openmpi:
+        argv = ["-x", KEY, "--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--output-filename", logs]
+        argv += ["--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
+    else:
+        argv = ["-iface", iface, *(["-silent-abort"] if mpi.name == "intel" else [])]
+        argv += ["-outfile-pattern", f"{folder}/rank-%r.out", "-errfile-pattern", f"{folder}/rank-%r.err"]
+        argv += [word for one in shared for word in ("-genv", one.name, one.value)]
     for index, group in enumerate(groups):
         argv += [":"] if index else []
-        argv += _openmpi_group(group, shared) if is_openmpi else _hydra_group(group)
+        if is_openmpi:  # env passes the settings: -x is global and drops empty values
+            settings = [f"{one.name}={one.value}" for one in shared + group.settings]
+            argv += ["--host", f"{group.host}:{group.ranks}", "-np", str(group.ranks), "env", *settings]
+        else:
+            argv += ["-host", group.host, "-n", str(group.ranks)]
+            argv += [word for one in group.settings for word in ("-env", one.name, one.value)]
         argv += command
-    return tuple(argv)
-
-
-def _hydra_options(mpi: MpiImplementation, logs: str, iface: str) -> list[str]:
-    folder = logs.replace("%", "%%")  # Hydra replaces %r and %h
-    patterns = ["-outfile-pattern", f"{folder}/rank-%r.out", "-errfile-pattern", f"{folder}/rank-%r.err"]
-    return ["-iface", iface, *(["-silent-abort"] if mpi.name == "intel" else []), *patterns]
-
-
-def _hydra_group(group: RankGroup) -> list[str]:
-    settings = [word for one in group.settings for word in ("-env", one.name, one.value)]
-    return ["-host", group.host, "-n", str(group.ranks), *settings]
-
-
-def _openmpi_options(logs: str, iface: str) -> list[str]:
-    if {":", ","} & set(logs):
-        raise CpuftError(f"Open MPI takes the text after ':' or ',' in {logs} for options: give another --run-dir")
-    argv = ["-x", KEY, "--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--output-filename", logs]
-    return [*argv, "--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
-
-
-def _openmpi_group(group: RankGroup, shared: tuple[Setting, ...]) -> list[str]:
-    """Return the arguments for one host. `env` passes the settings: Open MPI's -x is global and drops empty values."""
-    settings = [f"{setting.name}={setting.value}" for setting in shared + group.settings]
-    return ["--host", f"{group.host}:{group.ranks}", "-np", str(group.ranks), "env", *settings]
+    return (mpi.path, *argv)
 
 
 _SELECT_HOST = """until [ "${1:?this host is not in the plan}" = "@$SLURMD_NODENAME" ]; do shift; done; shift
@@ -98,13 +86,21 @@ def _plan_srun(
 
 _PLACED_BY_PLAN = Setting("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT", "0", "ranks are placed by the plan, not by Slurm")
 _BY_SRUN = "srun starts mpirun's proxies, so that no host needs ssh"
+_OF_ALL = (
+    Setting("SLURM_OVERLAP", "1", "do not wait for the job step of an earlier mpirun"),
+    Setting("SLURM_CPU_BIND", "none", "ranks are pinned by the plan"),
+)
 _SLURM = {
-    "intel": (Setting("I_MPI_HYDRA_BOOTSTRAP", "slurm", _BY_SRUN), _PLACED_BY_PLAN),
-    "mpich": (Setting("HYDRA_LAUNCHER", "slurm", _BY_SRUN),),
-    "openmpi": (Setting("OMPI_MCA_plm", "slurm", _BY_SRUN),),
+    "intel": (Setting("I_MPI_HYDRA_BOOTSTRAP", "slurm", _BY_SRUN), _PLACED_BY_PLAN, *_OF_ALL),
+    "mpich": (Setting("HYDRA_LAUNCHER", "slurm", _BY_SRUN), *_OF_ALL),
+    "openmpi": (Setting("OMPI_MCA_plm", "slurm", _BY_SRUN), *_OF_ALL),
 }
-
-
+_SSH_OPTIONS = {
+    "intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
+    "mpich": "HYDRA_LAUNCHER_EXTRA_ARGS",
+    "openmpi": "OMPI_MCA_plm_rsh_args",
+}
+_NO_TREE = "OMPI_MCA_plm_rsh_no_tree_spawn", "1"
 _DIRECT_LOGINS = {"intel": 16, "openmpi": 64}
 """Most hosts to which mpirun logs in itself. With more, other hosts log in to the rest, which often only the head host
 can do. Intel MPI's number was seen with 2021.18, Open MPI's is the radix of its routing tree; MPICH has no limit."""
@@ -117,32 +113,17 @@ def mpirun_settings(
     `bootstrap` is "slurm" if srun starts mpirun's proxies, "" for ssh. Raises CpuftError: one of `ssh_options` contains
     white space, and there are several hosts.
     """
-    names = {
-        "intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
-        "mpich": "HYDRA_LAUNCHER_EXTRA_ARGS",
-        "openmpi": "OMPI_MCA_plm_rsh_args",
-    }
-    settings: tuple[Setting, ...] = ()
-    if bootstrap == "slurm" and mpi.name in _SLURM:
-        settings += (
-            *_SLURM[mpi.name],
-            Setting("SLURM_OVERLAP", "1", "do not wait for the job step of an earlier mpirun"),
-            Setting("SLURM_CPU_BIND", "none", "ranks are pinned by the plan"),
-        )
+    settings = _SLURM.get(mpi.name, ()) if bootstrap == "slurm" else ()
     if ssh_options:
         if hosts > 1 and any(len(word.split()) != 1 for word in ssh_options):
             raise CpuftError(
                 f"ssh's configuration {ssh_options[-1]!r} contains white space, which mpirun cannot pass to ssh: give "
                 "--ssh-config a path without it, such as that of a symbolic link to the file"
             )
-        settings += (
-            Setting(names[mpi.name], " ".join(ssh_options), "options with which mpirun's ssh reaches the other hosts"),
-        )
+        reason = "options with which mpirun's ssh reaches the other hosts"
+        settings += (Setting(_SSH_OPTIONS[mpi.name], " ".join(ssh_options), reason),)
     if not bootstrap and hosts > _DIRECT_LOGINS.get(mpi.name, hosts):
-        name, value = {
-            "intel": ("I_MPI_HYDRA_BRANCH_COUNT", str(hosts)),
-            "openmpi": ("OMPI_MCA_plm_rsh_no_tree_spawn", "1"),
-        }[mpi.name]
+        name, value = ("I_MPI_HYDRA_BRANCH_COUNT", str(hosts)) if mpi.name == "intel" else _NO_TREE
         settings += (Setting(name, value, "only the head host has to be able to log in to the other hosts"),)
     if mpi.name == "openmpi" and as_root:
         settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT", "1", "you run cpuft as root"),)

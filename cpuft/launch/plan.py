@@ -34,7 +34,7 @@ from cpuft.launch.inputs import (
 )
 from cpuft.launch.leases import RENEWAL_SECONDS
 from cpuft.launch.results import plan_partial_cleanup, plan_results
-from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun
+from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun, check_newest_checkpoint
 from cpuft.launch.run_folder import plan_claim, plan_run_folder
 from cpuft.launch.run_state import begin_state
 from cpuft.launch.script_command import wrap_script
@@ -43,7 +43,6 @@ from cpuft.launch.settings import (
     plan_interfaces,
     plan_settings,
     script_settings,
-    user_set_names,
     user_variables,
 )
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
@@ -84,12 +83,14 @@ class Launch:
 def plan_run(
     job: Job, cluster: Cluster, run_dir: str, environ: Mapping[str, str], resumed: ResumedRun | None = None
 ) -> RunPlan:
-    """Plan a job on these hosts: a new run in `run_dir`, or with `resumed` the next attempt of a run in that folder.
+    """Plan a job on these hosts: a new run in `run_dir` of this machine, or with `resumed` its next attempt.
 
-    Asks the hosts which input files they do not have, and reads the local files to compute their checksums. Changes
-    nothing on any machine and starts no rank. `run_dir` is the run folder on this machine.
+    Reads the input files here, and asks the hosts which of them they lack. Changes nothing. Raises CpuftError: options
+    do not fit, files or hosts cannot be used, or the newest checkpoint would not be used.
     """
     work, config = cluster.work_dir(run_dir), job.config
+    if resumed:
+        check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     if job.script:
         command, bundles = pack_script(cluster, job.script)
         command = command[1:] if job.call_file else wrap_script(command, cluster.python, job.wrap)
@@ -113,10 +114,10 @@ def plan_run(
 
 
 def add_call(plan: RunPlan, call_file: str, cluster: Cluster, work: str) -> RunPlan:
-    """Return the plan with a stage that copies the call of a function, which this machine's `call_file` holds, into the
-    run folder before the ranks start: on each host that has a disk of its own, else on the head host only.
+    """Return the plan with a stage that copies the call of a function, this machine's `call_file`, into the run folder
+    before the ranks start: on each host that has a disk of its own, else on the head host only.
     """
-    names = [one.host.name for one in cluster.assignments] if cluster.has_own_disks else [cluster.head]
+    names = list(cluster.hosts) if cluster.has_own_disks else [cluster.head]
     script = f"{PRIVATE}private {cluster.folder} && " if cluster.works_remotely else ""
     script += 'umask 077 && mkdir -p "$0" && cat >"$0/new" && mv "$0/new" "$1"'
     command = ("sh", "-c", script, f"{work}/{CALL_FOLDER}", f"{work}/{CALL_FILE}")
@@ -144,33 +145,31 @@ def add_transfers(
 ) -> RunPlan:
     """Return the plan with what is sent to the hosts, what is fetched, and what is removed from the hosts.
 
-    `missing` has the remote folders of the bundles that a host does not have, `run_dir` is on this machine, and
-    `host_copies` are those of earlier attempts. If the head host is among `prepared_hosts`, which have the prepared
-    examples, they are only copied to other hosts. Raises CpuftError: files to send are no longer here.
+    `missing` is the answer of `gather_missing`, `run_dir` is on this machine, and `host_copies` are those of earlier
+    attempts. `prepared_hosts` have the prepared examples. Raises CpuftError: files to send are no longer here.
     """
-    work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
+    work = cluster.work_dir(run_dir)
     copies = plan_data_copies(cluster, work, prepared_hosts) if plan.prepare else ()
     others = {
         copy.host.name: cluster.access.transport.command_prefix(copy.host)
         for copy in host_copies
         if copy.exists and cluster.works_remotely
     }
-    claims = cluster.works_remotely and plan.make
+    claims, former = cluster.works_remotely and plan.make, sorted(others.keys() - cluster.hosts)
     return replace(
         plan,
         claim=((plan_claim(run_dir, begin_state(cluster, run_dir, plan.owner), plan.resumed),),) if claims else (),
         inputs=plan_sending(bundles, missing, cluster),
         prepare=(*(() if cluster.head in prepared_hosts else plan.prepare), *copies),
-        results=plan_results(cluster, work, run_dir, sorted(others.keys() - used), plan.resumed and bool(plan.make)),
+        results=plan_results(cluster, work, run_dir, former, plan.resumed and bool(plan.make)),
         partial_cleanup=plan_partial_cleanup(cluster, work) if cluster.works_remotely else (),
         command_prefixes=others | plan.command_prefixes,
     )
 
 
 def find_prepared_hosts(resumed: ResumedRun, cluster: Cluster) -> set[str]:
-    """Return the names of the hosts that have the prepared examples of an automatic restart, without asking them.
-
-    A run that the user resumes prepares them again, because the files with the examples may have changed.
+    """Return the names of the hosts that have the prepared examples of an automatic restart. A run that the user
+    resumes prepares them again, because the files with the examples may have changed.
     """
     if not resumed.restart_reason:
         return set()
@@ -190,7 +189,7 @@ def plan_training(
     resumed: ResumedRun | None = None,
     is_measured: bool = False,
 ) -> RunPlan:
-    """Plan to make the run folder, to prepare the examples once, and then to train. Asks no host and writes nothing.
+    """Plan to make the run folder, to prepare the examples once, and then to train. Asks no host.
 
     The plan does not yet send or fetch files: `add_transfers` adds that. `run_dir` is the run folder as the ranks see
     it. `independent` means that each rank trains by itself, to measure what the hosts can do without communication, and
@@ -199,10 +198,17 @@ def plan_training(
     train = check_training(cluster, train, environ)
     check_engine_for_launch(train.engine, bool(config.interruption_notice), independent)
     prepared = f"{run_dir}/{PREPARED_DATA}"
-    worker = WorkerConfig(run_dir, prepared, progress, independent, cluster.facts[0].cpu_quota)
-    # Until the launcher has fetched the results, the checkpoints on a second host are the only other copy.
-    worker = replace(worker, keep_checkpoints=cluster.works_remotely, simulated=cluster.is_simulated)
-    worker = replace(worker, is_measured=is_measured)
+    worker = WorkerConfig(
+        run_dir,
+        prepared,
+        progress,
+        independent,
+        cluster.facts[0].cpu_quota,
+        # Until the launcher has fetched the results, the checkpoints on a second host are the only other copy.
+        keep_checkpoints=cluster.works_remotely,
+        simulated=cluster.is_simulated,
+        is_measured=is_measured,
+    )
     if resumed:
         worker = replace(worker, recorded_updates=resumed.updates, global_batch=resumed.global_batch)
         worker = replace(worker, stopped_at=resumed.stopped_at, restart_reason=resumed.restart_reason)
@@ -223,9 +229,9 @@ def plan_training(
 
 
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
-    """Check the training options, and return them with "fp32" for "auto" if only some hosts have bf16 instructions.
-    ONEDNN_MAX_CPU_ISA in `environ` can hide these instructions. Raises CpuftError: options exclude each other or have
-    no effect, or a host cannot train in the precision.
+    """Return the training options, with "fp32" for "auto" if only some hosts have bf16 instructions, which
+    ONEDNN_MAX_CPU_ISA in `environ` can hide. Raises CpuftError: options exclude each other or have no effect, or a host
+    cannot train in the precision.
     """
     refuse_unused_data_options(train)
     refuse_conflicts(train)
@@ -239,9 +245,7 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
 
 
 def find_run_precision(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> str:
-    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8". Raises
-    CpuftError: options exclude each other or have no effect, or a host cannot train in the precision.
-    """
+    """Return the precision in which all ranks train: "bf16", "fp32" or "int8". Raises as `check_training`."""
     train = check_training(cluster, train, environ)
     flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
     return choose_precision(train.precision, train.emulate_bf16, flags).name
@@ -273,10 +277,8 @@ def plan_bench(
 def plan_embedding(
     cluster: Cluster, config: LaunchConfig, request: PredictConfig, run_dir: str, environ: Mapping[str, str]
 ) -> RunPlan:
-    """Plan to compute embeddings on the ranks, into the file of the run folder that `request.output` names.
-
-    Asks the hosts which input files they do not have, and reads the local files to compute their checksums. Changes
-    nothing. `run_dir` is the run folder on this machine.
+    """Plan to compute embeddings on the ranks, into the file of the run folder that `request.output` names. `run_dir`
+    is the run folder on this machine. Reads input files and asks hosts as `plan_run`, and raises the same.
     """
     work = cluster.work_dir(run_dir)
     request, bundles = pack_embedding(cluster, replace(request, output=f"{work}/{request.output}", overwrite=False))
@@ -313,10 +315,10 @@ def plan_launch(
 ) -> RunPlan:
     """Plan to make the run folder, and to start the ranks on all hosts with one mpirun or srun. Asks no host.
 
-    The parts for input files, preparation and results are empty. `run_dir` is the run folder as the ranks see it.
-    `command` is what each rank runs: a program, or "-m" and a module of cpuft, with arguments. `backend` determines the
-    cores for communication. `extra` are further settings, in place of cpuft's usual ones of the same names; values that
-    the user has set in `environ` are kept. Raises CpuftError: a host has no interface to the others, or no --iface.
+    `run_dir` is the run folder as the ranks see it. `command` is what each rank runs: a program, or "-m" and a module
+    of cpuft, with arguments. `backend` determines the cores for communication. `extra` are further settings, in place
+    of cpuft's usual ones of the same names; values that the user has set in `environ` are kept. Raises CpuftError: a
+    host has no interface to the others, or no --iface.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
     secret_settings, without_secrets, notes = plan_secrets(cluster, run_dir, environ)
@@ -330,11 +332,7 @@ def plan_launch(
     owner = resumed.owner + 1 if resumed else 1
     shared += (Setting(OWNER_VARIABLE, str(owner), "number of this start of the run"),)
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "the run folder; files that a script writes there are fetched"),)
-    if (
-        notice := _find_notice(config.interruption_notice)
-        if config.interruption_notice
-        else cluster.access.entry.notice
-    ):
+    if notice := _find_notice(config.interruption_notice) or cluster.access.entry.notice:
         reason = "interruption notice, which the first rank of each host looks for every 5 s"
         shared += (Setting(NOTICE_VARIABLE, notice, reason),)
     shared += (Setting("CPUFT_RESUMED", "1", "the run continues from what is in $CPUFT_RUN_DIR"),) if resumed else ()
@@ -365,10 +363,10 @@ def plan_launch(
 
 
 def _find_notice(place: str) -> str:
-    """Return the place of an interruption notice: a URL unchanged, a file, which need not exist, as absolute path."""
+    """Return the place of an interruption notice: a URL or "" unchanged, a file as absolute path."""
     scheme, colons, _ = place.partition("://")
     if not colons:
-        return os.path.abspath(place)
+        return place and os.path.abspath(place)
     if scheme not in ("http", "https"):
         raise CpuftError(f"--interruption-notice supports http and https, not {scheme}: give such a URL, or a file")
     return place
@@ -392,7 +390,7 @@ def _plan_notes(
 ) -> tuple[str, ...]:
     """Return what the user should know: where the ranks run, and each setting with its reason."""
     notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
-    kept = sorted({name for settings in (shared, *per_host) for name in user_set_names(settings)})
+    kept = sorted({one.name for settings in (shared, *per_host) for one in settings if one.from_user})
     notes += [f"variables kept as you set them: {', '.join(kept)}"] if kept else []
     notes += [f"{mpirun.KEY}: secret by which ranks recognize each other; made at the start, on no command line"]
     notes += other_notes

@@ -35,23 +35,19 @@ class ProgressBar:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._bar: Any = None
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the bar is on the screen now."""
-        return self._bar is not None
+        self.shown: Any = None
+        """tqdm's bar while it is on the screen, else None."""
 
     def update(self, event: ProgressEvent) -> None:
         """Show an event. The last event of a training leaves the bar on the screen and ends it."""
-        if self._bar is None or self._bar.total != event.updates:
+        if self.shown is None or self.shown.total != event.updates:
             self.close()
-            self._bar = self._make(event)
-        self._bar.n = event.update
-        self._bar.set_description_str(format_values(event), refresh=True)
+            self.shown = self._make(event)
+        self.shown.n = event.update
+        self.shown.set_description_str(format_values(event), refresh=True)
         if event.is_last:
-            self._bar.leave = True
-            self._bar.total = event.update  # a training that stopped early has not failed
+            self.shown.leave = True
+            self.shown.total = event.update  # a training that stopped early has not failed
             self.close()
 
     def _make(self, event: ProgressEvent) -> Any:
@@ -61,21 +57,11 @@ class ProgressBar:
         look: dict[str, Any] = {"bar_format": _FORMAT, "dynamic_ncols": True, "mininterval": 0.0, "leave": False}
         return tqdm(file=self._stream, total=event.updates, initial=event.update, desc=format_values(event), **look)
 
-    def clear(self) -> None:
-        """Remove the bar from the screen until `draw`, so that lines can be printed in its place."""
-        if self._bar is not None:
-            self._bar.clear()
-
-    def draw(self) -> None:
-        """Draw the bar again after `clear`."""
-        if self._bar is not None:
-            self._bar.refresh()
-
     def close(self) -> None:
         """End the bar. The bar of a training that has not reached its last event is removed from a terminal."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self.shown is not None:
+            self.shown.close()
+            self.shown = None
 
 
 def format_values(event: ProgressEvent) -> str:
@@ -129,14 +115,17 @@ class StreamAboveBar:
 
     def _is_held_back(self, line: str) -> bool:
         may_be_event = line.startswith(PROGRESS_MARK) or PROGRESS_MARK.startswith(line)
-        return not line.endswith("\n") and (self._bar.is_shown or may_be_event)
+        return not line.endswith("\n") and (self._bar.shown is not None or may_be_event)
 
     def _print(self, lines: list[str]) -> None:
-        if lines:
-            self._bar.clear()
-            self._stream.write("".join(lines))
-            self._stream.flush()
-            self._bar.draw()
+        if not lines:
+            return
+        if (bar := self._bar.shown) is not None:
+            bar.clear()
+        self._stream.write("".join(lines))
+        self._stream.flush()
+        if bar is not None:
+            bar.refresh()
 
     def finish(self) -> None:
         """Print what was held back. Call this when the bar has been closed."""

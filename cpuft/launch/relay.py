@@ -99,11 +99,8 @@ class Place:
 
 
 def send(order: RelayOrder) -> dict[str, tuple[int, str]]:
-    """Send the files to all hosts, and wait until each host has stored them or has failed.
-
-    A host that the tree does not serve, for example because the hosts cannot connect to each other, gets a copy of its
-    own from this process. Returns the exit code and the last errors of each host that does not have the files. Raises
-    CpuftError: a file cannot be read here.
+    """Send the files to all hosts, and return the exit code and the last errors of each host that does not have them
+    then. A host that the tree does not serve gets a copy of its own. Raises CpuftError: a file cannot be read here.
     """
     in_tree = [receiver for receiver in order.receivers if receiver.address]
     failed = _send_tree(order, in_tree) if len(in_tree) > 1 else {}
@@ -260,7 +257,7 @@ def _make_context(protocol: int, certificate: str) -> ssl.SSLContext:
 
 def receive(given: io.BufferedReader) -> None:
     """Receive files as a `ReceiverOrder` and a `Place` on standard input say, send them on, and store them. Prints its
-    port first. Raises CpuftError: no `Place` came; errors of `transfer.receive_folder`: the files could not be stored.
+    port first. Raises CpuftError: no `Place` came; else as `transfer.receive_folder`.
     """
     os.umask(0o077)
     told = load(ReceiverOrder, parse_json(given.readline().decode()))
@@ -327,11 +324,9 @@ class _PassedOn(io.RawIOBase):
         self._source, self._left = source, list(children)
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, place: Any) -> int:
-        """Read into a place in memory; return the number of bytes, at the end 0."""
         with transfer.raise_lost():
             data = self._source.read1(len(place))
         for child in self._left[:]:

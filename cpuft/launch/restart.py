@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, counted, last_line
+from cpuft.execute import Say
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
@@ -34,13 +35,13 @@ from cpuft.launch.results import (
 from cpuft.launch.resume import (
     HostCopy,
     ResumedRun,
-    check_newest_checkpoint,
     find_newest_checkpoint,
     gather_host_copies,
     read_resumed_run,
     remove_empty_run,
 )
 from cpuft.launch.run_state import LaterStartError, find_end, read_state
+from cpuft.launch.supervise import StopRequest
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
 from cpuft.steps import RunPlan
@@ -48,7 +49,6 @@ from cpuft.steps import RunPlan
 T = TypeVar("T")
 Start = Callable[[RunPlan, str, Cluster, float], int]
 """Carries out a plan in a run folder on a cluster within a time limit in seconds (0: none); returns its exit code."""
-Say = Callable[[str], None]
 
 DEFAULT_RESTARTS = 3
 _REPEATS = {2: "rejected its options or data", IO_ERROR: "found a full disk"}
@@ -84,14 +84,9 @@ class AttemptResult:
     """None if the ranks of the attempt ended with an exit code."""
 
     @property
-    def made_run_folder(self) -> bool:
-        """Whether the run folder was surely made. Errors other than the loss of the head host may have come before."""
-        return self.error is None or isinstance(self.error, HeadHostLostError)
-
-    @property
     def unfetched_from(self) -> str:
         """Name of the head host that has the only copy of the record; empty if the record was fetched."""
-        return self.error.unfetched_from if isinstance(self.error, HeadHostLostError) else ""
+        return getattr(self.error, "unfetched_from", "")
 
 
 @dataclass
@@ -130,7 +125,7 @@ class RestartPolicy:
     """`RestartDecision.error_id` of earlier attempts."""
 
     def decide(self, result: AttemptResult) -> RestartDecision:
-        """Decide what to do after an attempt that ended with another exit code than 0. Does not change this object."""
+        """Decide what to do after an attempt that ended with another exit code than 0."""
         decision = self._explain(result)
         if decision.restart and self.restarts >= self.limit:
             return RestartDecision(
@@ -187,8 +182,8 @@ def _identify_error(failure: Failure) -> str:
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
-    """Return --max-restarts, by default 3 on several hosts and 0 on one; 0 for a training (not a script) with an engine
-    other than torch, which writes no checkpoints. Raises CpuftError: --min-np is more than --np.
+    """Return --max-restarts, by default 3 on several hosts and 0 on one; 0 for a training without checkpoints.
+    Raises CpuftError: --min-np is more than --np.
     """
     config = job.config
     if config.min_np > config.np:
@@ -220,17 +215,15 @@ def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str],
 
 
 def run_with_restarts(
-    launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say, stop_signals: Sequence[int] = ()
+    launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say, request: StopRequest | None = None
 ) -> int:
     """Run a job until it succeeds or another attempt would not help; return the exit code of the last attempt.
 
     A run that is known to have finished is never started again: the code is 0 also if the last attempt lost the head
-    host, and the results could be fetched from there later. `start` adds the number of a signal that asked the ranks to
-    end to `stop_signals`; then there is no restart, and an error of the attempt becomes the code 128 + that number.
-
-    After the last attempt has failed, ranks that are left are killed, the run is removed from its hosts except its
-    checkpoints, and an empty run folder is removed here. NotStoredError and LaterStartError leave everything as it is.
-    Otherwise the CpuftError of the last attempt is raised.
+    host, and the results could be fetched from there later. After a signal of `request` there is no restart, and an
+    error of the attempt becomes the code 128 + its number. After the last attempt has failed, ranks that are left are
+    killed, the run is removed from its hosts except its checkpoints, and an empty run folder is removed here.
+    NotStoredError and LaterStartError leave everything as it is. Raises the CpuftError of the last attempt.
     """
     is_new = not plan.resumed
     # A host that did not answer when the run was resumed may have files of it.
@@ -250,16 +243,16 @@ def run_with_restarts(
         except CpuftError:
             if policy.restarts:
                 unreachable = cluster.access.transport.unresponsive
-                remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, unreachable, say)
+                remove_all_but_checkpoints(plan, launch.run_dir, unreachable, say)
             raise
         if not tried.code or (tried.unfetched_from and _fetch_if_finished(launch, plan, cluster, say)):
             clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
             return 0
         decision = policy.decide(tried)
-        reason = decision.reason
-        if decision.restart and stop_signals:
-            reason = f"{reason}, and {signal.Signals(stop_signals[0]).name} had asked the run to end"
-        if not decision.restart or stop_signals:
+        reason, signal_number = decision.reason, request.signal_number if request else 0
+        if decision.restart and signal_number:
+            reason = f"{reason}, and {signal.Signals(signal_number).name} had asked the run to end"
+        if not decision.restart or signal_number:
             break
         policy.errors.add(decision.error_id)
         history.leaving |= tried.leaving
@@ -271,24 +264,24 @@ def run_with_restarts(
             reason = f"{reason}, and {error}"
             break
         if not plan.ranks:
-            fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
+            fetch_and_clean_up(plan, launch.run_dir, cluster, True, say)
             clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
             return 0
         policy.restarts += 1
-        hosts = [assignment.host.name for assignment in cluster.assignments]
-        ranks = len(cluster.rank_hosts)
-        say(f"cpuft: {describe_restart(policy.restarts, policy.limit, reason, hosts, ranks, update)}")
+        where = list(cluster.hosts), cluster.ranks
+        say(f"cpuft: {describe_restart(policy.restarts, policy.limit, reason, *where, update)}")
     kill_ranks(cluster, launch.run_dir, plan.owner)
     if policy.limit and (policy.restarts or decision.restart):
         say(f"cpuft: not restarted: {reason}")
-    if policy.restarts or tried.made_run_folder:
+    # Errors other than the loss of the head host may have come before the run folder was made.
+    if policy.restarts or isinstance(tried.error, HeadHostLostError | None):
         without = {tried.unfetched_from, *cluster.access.transport.unresponsive}
-        remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, without, say)
+        remove_all_but_checkpoints(plan, launch.run_dir, without, say)
     if is_new and not tried.unfetched_from:
         remove_empty_run(launch.run_dir)
-    if tried.error and stop_signals:
+    if tried.error and signal_number:
         say(f"cpuft: {tried.error}")
-        return 128 + stop_signals[0]
+        return 128 + signal_number
     if tried.error:
         raise tried.error
     return tried.code
@@ -304,9 +297,8 @@ def _time_left(job: Job, begun: float) -> float:
 
 
 def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[], int]) -> AttemptResult:
-    """Start the ranks once, as the start with this owner number, and find out how they ended.
-
-    Raises the CpuftError of `start` unless a lost host or a failed connection is the reason.
+    """Start the ranks once, as the start with this owner number, and find out how they ended. Raises the CpuftError of
+    `start` unless a lost host or a failed connection is the reason.
     """
     begun, hosts, transport = time.time(), cluster.rank_hosts, cluster.access.transport
     names = sorted(set(hosts))
@@ -329,23 +321,19 @@ def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[
     if transport.unresponsive.intersection(hosts):
         # Another host may have been lost at the same moment: it has to be named, and nothing should wait for it later.
         transport.find_unresponsive([name for name in names if name not in transport.unresponsive])
+    update = 0
+    with suppress(CpuftError):
+        update = len(read_record(launch.run_dir).steps)
     return AttemptResult(
         code,
         failures=tuple(failures),
         unreachable=frozenset(transport.unresponsive.intersection(hosts)),
-        update=_count_updates(launch.run_dir),
+        update=update,
         leaving=frozenset(end.leaving if end else ()),
         hosts=hosts,
         stopped_at=_find_last_progress(launch.run_dir, begun),
         error=error,
     )
-
-
-def _count_updates(run_dir: str) -> int:
-    try:
-        return len(read_record(run_dir).steps)
-    except CpuftError:
-        return 0
 
 
 def _find_last_progress(run_dir: str, begun: float) -> float:
@@ -358,9 +346,7 @@ def _find_last_progress(run_dir: str, begun: float) -> float:
 
 
 def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS) -> T:
-    """Return what `plan` returns. Call it up to two more times, after `pause` seconds, while only a connection to a
-    host fails; then raise its CpuftError.
-    """
+    """Return what `plan` returns, called up to twice more, after `pause` seconds, while only a connection fails."""
     for _ in range(_RETRIES):
         try:
             return plan()
@@ -374,15 +360,15 @@ def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS
 def plan_next_attempt(
     launch: Launch, history: RestartHistory, plan: RunPlan, last: Cluster, tried: AttemptResult, reason: str
 ) -> tuple[RunPlan, Cluster, int]:
-    """Choose hosts for the next attempt and plan it. `last` and `tried` are cluster and end of the last attempt.
+    """Choose hosts for the next attempt and plan it, after one on `last` that ended as `tried`.
 
     Kills ranks that are left, and removes the run, except its checkpoints, from hosts that the next attempt does not
     use. Returns the plan, its cluster, and the update of the checkpoint to continue from (0 for none). If the run has
-    finished on a host that answers again, the plan only fetches it from there. Raises CpuftError: too few hosts are
-    left, those left lack the newest checkpoint, or one cannot be used.
+    finished on a host, the plan only fetches it. Raises CpuftError: too few hosts are left, those left lack the newest
+    checkpoint, or one cannot be used.
     """
     job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
-    history.used_hosts.update({one.host.name: one.host for one in last.assignments})
+    history.used_hosts.update(last.hosts)
     kill_ranks(last, run_dir, plan.owner)
     hosts, first_ranks = read_hosts(job.config), {one.host.name: one.ranks for one in history.first_cluster.assignments}
     unreachable = _find_unreachable(transport, hosts, tried.unreachable)
@@ -410,7 +396,6 @@ def plan_next_attempt(
     resumed = find_resumed_run(launch.job, run_dir, copies, updates)
     resumed = replace(resumed, owner=plan.owner, stopped_at=tried.stopped_at)
     resumed = replace(resumed, restart_reason=reason, fetched_from=fetched_from)
-    check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_checkpoint(run_dir, copies)
 
 
@@ -425,10 +410,8 @@ def _ask_hosts(hosts: Sequence[Host], cluster: Cluster, run_dir: str, owners: Se
 def choose_hosts(
     hosts: Sequence[Host], excluded: Collection[str], first_ranks: Mapping[str, int], np: int
 ) -> tuple[tuple[Host, ...], int]:
-    """Choose the hosts of the next attempt and the number of ranks to start on them, which is 0 if no host is left.
-
-    No host gets more ranks than it had in the first attempt. A host that had none gets at most as many as the host with
-    the most ranks, and not more than its slots.
+    """Return the hosts of the next attempt and its number of ranks, 0 if no host is left: at most `np`, and on a host
+    as many as in the first attempt. A host that had none has its slots, and at most what the fullest host had.
     """
     left = tuple(host for host in hosts if host.name not in excluded)
     most = max(first_ranks.values())
@@ -437,9 +420,7 @@ def choose_hosts(
 
 
 def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Collection[str]) -> set[str]:
-    """Return the hosts that do not answer: those just lost, which are not asked again, and others. A host that was lost
-    in an earlier attempt may be back; it gets less time to answer than the others.
-    """
+    """Return the hosts that do not answer. Those just lost are not asked; those lost earlier get less time."""
     transport.hosts.update({host.name: host for host in hosts})
     names = [host.name for host in hosts if host.name not in just_lost]
     lost_before = transport.unresponsive.intersection(names)
@@ -449,41 +430,39 @@ def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Co
 
 
 def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
-    """Remove the run, except its checkpoints, from hosts of the last attempt that the next one does not use.
-
-    A former head host is also cleaned up if it is used further: it would look like the current one, because it has the
-    lock file of the run. The new head host is the first of `remaining`.
+    """Remove the run, except its checkpoints, from hosts of the last attempt that the next one does not use, and from a
+    former head host: it would look like the current one, the first of `remaining`, because it has the lock file.
     """
-    names = {one.host.name for one in last.assignments}
+    names = set(last.hosts)
     left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})
     unreachable = last.access.transport.unresponsive
     if left_out - unreachable:
-        remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, (names - left_out) | unreachable)
+        remove_all_but_checkpoints(plan, launch.run_dir, (names - left_out) | unreachable)
 
 
 def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
     """Fetch the run if it had finished on the head host and only the connection was lost; return whether it was."""
-    head_host = [one.host for one in cluster.assignments if one.host.name == cluster.head]
     if not cluster.works_remotely or cluster.access.transport.find_unresponsive([cluster.head]):
         return False
     copies: Sequence[HostCopy] = ()
     with suppress(CpuftError):
+        head_host = [cluster.hosts[cluster.head]]
         copies = retry_connections(partial(_ask_hosts, head_host, cluster, launch.run_dir, {cluster.head}))
     if not any(copy.is_finished for copy in copies):
         return False
-    return fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
+    return fetch_and_clean_up(plan, launch.run_dir, cluster, True, say)
 
 
 def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, owner: int, say: Say) -> None:
     """Remove a finished run from hosts that it lost, if they answer again, and name with `say` those that do not."""
-    used, transport = {one.host.name for one in last.assignments}, last.access.transport
-    lost = [host for name, host in history.used_hosts.items() if name not in used] if last.works_remotely else []
+    transport = last.access.transport
+    lost = [host for name, host in history.used_hosts.items() if name not in last.hosts and last.works_remotely]
     transport.find_unresponsive([host.name for host in lost], _LOST_HOST_SECONDS)
     reachable = [host for host in lost if host.name not in transport.unresponsive]
     secrets = os.path.dirname(last.sent_file(last.work_dir(run_dir), 0))
     kill_ranks(last, run_dir, owner, reachable)
     if reachable:  # an mpirun that was frozen there may have started proxies on the others since
-        kill_ranks(last, run_dir, owner - 1, [one.host for one in last.assignments])
+        kill_ranks(last, run_dir, owner - 1, list(last.hosts.values()))
     command = remove_command(last.folder, secrets, *last.list_folders(run_dir))
     answers = try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
     cleaned = [host for host, one in zip(reachable, answers) if not isinstance(one, CpuftError) and not one.exit_code]
@@ -492,8 +471,8 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
 
 
 def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:
-    """Return what is known about a run that is restarted: its recorded options, or those of `job` without a record.
-    `updates` were made before the restart; it is below 0 if the record of the last attempt is lost.
+    """Return what is known about a run that is restarted: its recorded options, or those of `job` without a record, and
+    the `updates` made; if they are below 0, the record is lost, and `copies` tell the number.
     """
     batch = job.train.batch_size * job.train.gradient_accumulation * job.config.np
     try:
@@ -506,12 +485,12 @@ def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updat
 
 
 def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host] | None = None) -> None:
-    """Kill the processes of a run, of this start and earlier ones, on hosts that answer, because a lost mpirun does not
-    end its ranks. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
+    """Kill the processes of a run, of this start and earlier ones, on hosts that answer: a lost mpirun does not end its
+    ranks. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
     """
     command = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir), str(owner))
     transport, program = cluster.access.transport, Path(kill.__file__).read_text(encoding="utf-8")
     if hosts is None:
-        hosts = [one.host for one in cluster.assignments] if len(cluster.assignments) > 1 else []
+        hosts = list(cluster.hosts.values()) if len(cluster.hosts) > 1 else []
     reachable = [host for host in hosts if host.name not in transport.unresponsive]
     try_hosts(lambda host: transport.run(host, command, program, _KILL_SECONDS), reachable)

@@ -11,28 +11,28 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from cpuft import execute, transfer
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
+from cpuft.execute import Say
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
-from cpuft.launch.run_state import FINISHED, RunState, find_end, note_state, read_state
-from cpuft.steps import Plan, RunPlan, Stages, Step, format_plan
+from cpuft.launch.run_state import FINISHED, find_end, note_state, read_usable_state
+from cpuft.steps import RunPlan, Stages, Step, format_plan
 
-Say = Callable[[str], None]
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
 """End of a line for the user that names hosts that do not answer."""
 _SKIPPED = "only plain files and folders of a run are fetched; left out: "
 _HERE = Path(__file__)
 _REMOVE_ALL_BUT_CHECKPOINTS = REMOVE + _HERE.with_name("remove_all_but_checkpoints.sh").read_text(encoding="utf-8")
+_NEWEST = re.compile(r"^([0-9]+)\.[0-9]+$", re.MULTILINE)
+"""The checkpoint that `remove_all_but_checkpoints.sh` prints; a login shell may print something before."""
 _FETCH_PAUSES = (2, 5, 10, 20, 40, *(60,) * 9)
 """Seconds before each new try to fetch a run that has finished: ten minutes together."""
 _REMOVE_SECONDS = 15.0
@@ -59,10 +59,8 @@ class NotStoredError(CpuftError):
 def plan_results(
     cluster: Cluster, work: str, run_dir: str, former_hosts: Sequence[str] = (), is_resumed: bool = False
 ) -> Stages:
-    """Plan to fetch the run folder from the head host, and then to remove the run from all hosts.
-
-    The result is () if the ranks work in this machine's own folders. `work` is the run folder on the head host.
-    `former_hosts` have files of the run from earlier attempts.
+    """Plan to fetch the run folder, `work` on the head host, and then to remove the run from all hosts and from
+    `former_hosts`. The result is () if the ranks work in this machine's own folders.
     """
     if not cluster.works_remotely:
         return ()
@@ -71,27 +69,17 @@ def plan_results(
     fetch = Step(f"fetch the run from {cluster.head}", (*program, run_dir, *send))
     folders = cluster.list_folders(run_dir) if is_resumed else (os.path.dirname(work),)
     remove = remove_command(cluster.folder, *folders)
-    names = [*(assignment.host.name for assignment in cluster.assignments), *former_hosts]
+    names = *cluster.hosts, *former_hosts
     return ((fetch,), tuple(Step(f"remove the run from {name}", remove, host=name) for name in names))
 
 
 def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
-    """Plan to remove the run from all hosts, except its checkpoints. Files that may hold secrets are removed first.
-    Each step prints the name of the newest checkpoint that it leaves.
-    """
+    """Plan to remove the run from all hosts, except its checkpoints. Each step prints the name of the newest one."""
     secrets = os.path.dirname(cluster.sent_file(work, 0))
     command = ("sh", "-c", _REMOVE_ALL_BUT_CHECKPOINTS, "remove_all_but_checkpoints", cluster.folder, secrets, work)
-    names = [assignment.host.name for assignment in cluster.assignments]
-    return (
-        tuple(
-            Step(
-                f"remove the run from {name}, except its checkpoints",
-                (*command, "head" if name == cluster.head else ""),
-                host=name,
-            )
-            for name in names
-        ),
-    )
+    kinds = {name: "head" if name == cluster.head else "" for name in cluster.hosts}
+    why = "remove the run from {}, except its checkpoints"
+    return (tuple(Step(why.format(name), (*command, kind), host=name) for name, kind in kinds.items()),)
 
 
 def write_plan(plan: RunPlan, run_dir: str) -> None:
@@ -99,29 +87,25 @@ def write_plan(plan: RunPlan, run_dir: str) -> None:
     write_text(Path(run_dir) / "plan.sh", format_plan(plan.full_plan, os.getcwd()))
 
 
-def fetch_and_clean_up(
-    plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], is_finished: bool, say: Say
-) -> bool:
-    """Fetch the run from the head host, and remove it from the hosts; return whether the run is finished.
+def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finished: bool, say: Say) -> bool:
+    """Fetch the run from the head host, and remove it from the hosts that answer; return whether the run is finished.
 
-    With `is_finished`, the run is known to be finished, and is fetched again for ten minutes if that fails. Otherwise
-    its state may say so, because the connection may have broken when the last rank ended. Of a run that is not
-    finished, the checkpoints stay on the hosts, and everything stays there if `plan.keep_host_copies` is set. Nothing
-    is removed from hosts that do not answer. Raises HeadHostLostError if the head host could not send a run that is not
-    known to be finished, and NotStoredError if results exist and could not be fetched or stored.
+    With `is_finished`, it is tried again for ten minutes. Otherwise the state that comes may say that the run is
+    finished. Of one that is not, the checkpoints stay on the hosts, or everything with `plan.keep_host_copies`. Raises
+    HeadHostLostError: the head host could not send a run that is not known to be finished. Raises NotStoredError:
+    results exist and could not be fetched or stored.
     """
-    _, *cleanup = plan.results
     unreachable = cluster.access.transport.unresponsive
     if is_finished:
-        _fetch_finished_run(plan, run_dir, cluster, environ, say)
+        _fetch_finished_run(plan, run_dir, cluster, say)
     else:
         try:
-            fetch_results(plan, run_dir, cluster, environ, say)
+            fetch_results(plan, run_dir, cluster, say)
         except NotStoredError:
             raise
         except CpuftError as error:
             if not plan.keep_host_copies:
-                remove_all_but_checkpoints(plan, run_dir, environ, {cluster.head, *unreachable}, say)
+                remove_all_but_checkpoints(plan, run_dir, {cluster.head, *unreachable}, say)
             lost = HeadHostLostError(f"{error}; the run's record is in {cluster.work_dir(run_dir)} on {cluster.head}")
             lost.unfetched_from = cluster.head
             raise lost from None
@@ -132,26 +116,24 @@ def fetch_and_clean_up(
     if not is_finished and not (end and end.phase == FINISHED):
         unreachable.update(end.silent if end else ())
         if not plan.keep_host_copies:
-            remove_all_but_checkpoints(plan, run_dir, environ, unreachable, say)
+            remove_all_but_checkpoints(plan, run_dir, unreachable, say)
         return False
     note_state(run_dir, phase=FINISHED, exit_code=0, checkpoints={})  # a host whose disk was full could not
     shutil.rmtree(Path(run_dir, CHECKPOINTS), ignore_errors=True)
-    commands, missing = Plan(command_prefixes=plan.command_prefixes), set[str]()
-    for stage in cleanup:
-        missing |= {step.host for step in stage if step.host in unreachable}
-        steps = [step for step in stage if step.host not in unreachable]
-        # A host that was lost meanwhile must not hide how the run ended.
-        try:
-            answers = execute.run_stage([commands.as_local(step) for step in steps], environ, _REMOVE_SECONDS)
-            missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
-        except TimeoutError:
-            missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
+    removal = [step for stage in plan.results[1:] for step in stage]
+    missing = {step.host for step in removal if step.host in unreachable}
+    steps = [step for step in removal if step.host not in unreachable]
+    try:  # a host that was lost meanwhile must not hide how the run ended
+        answers = execute.run_stage(plan.full_plan, steps, _REMOVE_SECONDS)
+        missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
+    except TimeoutError:
+        missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
     if missing:
         say(f"cpuft: {', '.join(sorted(missing))} did not answer at the end of the run: {FILES_LEFT}")
     return True
 
 
-def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
+def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> None:
     """Fetch a run that has finished, and try again for a while: training it again would cost more."""
     name = ("--cluster", cluster.access.entry.name) if cluster.access.entry.name else ()
     command = shlex.join(("cpuft", "launch", "--resume", run_dir, *name))
@@ -159,14 +141,14 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: 
     try:
         for pause in (*_FETCH_PAUSES, 0):
             try:
-                return fetch_results(plan, run_dir, cluster, environ, say)
+                return fetch_results(plan, run_dir, cluster, say)
             except NotStoredError:
                 raise
             except CpuftError as error:
                 if not pause:
                     raise NotStoredError(f"the run has finished, but {error}. {where}") from None
                 say(f"cpuft: the run has finished, and its results are fetched again in {pause} s: {error}")
-            with execute.signals_raise(lambda signal_number: False):
+            with execute.signals_raise():
                 time.sleep(pause)
             cluster.access.transport.find_unresponsive([cluster.head])
     except Interrupted as stopped:
@@ -174,17 +156,15 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: 
         sys.exit(stopped.exit_code)
 
 
-def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
-    """Fetch the run's folder from the head host into `run_dir`, however long it takes while bytes arrive. When this
-    returns, all of it is on this machine's disk, so the hosts' copies may be removed; they must stay if it raises.
-    Raises NotStoredError: not all could be stored here; CpuftError: the head host could not send it.
+def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> None:
+    """Fetch the run's folder from the head host into `run_dir`. When this returns, all of it is on the disk here, and
+    hosts' copies may be removed; they must stay if it raises. Raises NotStoredError: not all could be stored here;
+    CpuftError: the head host could not send it.
     """
     if cluster.head in cluster.access.transport.unresponsive:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
     ((step,), *_) = plan.results
-    local = Plan(command_prefixes=plan.command_prefixes).as_local(step)
-    report = partial(execute.report_pending, [step], lambda line: say(f"cpuft: {line}"))
-    (answer,) = execute.run_stage([local], environ, 0.0, report)
+    (answer,) = execute.run_stage(plan.full_plan, [step], 0.0, lambda line: say(f"cpuft: {line}"))
     lines = [line.removeprefix("cpuft: error: ") for line in answer.text.splitlines() if line.strip()]
     if answer.exit_code == IO_ERROR:
         reason = lines[-1] if lines else "no reason was given"
@@ -201,22 +181,21 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
 
 
 def remove_all_but_checkpoints(
-    plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = (), say: Say | None = None
+    plan: RunPlan, run_dir: str, without: Collection[str] = (), say: Say | None = None
 ) -> None:
-    """Remove a run from its hosts except those in `without`, but leave its checkpoints. Note them in the run state
-    here, and tell the user how to continue the run. A host that does not answer raises nothing.
+    """Remove a run, but not its checkpoints, from its hosts except those in `without`. Note the checkpoints in the run
+    state here, and tell the user how to continue. A host that does not answer raises nothing.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
-    commands = Plan(command_prefixes=plan.command_prefixes)
     try:
-        answers = execute.run_stage([commands.as_local(step) for step in steps], environ, _PARTIAL_REMOVE_SECONDS)
+        answers = execute.run_stage(plan.full_plan, steps, _PARTIAL_REMOVE_SECONDS)
     except TimeoutError:
         answers = [execute.Answer(execute.SSH_FAILED, "")] * len(steps)
     silent = [step.host for step, answer in zip(steps, answers) if answer.exit_code == execute.SSH_FAILED]
     if silent and say:
         say(f"cpuft: {', '.join(silent)} did not answer at the end of the run: {FILES_LEFT}")
-    found = {step.host: _parse_newest_checkpoint(answer.output) for step, answer in zip(steps, answers)}
-    updates = {host: update for host, update in found.items() if update >= 0}
+    found = {step.host: _NEWEST.findall(answer.output) for step, answer in zip(steps, answers)}
+    updates = {host: int(names[-1]) for host, names in found.items() if names}
     if updates:
         note_state(run_dir, checkpoints=updates)
     if updates and say:
@@ -226,19 +205,12 @@ def remove_all_but_checkpoints(
         )
 
 
-def _parse_newest_checkpoint(output: str) -> int:
-    """Return the update of the checkpoint that `remove_all_but_checkpoints.sh` printed last; -1 for none."""
-    names = re.findall(r"^([0-9]+)\.[0-9]+$", output, re.MULTILINE)
-    return int(names[-1]) if names else -1
-
-
 def fetch(run_dir: Path, command: Sequence[str], refuses_earlier: bool = False) -> list[str]:
     """Merge the files that `command` sends (`transfer.connect`) into `run_dir`, when all of them are on the disk here.
 
-    What has come when the connection breaks stays in `run_dir`, and the next call goes on from there. Files with the
-    same name are replaced, other files stay, and older logs are kept as `logs-N`. Where a file takes a folder's place,
-    or a folder a file's or a link's, the older one is renamed to `NAME.old-N`. With `refuses_earlier`, nothing is
-    stored if what comes is of an earlier start of the run than what is here.
+    After a broken connection, the next call goes on. Files with the same name are replaced, other files stay, and older
+    logs are kept as `logs-N`. Where a file takes the place of a folder, or a folder that of a file or link, the older
+    one becomes `NAME.old-N`. With `refuses_earlier`, nothing of an earlier start than what is here is stored.
 
     Returns names of the links, pipes and devices there, which are not sent, such as "logs/x (symbolic link)". Raises
     NotStoredError: what comes cannot be stored or is refused; CpuftError: the host could not send all of it.
@@ -265,7 +237,7 @@ def fetch(run_dir: Path, command: Sequence[str], refuses_earlier: bool = False) 
 
 def _store(part: Path, run_dir: Path, refuses_earlier: bool) -> None:
     """Move what has come to its place."""
-    here, there = _read_usable_state(run_dir), _read_usable_state(part)
+    here, there = read_usable_state(run_dir), read_usable_state(part)
     is_own = there is not None and read_host_folder(str(part)) == read_host_folder(str(run_dir))
     is_earlier = is_own and here and there and there.owner < here.owner
     # No host may say which folders on other hosts are those of the run, nor hide a later start of it.
@@ -281,12 +253,6 @@ def _store(part: Path, run_dir: Path, refuses_earlier: bool) -> None:
         if _is_folder(logs):
             logs.rename(_free_name(run_dir / "logs", "-"))
     _merge(part, run_dir)
-
-
-def _read_usable_state(folder: Path) -> RunState | None:
-    with contextlib.suppress(CpuftError):
-        return read_state(str(folder))
-    return None
 
 
 def _merge(part: Path, target: Path) -> None:
@@ -314,16 +280,12 @@ def _free_name(path: Path, mark: str) -> Path:
     return taken
 
 
-def _stop(signal_number: int, frame: object) -> None:
-    raise Interrupted(signal_number)
-
-
 def main() -> None:
     """Store a run as `fetch` does. Exits with 74 (EX_IOERR) if the files could not be stored here, 1 if not sent."""
     run_dir, *command = sys.argv[1:]
-    signal.signal(signal.SIGTERM, _stop)
     try:
-        skipped = fetch(Path(run_dir), command)
+        with execute.signals_raise():
+            skipped = fetch(Path(run_dir), command)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(IO_ERROR if isinstance(error, NotStoredError) else 1)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.config.fields import option_names
+from cpuft.config.fields import format_flag, option_names
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import CHANGEABLE_ON_RESUME, TrainConfig
 from cpuft.errors import CpuftError
@@ -106,9 +106,8 @@ class ResumedRun:
     def take_over(
         self, config: LaunchConfig, train: TrainConfig, given: Collection[str]
     ) -> tuple[LaunchConfig, TrainConfig]:
-        """Return the launch and training options with which the run continues: its own, and new values where allowed.
-        `config` and `train` are the options of this launch, and `given` names those that the user gave. Raises
-        CpuftError: a new value is not allowed, or `config` names a run folder.
+        """Return the launch and training options with which the run continues: its own, and of `config` and `train` the
+        values that the user gave (`given`). Raises CpuftError: such a value is not allowed, or names a run folder.
         """
         if config.run_dir:
             raise CpuftError("--resume and --run-dir both name the folder of the run: leave --run-dir out")
@@ -118,18 +117,16 @@ class ResumedRun:
         for name in (name for name in option_names(TrainConfig) if name in given):
             old, new = getattr(self.train, name), getattr(train, name)
             if old != new and name not in free:
-                flag = "--" + name.replace("_", "-")
+                flag = format_flag(name)
                 raise CpuftError(f"{self.run_dir} was started with {flag} {old}, not {new}: leave {flag} out")
         config = config if "np" in given or not self.np else replace(config, np=self.np)
         return config, replace(self.train, **{name: getattr(train, name) for name in free if name in given})
 
 
 def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) -> ResumedRun:
-    """Return what is known about a run here and on the hosts that `config` names, which are all asked at once.
-
-    If every host is this machine, only the run folder here is read. Hosts that do not answer raise nothing and are
-    listed in `unreachable` of the result. Raises CpuftError: the run cannot be resumed (`read_resumed_run`), or only
-    silent hosts may have a record.
+    """Return what is known about a run here and on the hosts that `config` names, unless all are this machine. Silent
+    ones are listed in `unreachable`. Raises CpuftError: the run cannot be resumed (`read_resumed_run`), or only silent
+    hosts may have a record.
     """
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
@@ -146,13 +143,12 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
 
 
 def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[HostCopy] = ()) -> ResumedRun:
-    """Return what is known about a run from its record here or on a host. Asks no host.
+    """Return what is known about a run from its record, in the run folder, of the first host that has one, or in the
+    newest checkpoint here; a script has none. Asks no host, and `host_copies` of the result stays empty.
 
-    The record is that in the run folder, or of the first host that has one, or of the newest checkpoint here. A script
-    has none. `updates` is the largest number of updates that anything knows, and `host_copies` of the result stays
-    empty. If the run finished on a host and its results are still there, only `run_dir` and `finished_on` are set.
-    Raises CpuftError: the run is active, finished, unknown, of the other kind (`is_script`) or otherwise cannot be
-    resumed.
+    `updates` is the largest number that anything knows. If the results of the finished run are still on a host, only
+    `run_dir` and `finished_on` are set. Raises CpuftError: the run is active, finished, unknown, of the other kind
+    (`is_script`) or otherwise cannot be resumed.
     """
     path = Path(os.path.realpath(run))
     is_active = any(copy.is_active for copy in host_copies)
@@ -214,10 +210,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
 def gather_host_copies(
     hosts: Sequence[Host], access: Access, run_dir: str
 ) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
-    """Ask all hosts at once what they have of this machine's run in `run_dir`. A silent host raises nothing.
-
-    Returns the copies of the hosts that answered, and the errors of those that did not, both in the order of `hosts`.
-    """
+    """Return what hosts have of this machine's run in `run_dir`, and the errors of those that do not answer."""
     folder = read_host_folder(run_dir)
     command = access.any_python("-c", FROM_STDIN, folder) if folder else ("echo", "{}")
     program = Path(describe_run.__file__).read_text(encoding="utf-8")
@@ -232,9 +225,7 @@ def gather_host_copies(
 
 
 def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
-    """Return what a host has of a run, from the output of `cpuft.rank.describe_run`. Damaged states are ignored. Raises
-    CpuftError: the output is none of that program.
-    """
+    """Parse the output of `cpuft.rank.describe_run`. Damaged states are ignored. Raises CpuftError: it is no such."""
     try:
         values = load(dict[str, Any], parse_json(output))
         texts = load(list[str], values.pop("states", []))
@@ -251,7 +242,7 @@ def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
 
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
     """Raise CpuftError if neither the cluster's hosts nor this machine have the newest checkpoint. Asks no host."""
-    used = {assignment.host.name for assignment in cluster.assignments if cluster.works_remotely}
+    used = set(cluster.hosts if cluster.works_remotely else ())
     here = find_newest_checkpoint(run_dir) if cluster.works_remotely else 0
     updates = {copy.host.name: copy.checkpoint_update for copy in host_copies if copy.checkpoint_update >= 0}
     newest = max(updates.values(), default=-1)
@@ -292,9 +283,8 @@ def has_begun(run_dir: str) -> bool:
 
 
 def remove_empty_run(run_dir: str) -> None:
-    """Remove a run folder that holds nothing but the notes of a failed attempt, and leave any other folder as it is.
-
-    Must not be called while a host has other files of the run, which would not be found again. Never raises OSError.
+    """Remove a run folder that holds nothing but the notes of a failed attempt, unless a host has checkpoints of the
+    run, and leave any other folder as it is. Never raises OSError.
     """
     logs, own = Path(run_dir, "logs"), ("plan.sh", STATE_FILE)
     with suppress(OSError, CpuftError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +12,7 @@ from functools import partial
 from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
+from cpuft.execute import Say
 from cpuft.hosts.cluster import LOCAL, Cluster, find_access, gather_cluster, read_hosts
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.attempt import run_attempt
@@ -22,13 +23,11 @@ from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
 from cpuft.launch.progress_bar import show_progress
 from cpuft.launch.restart import describe_limit, kill_ranks, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
-from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run, has_begun
+from cpuft.launch.resume import gather_resumed_run, has_begun
 from cpuft.launch.run_folder import choose_run_dir
 from cpuft.launch.script_command import name_script, plan_script, refuse_other_launchers, wrap_script
-from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS
+from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS, StopRequest
 from cpuft.steps import RunPlan
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,6 @@ class PlannedLaunch:
     plan: RunPlan
     job: Job | None = None
     """None if the run has finished on the head host, and its results are only to be fetched."""
-    finished_on: str = ""
-    """Name of the host on which a resumed run has finished; empty for any other launch."""
     note: LaunchNote = LaunchNote()
     """What is noted on this machine for the time when the run is resumed."""
 
@@ -69,12 +66,16 @@ def plan_request(
 ) -> PlannedLaunch:
     """Check a request and plan it. Asks the hosts for their facts; nothing starts, and nothing changes but the locks.
 
-    If the run to resume has finished on its head host, the plan only fetches its results, and `job` is None. `locks`
-    gets the lock of the run's folder, and is None for a dry run. `sessions` keeps the ssh sessions with the hosts open
-    until it is closed, so that the check before the launch needs no further logins. Raises CpuftError: options
-    contradict each other, or hosts, run folder or script cannot be used.
+    `locks` gets the lock of the run's folder, and is None for a dry run. `sessions` keeps the ssh sessions with the
+    hosts open until it is closed, so that the check before the launch needs no further logins. Raises CpuftError:
+    options contradict each other, or hosts, run folder or script cannot be used.
     """
-    command = _check_script(request)
+    options = request.script_options
+    if options.independent and not request.script:
+        raise CpuftError("--independent is for a script of your own: cpuft launch --independent -- train.py ...")
+    command = plan_script(request.script) if request.script else ()
+    if options.wrap:
+        wrap_script(command, sys.executable, options.wrap)  # refuses what is no Python script
     if request.resume and locks:  # before the state of the run is read: another launch would change it
         locks.enter_context(lock_run(request.resume))
     config, train = request.config, request.train
@@ -86,8 +87,7 @@ def plan_request(
     if resumed and resumed.finished_on:
         head = tuple(host for host in resumed.hosts if host.name == resumed.finished_on)
         cluster = gather_cluster(replace(config, np=1), head, is_on_host_disk=True)
-        plan = plan_fetching(cluster, resumed)
-        return PlannedLaunch(resumed.run_dir, cluster, plan, finished_on=resumed.finished_on)
+        return PlannedLaunch(resumed.run_dir, cluster, plan_fetching(cluster, resumed))
     run_dir = ""
     if resumed:
         config, train = resumed.take_over(config, train, request.given)
@@ -102,17 +102,14 @@ def plan_request(
     cluster = gather_cluster(config, resumed.hosts if resumed else (), access, is_on_host_disk)
     reason = "" if config.np else _describe_ranks(cluster, config.ppn)
     config = replace(config, np=cluster.ranks)
-    if request.script and config.np > 1 and not request.script_options.independent:
+    if request.script and config.np > 1 and not options.independent:
         refuse_other_launchers(request.script)
-    if resumed:
-        check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
-    elif not run_dir:
+    if not run_dir:
         name = name_script(command) if command else train.task
         run_dir = _take_folder("", f"{name}-np{config.np}", locks)
     paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
     hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
     note = LaunchNote(() if command else tuple(sorted(paths)), config.cluster, hostfile, ssh_config)
-    options = request.script_options
     allowed = frozenset(paths) if resumed else None
     job = Job(config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed)
     plan = plan_run(job, cluster, run_dir, environ, resumed)
@@ -122,7 +119,7 @@ def plan_request(
 
 
 def _take_folder(wanted: str, name: str, locks: ExitStack | None) -> str:
-    """Return the path of a new run's folder (`choose_run_dir`), which other launches cannot take until `locks` ends."""
+    """Return the path of a new run's folder (`choose_run_dir`), locked in `locks`."""
     run_dir = choose_run_dir(wanted, name)
     if locks:
         locks.enter_context(lock_run(run_dir))
@@ -150,17 +147,6 @@ def _describe_ranks(cluster: Cluster, ppn: int) -> str:
     return f"cpuft: {counted(cluster.ranks, 'rank')} on {hosts}, {where}; --np sets another number"
 
 
-def _check_script(request: LaunchRequest) -> tuple[str, ...]:
-    """Return the command that runs the user's script; empty for a training. Raises CpuftError: it cannot be run."""
-    script, options = request.script, request.script_options
-    if options.independent and not script:
-        raise CpuftError("--independent is for a script of your own: cpuft launch --independent -- train.py ...")
-    command = plan_script(script) if script else ()
-    if options.wrap:
-        wrap_script(command, sys.executable, options.wrap)
-    return command
-
-
 def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
     """Return the plan to print for a dry run. If the run would be restarted, its first note says how often."""
     if not planned.job:
@@ -169,29 +155,27 @@ def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
 
 
 def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[str, str], say: Say) -> tuple[int, str]:
-    """Carry out a planned launch, with restarts. Raises the CpuftError of the last attempt; a signal ends this program.
-
-    Returns the exit code and a closing line for the user, which says where the run is or how to resume it, or is empty.
+    """Carry out a planned launch, with restarts; return the exit code, and a closing line for the user or "". Raises
+    the CpuftError of the last attempt; a signal ends this program.
     """
     job, run_dir, cluster = planned.job, planned.run_dir, planned.cluster
     if not job:
-        say(f"cpuft: the run has finished on {planned.finished_on}: fetching its results")
+        say(f"cpuft: the run has finished on {cluster.head}: fetching its results")
         with renew_leases(cluster.access, say):
-            fetch_and_clean_up(planned.plan, run_dir, cluster, environ, True, say)
+            fetch_and_clean_up(planned.plan, run_dir, cluster, True, say)
         save_note(run_dir, LaunchNote(), environ)
         return 0, f"run: {run_dir}"
     save_note(run_dir, planned.note, environ)
     # A head host that does not answer may have left ranks on others.
     if planned.plan.resumed and cluster.works_remotely:
-        kill_ranks(cluster, run_dir, planned.plan.owner - 1, [one.host for one in cluster.assignments])
-    grace = job.config.grace_period if job.train.engine == "torch" else None
+        kill_ranks(cluster, run_dir, planned.plan.owner - 1, list(cluster.hosts.values()))
     ctrl_c_seconds = TRAINING_STOP_SECONDS
     if job.script:
         ctrl_c_seconds = SCRIPT_STOP_SECONDS if job.script[0] == sys.executable else 0.0
-    stop_signals = list[int]()
-    start = partial(run_attempt, say=say, grace=grace, ctrl_c_seconds=ctrl_c_seconds, stop_signals=stop_signals)
+    stop = StopRequest(job.config.grace_period if job.train.engine == "torch" else None, ctrl_c_seconds)
+    start = partial(run_attempt, say=say, request=stop)
     with renew_leases(cluster.access, say), show_progress(request.progress):
-        code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say, stop_signals)
+        code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say, stop)
     if not code:
         save_note(run_dir, LaunchNote(), environ)
     return describe_end(code, run_dir, cluster.rank_hosts, job.config, request.script, request.script_options)

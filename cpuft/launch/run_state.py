@@ -76,11 +76,6 @@ class RunState:
     lease: int = 0
     """End of the hosts' lease in seconds since 1970, as the launcher knew it; 0 for none."""
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the supervisor of the ranks has come to its end. It has not if the supervisor was lost."""
-        return self.exit_code >= 0
-
 
 def newest(states: Iterable[RunState]) -> RunState | None:
     """Return the state with the highest owner and, within it, the highest sequence number; None if there is none."""
@@ -88,7 +83,7 @@ def newest(states: Iterable[RunState]) -> RunState | None:
 
 
 def format_state(state: RunState) -> str:
-    """Return a state as a line of JSON with its newline; its checksum shows whether somebody has changed the line."""
+    """Return a state as a line of JSON with a checksum, which shows whether somebody has changed the line."""
     values = {"format": _FORMAT, **asdict(state)}
     return json.dumps(values | {"checksum": _checksum(values)}) + "\n"
 
@@ -128,10 +123,15 @@ def read_state(run_dir: str) -> RunState | None:
         raise CpuftError(f"the run state {path} cannot be read ({error.strerror}): check this file") from None
 
 
+def read_usable_state(run_dir: str | Path) -> RunState | None:
+    """Return the state in a run folder on this machine; None if there is none that can be used."""
+    with suppress(CpuftError):
+        return read_state(str(run_dir))
+    return None
+
+
 def write_state(run_dir: str, state: RunState) -> None:
-    """Replace the state in a run folder on the disk. Without a run folder, nothing is written. Raises OSError: the disk
-    does not take it.
-    """
+    """Replace the state in a run folder, if that exists. Raises OSError: the disk does not take it."""
     if Path(run_dir).is_dir():
         with write_atomically(Path(run_dir, STATE_FILE)) as beside:
             beside.write_text(format_state(state), encoding="utf-8")
@@ -147,8 +147,8 @@ def note_state(run_dir: str, **changes: Any) -> None:
 
 
 def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
-    """Return the first state of a start of the run, from that in the run folder on this machine, if it has one.
-    Nothing is written. Raises CpuftError: that state cannot be used.
+    """Return the first state of a start of the run, from that in the run folder on this machine, if it has one. Raises
+    CpuftError: that state cannot be used.
     """
     identity, _, name = cluster.name_folder(run_dir).partition("/")
     earlier = read_state(run_dir) or RunState(identity, name)
@@ -166,10 +166,8 @@ def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
 
 def find_end(run_dir: str, owner: int) -> RunState | None:
     """Return how the start with this owner number ended; None if its supervisor did not come to its end."""
-    with suppress(CpuftError):
-        state = read_state(run_dir)
-        return state if state and state.owner == owner and state.has_ended else None
-    return None
+    state = read_usable_state(run_dir)
+    return state if state and state.owner == owner and state.exit_code >= 0 else None
 
 
 class StateWriter:
@@ -194,12 +192,9 @@ class StateWriter:
 
     def refuse_later_start(self) -> None:
         """Raise LaterStartError if the host knows a start with a higher number, or another one with this number."""
-        states, own = list[RunState | None](), (self.state.owner, self.state.start)
-        for folder in (self._run_dir, os.path.dirname(self._run_dir)):
-            with suppress(CpuftError):
-                states.append(read_state(folder))
-        for there in (state for state in states if state and state.id == self.state.id):
-            if there.owner >= self.state.owner and (there.owner, there.start) != own:
+        own = self.state.owner, self.state.start
+        for there in map(read_usable_state, (self._run_dir, os.path.dirname(self._run_dir))):
+            if there and there.id == self.state.id and there.owner >= own[0] and (there.owner, there.start) != own:
                 other = f"another launcher has begun start {there.owner} of the run"
                 raise LaterStartError(f"{other}, so this one, start {own[0]}, was ended: {WAIT_FOR_OTHER}")
 

@@ -15,11 +15,9 @@ _LAUNCHER_MODULES = {"torch.distributed": "torchrun", "accelerate.commands": "ac
 
 
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command of a user's script, given as its argv (not empty). Looks at local files and PATH only.
-
-    A .py file is run by the Python that runs cpuft, which also stands for `python` and `python3`. The path of a local
-    file, which wins over PATH, becomes absolute; a program in PATH is returned as it is given. Raises CpuftError: there
-    is no such script or program.
+    """Return the command of a user's script, given as its argv. A .py file is run by the Python that runs cpuft, which
+    also stands for `python` and `python3`. The path of a local file, which wins over PATH, becomes absolute; a program
+    in PATH is returned as it is given. Raises CpuftError: there is no such script or program.
     """
     if len(script) > 1 and _is_own_python(script[0]):
         arguments = script[2:] if script[1] == "-u" else script[1:]

@@ -44,25 +44,22 @@ _EXPORTED = "CPUFT_EXPORTED"
 def plan_settings(
     cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
 ) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
-    """Return the environment variables of the ranks: those that all hosts share, and further ones of each host.
-
-    Values that the user has set in `environ` are kept, and the user's own variables for MPI, oneCCL and OpenMP are
-    added. `backend` determines the cores for communication. Raises CpuftError: a host has no interface to the others.
+    """Return the environment variables of the ranks: those that all hosts share, with the user's own in `environ` for
+    MPI, oneCCL and OpenMP, and further ones of each host. The user's values win. `backend` determines the cores for
+    communication. Raises CpuftError: a host has no interface to the others.
     """
     environ = user_variables(environ)
     placements, reason = _plan_placements(cluster, config, backend)
     interfaces = plan_interfaces(cluster, config.iface)
     port = config.master_port or cluster.facts[0].free_port
     by_srun = cluster.mpi.name == "srun"
-    shared = shared_settings(interfaces[0], port, cluster.facts, config.np, by_srun)
-    shared = keep_user_values(shared, environ)
+    shared = keep_user_values(shared_settings(interfaces[0], port, cluster.facts, config.np, by_srun), environ)
     hosts = []
     for facts, interface, ranks in zip(cluster.facts, interfaces, placements):
         disjoint = sum(len(set(rank.compute)) for rank in ranks) == len({c for rank in ranks for c in rank.compute})
         pinned_by_mpi = cluster.mpi.name == "intel" and disjoint
-        settings = host_settings(facts, interface, ranks, pinned_by_mpi, reason)
-        settings = keep_user_values(settings, environ)
-        if "I_MPI_PIN_DOMAIN" in user_set_names(settings):
+        settings = keep_user_values(host_settings(facts, interface, ranks, pinned_by_mpi, reason), environ)
+        if any(one.from_user and one.name == "I_MPI_PIN_DOMAIN" for one in settings):
             # The user pins the ranks, so they must not check that they are on the planned cores.
             settings = tuple(setting for setting in settings if setting.name != "CPUFT_CORES")
         hosts.append(settings)
@@ -92,9 +89,7 @@ def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
 def shared_settings(
     head: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int, by_srun: bool = False
 ) -> tuple[Setting, ...]:
-    """Return the settings that are equal on every host: addresses, transports of MPI and oneCCL, and OpenMP. `head` is
-    the interface of the head host towards the others.
-    """
+    """Return the settings that are equal on every host; `head` is the interface of the head host to the others."""
     hydra = ("hydra", "oneCCL reads the rank numbers that mpirun provides")
     ranks = ("none", "the backend passes the rank numbers to oneCCL") if by_srun else hydra
     return (
@@ -156,9 +151,8 @@ def _fabrics_settings(hosts: tuple[HostFacts, ...]) -> tuple[Setting, ...]:
 def host_settings(
     facts: HostFacts, interface: Interface, ranks: tuple[RankCores, ...], pinned_by_mpi: bool, comm_reason: str
 ) -> tuple[Setting, ...]:
-    """Return the settings for all ranks of one host, from its topology: cores, pinning, network, memory allocator.
-
-    The rank with the fewest compute cores sets OMP_NUM_THREADS of all ranks of the host.
+    """Return the settings for all ranks of one host, from its topology. The rank with the fewest compute cores sets
+    OMP_NUM_THREADS of all of them.
     """
     threads = min(len(rank.compute) for rank in ranks)
     domains = ",".join(format_mask(rank.compute) for rank in ranks)
@@ -256,14 +250,13 @@ def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
     """Return the settings with the user's value, and a reason that says so, for each variable that the user has set."""
-    return tuple(_keep_user_value(setting, environ) for setting in settings)
-
-
-def _keep_user_value(setting: Setting, environ: Mapping[str, str]) -> Setting:
-    value = environ.get(setting.name)
-    if value is None or value == setting.value or setting.name.startswith(OWN_PREFIX):
-        return setting
-    return Setting(setting.name, value, f"kept as you set it; cpuft would set {setting.value}", from_user=True)
+    kept = []
+    for one in settings:
+        value = environ.get(one.name, one.value)
+        if value != one.value and not one.name.startswith(OWN_PREFIX):
+            one = Setting(one.name, value, f"kept as you set it; cpuft would set {one.value}", from_user=True)
+        kept.append(one)
+    return tuple(kept)
 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
@@ -282,8 +275,3 @@ def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) ->
 def unexportable_names(environ: Mapping[str, str]) -> list[str]:
     """Return the names that `forwarded_settings` leaves out because no shell can set them, such as "'CCL_A-B'"."""
     return sorted(ascii(name) for name in environ if name.startswith(_BY_VALUE) and not _SHELL_NAME.fullmatch(name))
-
-
-def user_set_names(settings: tuple[Setting, ...]) -> list[str]:
-    """Return the names of the settings whose value is the user's."""
-    return [setting.name for setting in settings if setting.from_user]

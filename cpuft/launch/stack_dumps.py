@@ -133,9 +133,8 @@ class RankDump:
 
     @property
     def last_operations(self) -> str:
-        """The last operation that the rank started in each channel: "all_reduce #6 of the world, ..."; "" for none.
-
-        At most three are named. Those between two ranks of cpuft.comm are left out.
+        """The last operations of up to three channels, "all_reduce #6 of the world, ..."; "" for none. Those between
+        two ranks of cpuft.comm are left out.
         """
         groups = [(channel, *last) for channel, last in self.progress.items() if " from " not in channel]
         texts = [f"{name} #{number} of {channel}" for channel, number, name in groups]
@@ -167,10 +166,8 @@ def format_rank_dump(dump: RankDump) -> str:
 
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
-    """Return the frames of the main thread from faulthandler's text, innermost first; () if there are none.
-
-    This is the thread that got the signal, because the kernel delivers it to the main thread; otherwise the oldest
-    thread, which faulthandler writes last.
+    """Return the frames of the main thread from faulthandler's text, innermost first: of the thread that got the
+    signal, else of the oldest one, which is last.
     """
     blocks = re.split(r"\n(?=(?:Current )?[Tt]hread 0x)", text)
     main = next((block for block in blocks if block.startswith("Current thread")), blocks[-1])
@@ -194,30 +191,29 @@ class _Found:
 class _Report:
     """What a rank reports about itself with `cpuft.rank.diagnostics`."""
 
-    pending: list[PendingOperation] = field(default_factory=list)
+    pending: tuple[PendingOperation, ...] = ()
     progress: dict[str, list[Any]] = field(default_factory=dict)
-    raised: list[list[Any]] = field(default_factory=list)
-    failed: list[Any] = field(default_factory=list)
-    main: list[list[Any]] = field(default_factory=list)
+    raised: tuple[Frame, ...] = ()
+    failed: tuple[PendingOperation, ...] = ()
+    main: tuple[Frame, ...] = ()
 
 
 def parse_rank_dump(found_json: Any, host: str) -> RankDump:
     """Parse what `cpuft.rank.dump_stacks` printed about one rank. A report that the rank was just writing is ignored.
 
     A running process whose report is older than 3 s holds the GIL, and `pending` is empty. If a timeout ended the
-    rank's operation, `pending` has this operation, with 0 seconds, and `frames` is where the error was raised. Raises
-    ValueError: `found_json` is nothing that it prints.
+    rank's operation, `pending` has it with 0 seconds, and `frames` is where the error was raised. Raises ValueError:
+    `found_json` is nothing that it prints.
     """
     found = load(_Found, found_json)
     try:
         report = load(_Report, parse_json(found.report or "{}"))
-        progress = {channel: _parse_operation(last) for channel, last in report.progress.items()}
-        raised, main = tuple(map(_parse_frame, report.raised)), tuple(map(_parse_frame, report.main))
-        channel, *last = report.failed or [""]
-        failed = [PendingOperation(load(str, channel), *_parse_operation(last), 0.0)] if last else []
+        progress = {
+            channel: (load(int, number), load(str, name)) for channel, (number, name) in report.progress.items()
+        }
     except ValueError:
-        report, progress, raised, main, failed = _Report(), {}, (), (), []
-    pending = report.pending or failed
+        report, progress = _Report(), {}
+    pending = report.pending or report.failed
     holds_gil = found.state == "R" and found.age > STALE_SECONDS
     return RankDump(
         found.rank,
@@ -225,23 +221,13 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
         found.state,
         found.pid,
         found.wchan,
-        frames=raised or parse_stack(found.stack) or main,
+        frames=report.raised or parse_stack(found.stack) or report.main,
         pending=() if holds_gil else tuple(sorted(pending, key=lambda one: -one.seconds)),
         progress=progress,
         holds_gil=holds_gil,
         stacks=found.stack,
-        has_raised=bool(raised),
+        has_raised=bool(report.raised),
     )
-
-
-def _parse_operation(last: list[Any]) -> tuple[int, str]:
-    number, name = last
-    return load(int, number), load(str, name)
-
-
-def _parse_frame(frame: list[Any]) -> Frame:
-    file, line, function = frame
-    return Frame(load(str, file), load(int, line), load(str, function))
 
 
 def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: Iterable[str]) -> tuple[RankDump, ...]:
@@ -253,10 +239,9 @@ def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: It
 
 
 def gather_dumps(run: ActiveRun, without: Collection[str] = ()) -> tuple[tuple[RankDump, ...], dict[str, str]]:
-    """Ask all hosts at once what their ranks are doing, for up to 15 s. A host that does not answer raises nothing.
+    """Return the dumps of all ranks, indexed by rank, and the error message of each host without a readable answer.
 
-    Returns the dumps of all ranks, indexed by rank, and the error message of each host without a readable answer. The
-    ranks of such a host have the state SILENT, as those of the hosts in `without`, which are not asked.
+    All hosts but those in `without` are asked at once, for up to 15 s. Ranks on hosts without an answer are SILENT.
     """
     program = Path(dump_stacks.__file__).read_text(encoding="utf-8")
     command = run.access.any_python("-c", FROM_STDIN, run.work, str(DUMP_SECONDS))
@@ -289,22 +274,11 @@ def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
         raise CpuftError(f"host {head_host.name} could not store the stacks ({reason}): check its disk")
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Which ranks the others wait for, if that can be said."""
-
-    culprits: tuple[int, ...]
-    """Empty if no rank can be named."""
-    text: str
-    """One line that names them and what they are doing, or says why none can be named. For example "rank 1 on node2
-    blocks the others (rank 0 waits in all_reduce #6 of the world): it is at train.py:12 in step, running"."""
-
-
 def diagnose_run(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None], least_seconds: float = 0.0
-) -> tuple[Diagnosis, set[str]]:
-    """Gather and write the dumps of all ranks, and return whom the others wait for, and the hosts that do not answer.
-    Call this after ranks have waited long or in vain, before any is ended. Raises CpuftError: no dump can be stored.
+) -> tuple[str, set[str]]:
+    """Gather and write the dumps of all ranks, before any is ended; return what `diagnose` says, and the hosts that do
+    not answer. Raises CpuftError: no dump can be stored.
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     # A login to a host that is frozen takes longer than to find out that it is.
@@ -315,14 +289,15 @@ def diagnose_run(
     return diagnose(dumps, least_seconds), lost.union(silent)
 
 
-def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> Diagnosis:
-    """Find the ranks that the others wait for.
+def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> str:
+    """Return a line that names the ranks that the others wait for, in operations that have taken `least_seconds` or
+    more, or says why none can be named. For example "rank 1 on node2 blocks the others (rank 0 waits in all_reduce #6
+    of the world): it is at train.py:12 in step, running".
 
     A rank is named if it has ended, is stopped or its host does not answer, or otherwise if others wait for it and it
     waits for none. If all wait for each other, because they are in different operations or at different lines, the
     minority is named. Lines count only if no operation of any rank is known, because the ranks of a healthy run are at
-    different lines. If no rank can be named, the text says why; if all ranks are in the same operation, that points to
-    the network. Operations that have taken less than `least_seconds` are ignored.
+    different lines. If all ranks are in the same operation, that points to the network.
     """
     waiting = {dump.rank for dump in dumps if _is_waiting(dump, least_seconds)}
     missed = {other for rank in waiting for other in _find_behind(dumps, dumps[rank])}
@@ -335,17 +310,14 @@ def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> 
         return _blame(dumps, minority, waiting) if minority else _describe_deadlock(dumps, sorted(waiting))
     if waiting:
         dump = dumps[min(waiting)]
-        return Diagnosis(
-            (),
+        return (
             f"all ranks have started {dump.pending[0].text}, which does not finish: check the network between the "
-            f"hosts; rank {dump.rank} is at {dump.location or 'an unknown line'}",
+            f"hosts; rank {dump.rank} is at {dump.location or 'an unknown line'}"
         )
     if raised := [dump for dump in dumps if dump.has_raised]:
         where = "; ".join(f"rank {one.rank} on {one.host} at {one.location}" for one in raised[:_MOST_CULPRITS])
-        return Diagnosis((), f"no rank waits for another one, and the script ended with an error: {where}")
-    if any(dump.progress for dump in dumps):
-        return Diagnosis((), NO_WAIT)
-    return _diagnose_by_stacks(dumps)
+        return f"no rank waits for another one, and the script ended with an error: {where}"
+    return NO_WAIT if any(dump.progress for dump in dumps) else _diagnose_by_stacks(dumps)
 
 
 def _is_waiting(dump: RankDump, least_seconds: float) -> bool:
@@ -354,10 +326,7 @@ def _is_waiting(dump: RankDump, least_seconds: float) -> bool:
 
 
 def _find_behind(dumps: Sequence[RankDump], waiting: RankDump) -> set[int]:
-    """Return the ranks because of which the oldest operation of a waiting rank cannot finish.
-
-    They have not started this operation yet, or have started another one with its number.
-    """
+    """Return the ranks that have not started the oldest operation of a waiting rank, or another one with its number."""
     operation = waiting.pending[0]
     behind = set()
     for other in dumps:
@@ -374,7 +343,7 @@ def _may_take_part(dump: RankDump, channel: str) -> bool:
     return is_known and "between two" not in channel
 
 
-def _diagnose_by_stacks(dumps: Sequence[RankDump]) -> Diagnosis:
+def _diagnose_by_stacks(dumps: Sequence[RankDump]) -> str:
     inside = {dump.rank for dump in dumps if dump.is_in_collective}
     outside = {dump.rank for dump in dumps if dump.frames} - inside
     if inside and 0 < len(outside) <= len(inside):
@@ -383,7 +352,7 @@ def _diagnose_by_stacks(dumps: Sequence[RankDump]) -> Diagnosis:
     minority = _find_minority(dumps, ranks, lambda dump: dump.location)
     if minority and any(dump.frames for dump in dumps):
         return _blame(dumps, minority, set(ranks) - minority)
-    return Diagnosis((), "no rank is seen to wait for another one: the run makes progress, or all are at the same line")
+    return "no rank is seen to wait for another one: the run makes progress, or all are at the same line"
 
 
 def _find_minority(dumps: Sequence[RankDump], ranks: Sequence[int], kind: Callable[[RankDump], Hashable]) -> set[int]:
@@ -393,7 +362,7 @@ def _find_minority(dumps: Sequence[RankDump], ranks: Sequence[int], kind: Callab
     return {rank for rank in ranks if kinds[rank] != most} if 2 * count > len(ranks) else set()
 
 
-def _blame(dumps: Sequence[RankDump], culprits: set[int], waiting: set[int]) -> Diagnosis:
+def _blame(dumps: Sequence[RankDump], culprits: set[int], waiting: set[int]) -> str:
     named, others = sorted(culprits), sorted(waiting - culprits)
     blocks = ""
     if others:
@@ -402,7 +371,7 @@ def _blame(dumps: Sequence[RankDump], culprits: set[int], waiting: set[int]) -> 
         blocks = f" blocks the others ({who}{operation})"
     texts = [f"rank {rank} on {dumps[rank].host}{blocks}: {_describe(dumps[rank])}" for rank in named[:_MOST_CULPRITS]]
     more = [f"and {len(named) - _MOST_CULPRITS} more"] if len(named) > _MOST_CULPRITS else []
-    return Diagnosis(tuple(named), "; ".join(texts + more))
+    return "; ".join(texts + more)
 
 
 def _describe(dump: RankDump) -> str:
@@ -424,8 +393,8 @@ def _describe(dump: RankDump) -> str:
     return f"it is {location}, {describe_state(dump)}"
 
 
-def _describe_deadlock(dumps: Sequence[RankDump], ranks: Sequence[int]) -> Diagnosis:
+def _describe_deadlock(dumps: Sequence[RankDump], ranks: Sequence[int]) -> str:
     texts = [
         f"rank {rank} in {dumps[rank].pending[0].text} at {dumps[rank].location or 'an unknown line'}" for rank in ranks
     ]
-    return Diagnosis((), f"ranks wait for each other: {'; '.join(texts[: 2 * _MOST_CULPRITS])}")
+    return f"ranks wait for each other: {'; '.join(texts[: 2 * _MOST_CULPRITS])}"

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from cpuft import execute
+from cpuft.argv import make_shell_line
 from cpuft.errors import RESUMABLE, CpuftError, DiskFullError, Interrupted
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import STATE_FILE
@@ -33,13 +34,13 @@ from cpuft.launch.failures import (
 )
 from cpuft.launch.results import write_plan
 from cpuft.launch.run_state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
-from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, Diagnosis, diagnose_run
+from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, diagnose_run
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes
 from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, OWNER_VARIABLE, STARTED_MARK, WAITS_MARK
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
-from cpuft.steps import Plan, RunPlan, Step
+from cpuft.steps import RunPlan, Step
 
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take after the first Ctrl-C to finish one or two updates and save a checkpoint."""
@@ -91,28 +92,27 @@ class StopRequest:
     a file in the run folder on the head host, because mpirun does not forward signals.
     """
 
-    run_dir: str
-    """The run folder as the ranks see it."""
-    head_host: str
-    command_prefixes: dict[str, tuple[str, ...]]
-    """What to put before a shell line to run it on a host, such as `ssh HOST`; this machine has no entry."""
-    grace: float
-    """Seconds from SIGTERM until the ranks are killed; with 0, at once."""
+    grace: float | None = None
+    """Seconds from SIGTERM until the ranks are killed; with 0, at once. None: no signal asks the ranks first."""
     ctrl_c_seconds: float = 0.0
     """Seconds from the first Ctrl-C until the ranks are killed; with 0, at once."""
+    run_dir: str = ""
+    """The run folder of this attempt as the ranks see it."""
+    prefix: tuple[str, ...] = ()
+    """What to put before a shell line to run it on the head host, if that is not this machine."""
     signal_number: int = 0
     """The first signal that requested the end; 0 for none yet."""
     deadline: float = math.inf
     """When the ranks are killed, in seconds of the monotonic clock."""
     is_sent: bool = False
-    """Whether the request was written, or at least tried."""
 
     def handle_signal(self, signal_number: int) -> bool:
-        """Record a signal. Return True if it asks the run to end, and False if the ranks are to be killed at once.
+        """Record a signal for `check`. Return True if it asks the ranks to end, and False if they are to be killed.
 
-        SIGUSR1 always asks, SIGTERM as long as there is no deadline, and SIGINT as the first signal only. Called in the
-        signal handler; `check` sends the request.
+        SIGUSR1 always asks, SIGTERM as long as there is no deadline, and SIGINT as the first signal only.
         """
+        if self.grace is None:
+            return False
         is_first = math.isinf(self.deadline) and not self.signal_number
         seconds = 0.0
         if signal_number == signal.SIGTERM and math.isinf(self.deadline):
@@ -127,8 +127,8 @@ class StopRequest:
         return False
 
     def check(self) -> None:
-        """Pass a recorded signal on to the ranks, once, and raise Interrupted if the deadline has passed. Called
-        regularly while the ranks run; the sending may take up to 20 s, three times if the connection fails.
+        """Pass a recorded signal on to the ranks, once, and raise Interrupted if the deadline has passed. The sending
+        may take up to 20 s, three times if the connection fails.
         """
         if self.signal_number and not self.is_sent:
             self.is_sent = True
@@ -139,7 +139,7 @@ class StopRequest:
                     "a second Ctrl-C or cpuft stop ends them at once"
                 )
             for _ in range(_STOP_REQUEST_TRIES):
-                answer = execute.run_command(self.plan_request(name).command, _STOP_REQUEST_SECONDS)
+                answer = execute.run_command(self.plan_command(name), _STOP_REQUEST_SECONDS)
                 if answer.exit_code != execute.SSH_FAILED:
                     break
             if answer.exit_code:
@@ -147,25 +147,23 @@ class StopRequest:
         if time.monotonic() > self.deadline:
             raise Interrupted(signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM)
 
-    def plan_request(self, name: str) -> Step:
-        """Return the step of this machine that writes `name`, such as "SIGTERM", as the request on the head host."""
+    def plan_command(self, name: str) -> tuple[str, ...]:
+        """Return the argv with which this machine writes a signal's name as the request on the head host."""
         path = f"{self.run_dir}/{REQUEST_FILE}"
         command = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
-        return Plan(command_prefixes=self.command_prefixes).as_local(
-            Step("ask the ranks to end", command, host=self.head_host)
-        )
+        return (*self.prefix, make_shell_line(command)) if self.prefix else command
 
 
 @dataclass
 class LogTail:
-    """Copies what is appended to a log to a stream of this process."""
+    """Copies what is appended to a log to a stream, except lines that are not for users and the ranks' marks."""
 
     path: Path
     stream: IO[str]
     position: int = 0
 
     def copy(self) -> None:
-        """Copy what was appended since the last call, except lines that are not for users and the ranks' marks."""
+        """Copy what was appended since the last call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.position)
@@ -203,24 +201,18 @@ class RunMonitor:
     """
 
     logs: Path
-    find_unreachable: Callable[[], set[str]]
-    """Asks all hosts, and returns those that do not answer."""
-    diagnose_hang: Callable[[], tuple[Diagnosis, set[str]]]
-    """Gathers the stacks of ranks that hang. Returns the rank that they wait for, and the hosts that do not answer."""
-    ranks: int = 0
-    """Number of ranks; 0: their starts and ends are not checked."""
-    has_several_hosts: bool = False
+    hosts: tuple[str, ...]
+    """The host of each rank."""
+    transport: Transport
     start_limit: float = 0.0
     """Seconds within which the first rank has to start; 0 for no limit."""
-    diagnosis: Diagnosis | None = None
+    stop_request: StopRequest = field(default_factory=StopRequest)
+    check_state: Callable[[], None] = lambda: None
+    """Updates the run state. Raises LaterStartError if another launcher has started the run again."""
+    diagnosis: str = ""
     has_hang: bool = False
     """Whether a rank has reported that it waited in vain. `check` does nothing after that, even if a signal interrupts
     the diagnosis: by then the ranks are ended."""
-    stop_request: StopRequest | None = None
-    report_wait: Callable[[], None] = lambda: None
-    """Tells the user which ranks the others have been waiting for."""
-    check_state: Callable[[], None] = lambda: None
-    """Updates the run state. Raises LaterStartError if another launcher has started the run again."""
     waits: set[bytes] = field(default_factory=set)
     begun: float = field(default_factory=time.monotonic)
     """In seconds of the monotonic clock, as all times here that have no other unit."""
@@ -242,25 +234,22 @@ class RunMonitor:
     """The hosts are not asked again before, because all answered a moment ago."""
 
     def check(self) -> None:
-        """Look at logs and heartbeats, at most every 0.5 s. Called regularly while mpirun runs.
-
-        Hosts are asked on a thread, and a later call sees their answer. A hang that a rank reports is diagnosed at
-        once, which takes some seconds. Raises StuckError or NotStartedError if the ranks must be ended, and what
-        `check` of the stop request and `check_state` raise.
+        """Look at logs and heartbeats, at most every 0.5 s. Hosts are asked on a thread, and a later call sees the
+        answer; a hang that a rank reports is diagnosed at once. Raises StuckError or NotStartedError: the ranks must be
+        ended; and what `StopRequest.check` and `check_state` raise.
         """
         now = time.monotonic()
         if now - self.checked_at < _CHECK_SECONDS or self.has_hang:
             return
         self.checked_at = now
-        if self.stop_request:
-            self.stop_request.check()
+        self.stop_request.check()
         self.check_state()
         ends, mpirun_log = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
         if not self.failed_at and (_has_mark(ends, FAILED_MARK) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
             self.failed_at = now
         if _has_mark(ends, HANG_MARK):
             self.has_hang = True
-            self.diagnosis, self.unreachable = self.diagnose_hang()
+            self.diagnosis, self.unreachable = diagnose_run(str(self.logs.parent), self.hosts, self.transport, _print)
             raise StuckError("ended the ranks, because some of them waited in vain for others")
         if waits := {wait for end in ends for wait in re.findall(WAITS_MARK.encode() + b"[^\n]*", end)} - self.waits:
             self.waits |= waits
@@ -287,18 +276,35 @@ class RunMonitor:
         """Return why a host may be lost; empty for no reason."""
         if self._misses_heartbeat(now):
             return "no rank gives a heartbeat"
-        if self.started < self.ranks:
-            starts = [_read_start(log) for log in list_error_logs(self.logs)]
-            self.started = sum(STARTED_MARK.encode() in start for start in starts)
-            if self.started < self.ranks and now - self.begun > _STARTS_SECONDS + _STARTS_SECONDS_PER_RANK * self.ranks:
-                return f"{self.ranks - self.started} of {self.ranks} ranks have not started"
+        ranks = len(self.hosts)
+        if self.started < ranks:
+            self.started = 0
+            for log in list_error_logs(self.logs):
+                with log.open("rb") as file:
+                    self.started += STARTED_MARK.encode() in file.read(_MARK_BYTES)
+            if self.started < ranks and now - self.begun > _STARTS_SECONDS + _STARTS_SECONDS_PER_RANK * ranks:
+                return f"{ranks - self.started} of {ranks} ranks have not started"
             return ""
         ended = sum(ENDED_MARK.encode() in end for end in ends)
-        if 0 < ended < self.ranks:
+        if 0 < ended < ranks:
             self.ended_at = self.ended_at or now
             if now - self.ended_at > _ENDS_SECONDS:
-                return f"{self.ranks - ended} of {self.ranks} ranks have not ended"
+                return f"{ranks - ended} of {ranks} ranks have not ended"
         return ""
+
+    def report_wait(self) -> None:
+        """Tell the user which ranks the others have been waiting for."""
+        known = set(self.transport.unresponsive)
+        with suppress(CpuftError):  # the stacks cannot be stored
+            place = str(self.logs.parent), self.hosts, self.transport
+            diagnosis, _ = diagnose_run(*place, lambda line: None, LONG_SECONDS)
+            if diagnosis != NO_WAIT:  # it has not ended meanwhile
+                _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis}")
+        self.transport.unresponsive.intersection_update(known)  # a host that was only busy goes on
+
+    def find_unreachable(self) -> set[str]:
+        """Ask all hosts, and return those that do not answer."""
+        return self.transport.find_unresponsive(sorted(set(self.hosts)))
 
     def has_started(self) -> bool:
         """Return True if `check` has counted a rank that started, or any rank has written to its error log."""
@@ -313,9 +319,7 @@ class RunMonitor:
         return bool(self.heartbeat) and now - self.heartbeat_seen_at > _HEARTBEAT_SECONDS
 
     def find_lost_hosts(self) -> set[str]:
-        """Return the hosts that do not answer, after mpirun has ended. If none is known yet, all are asked now, because
-        a host that was shutting down may have answered before.
-        """
+        """Return the hosts that do not answer. If none is known, all are asked: one may have been shutting down."""
         if self.host_check and not self.unreachable:
             self.unreachable = self.host_check.result()
         self.unreachable = self.unreachable or self.find_unreachable()
@@ -365,11 +369,6 @@ def _read_end(log: Path) -> bytes:
         return file.read()
 
 
-def _read_start(log: Path) -> bytes:
-    with log.open("rb") as file:
-        return file.read(_MARK_BYTES)
-
-
 def _has_mark(texts: Iterable[bytes], *marks: str) -> bool:
     return any(mark.encode() in text for text in texts for mark in marks)
 
@@ -378,37 +377,42 @@ def run_on_this_machine(
     plan: RunPlan,
     run_dir: str,
     state: RunState,
-    environ: Mapping[str, str],
     time_limit: float,
     transport: Transport,
-    stop_request: StopRequest | None = None,
+    request: StopRequest | None = None,
 ) -> int:
-    """Carry out a run's plan with this machine as the head host, wait for the ranks, and return the exit code.
+    """Carry out `make`, `prepare` and `ranks` of a plan with this machine as the head host, keep the run state up to
+    date, and return the exit code.
 
-    Executes only the parts `make`, `prepare` and `ranks` of the plan, and keeps the run state up to date. The code is
-    75 if the ranks ended to be resumed, or a host was lost during the preparation or without a failure of a rank.
-    Otherwise it is that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the run ends
-    before its ranks start, a new run folder is removed again; later it stays. Raises CpuftError: the run folder cannot
-    be made, the data are rejected, the time limit is over, or a later start has begun. Raises RuntimeError: the
-    preparation failed. Raises Interrupted: a signal came.
+    It is 75 if the ranks ended to be resumed, or a host was lost during the preparation or without a failure of a rank;
+    else that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the run ends before its
+    ranks start, a new run folder is removed again. Raises CpuftError: the run folder cannot be made, the data are
+    rejected, the time limit is over, or a later start has begun. Raises RuntimeError: the preparation failed. Raises
+    Interrupted: a signal came.
     """
     here = plan.full_plan.as_local
-    for (step,) in plan.make:
-        _make_run_dir(here(step), environ)
+    try:
+        for (step,) in plan.make:
+            _run_step(here(step))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1]
+        raise CpuftError(f"the run folder cannot be made ({reason}): give a new folder with --run-dir") from None
     with StateWriter(run_dir, state) as writer:
         writer.check()
         writer.write(phase=PREPARING)
-        if lost := _prepare(plan, run_dir, writer, environ, transport):
+        if lost := _prepare(plan, run_dir, writer, transport):
             return writer.end(RESUMABLE, lost)
         ((ranks,),) = plan.ranks
         # Of a start of this training that was killed. A script, which has no record, may use such a name itself.
         for unsaved in Path(run_dir).glob(UNSAVED_MODEL) if Path(run_dir, FILE_NAME).exists() else ():
             shutil.rmtree(unsaved, ignore_errors=True)
-        monitor = _make_monitor(run_dir, writer, transport, stop_request)
+        limit = _START_LIMIT + _START_LIMIT_PER_RANK * len(state.hosts)
+        what = Path(run_dir) / "logs", state.hosts, transport
+        monitor = RunMonitor(*what, limit, request or StopRequest(), writer.check)
         writer.write(phase=TRAINING)
         code = 1
         try:
-            code = _run_ranks(here(ranks), monitor, writer, environ, time_limit)
+            code = _run_ranks(here(ranks), monitor, writer, time_limit)
         finally:
             if code:  # mpirun may have left ssh processes, which have sessions of their own
                 kill_processes(run_dir, state.owner)
@@ -418,14 +422,14 @@ def run_on_this_machine(
         return writer.end(code, writer.state.reason)
 
 
-def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[str, str], transport: Transport) -> str:
+def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, transport: Transport) -> str:
     """Prepare the examples, and write `plan.sh`; return which host was lost meanwhile, or "" if the ranks can start."""
     hosts = writer.state.hosts
     names = sorted(set(hosts))
     check_hosts = HostMonitor(lambda: transport.find_unresponsive(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
-            _run_step(plan.full_plan.as_local(step), environ, check_hosts)
+            _run_step(plan.full_plan.as_local(step), check_hosts)
         write_plan(plan, run_dir)
     except BaseException as error:
         lost = error.names if isinstance(error, HostsLostError) else set()
@@ -444,42 +448,7 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[
     return ""
 
 
-def _make_monitor(
-    run_dir: str, writer: StateWriter, transport: Transport, stop_request: StopRequest | None
-) -> RunMonitor:
-    hosts = writer.state.hosts
-    names = tuple(sorted(set(hosts)))
-
-    def report_wait() -> None:
-        known = set(transport.unresponsive)
-        with suppress(CpuftError):  # the stacks cannot be stored
-            diagnosis, _ = diagnose_run(run_dir, hosts, transport, lambda line: None, LONG_SECONDS)
-            if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
-                _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
-        transport.unresponsive.intersection_update(known)  # a host that was only busy goes on
-
-    return RunMonitor(
-        Path(run_dir) / "logs",
-        find_unreachable=lambda: transport.find_unresponsive(names),
-        diagnose_hang=lambda: diagnose_run(run_dir, hosts, transport, _print),
-        report_wait=report_wait,
-        ranks=len(hosts),
-        has_several_hosts=len(names) > 1,
-        start_limit=_START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
-        stop_request=stop_request,
-        check_state=writer.check,
-    )
-
-
-def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
-    try:
-        _run_step(step, environ)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1]
-        raise CpuftError(f"the run folder cannot be made ({reason}): give a new folder with --run-dir") from None
-
-
-def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], None] = lambda: None) -> None:
+def _run_step(step: Step, check_hosts: Callable[[], None] = lambda: None) -> None:
     remind = execute.make_reminder(lambda passed: _print(f"{step.why}: not finished after {passed:.0f} s"))
 
     def watch() -> None:
@@ -487,7 +456,7 @@ def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], 
         check_hosts()
 
     with execute.open_memory_file() as output:
-        code = execute.run_step(step, environ, output, watch)
+        code = execute.run_step(step, os.environ, output, watch)
         output.seek(0)
         text = output.read().decode(errors="replace").strip()
     if code == _REJECTED:
@@ -497,20 +466,19 @@ def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], 
         raise RuntimeError(f"{step.why}: exit code {code}\n{text}")
 
 
-def _run_ranks(
-    step: Step, monitor: RunMonitor, writer: StateWriter, environ: Mapping[str, str], time_limit: float
-) -> int:
+def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit: float) -> int:
     """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
-    logs, hosts, begun = monitor.logs, writer.state.hosts, time.monotonic()
-    environ = {**environ, **_mark_processes(step, logs.parent, writer.state.owner, environ)}
+    logs, hosts, begun = monitor.logs, monitor.hosts, time.monotonic()
+    environ = os.environ | _mark_processes(step, logs.parent, writer.state.owner)
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
         code, was_stuck, not_started = _start_ranks(step, monitor, environ, left)
         if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and monitor.find_lost_hosts()):
             break
         _print(f"{not_started}, although all hosts answer: starting mpirun again ({number} of {_MOST_STARTS})")
-        monitor = replace(monitor, begun=time.monotonic(), start_limit=2 * monitor.start_limit)
-        monitor = replace(monitor, failed_at=0.0, unreachable=None, host_check=None)
+        monitor = RunMonitor(
+            logs, hosts, monitor.transport, 2 * monitor.start_limit, monitor.stop_request, monitor.check_state
+        )
     if not code:
         writer.note(exit_codes={str(rank): 0 for rank in range(len(hosts))})
         return 0
@@ -525,7 +493,7 @@ def _run_ranks(
         writer.note(leaving=_find_leaving_hosts(logs.parent, hosts), reason="the ranks ended to be resumed")
         if not was_stuck:
             return RESUMABLE
-    if monitor.stop_request and monitor.stop_request.signal_number == signal.SIGINT:
+    if monitor.stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
     lost = monitor.find_lost_hosts()
     writer.note(silent=tuple(sorted(lost)))
@@ -535,7 +503,7 @@ def _run_ranks(
     mpirun_output = (logs.parent / HEARTBEAT_FILE).read_text(errors="replace")
     absent = describe_absent(failures, hosts, lost)
     if monitor.diagnosis and not lost:
-        absent = [monitor.diagnosis.text]
+        absent = [monitor.diagnosis]
     text = describe_failures(failures, mpirun_output, absent)
     print(text, file=sys.stderr, flush=True)
     writer.note(reason=text.splitlines()[-1].removeprefix("cpuft: "))
@@ -552,15 +520,15 @@ def _find_leaving_hosts(run_dir: Path, hosts: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted({hosts[rank] for rank in ranks}))
 
 
-def _mark_processes(step: Step, run_dir: Path, owner: int, environ: Mapping[str, str]) -> dict[str, str]:
+def _mark_processes(step: Step, run_dir: Path, owner: int) -> dict[str, str]:
     """Return variables for mpirun by which `cpuft.rank.kill` finds it and what it starts, even before there are ranks.
 
-    On other hosts, Hydra's proxies have no variables of the run. Intel MPI's have the name of mpirun's ssh program on
-    their command line, so in the run's folder on a host's own disk it gets one of its own.
+    On other hosts, Hydra's proxies have no variables of the run, but those of Intel MPI have the name of mpirun's ssh
+    program on their command line. So in a run folder on a host's own disk, mpirun gets such a program of its own.
     """
     mark = {"CPUFT_RUN_DIR": str(run_dir), OWNER_VARIABLE: str(owner)}
     ssh, link = execute.find_program("ssh"), run_dir.parent / f"{SSH_NAME}{owner}"
-    given = {setting.name for setting in step.settings} | environ.keys()
+    given = {setting.name for setting in step.settings} | os.environ.keys()
     if ssh and (run_dir.parent / STATE_FILE).exists() and not given & {_BOOTSTRAP, f"{_BOOTSTRAP}_EXEC"}:
         with suppress(OSError):
             link.unlink(missing_ok=True)
@@ -572,9 +540,7 @@ def _mark_processes(step: Step, run_dir: Path, owner: int, environ: Mapping[str,
 def _start_ranks(
     step: Step, monitor: RunMonitor, environ: Mapping[str, str], time_limit: float
 ) -> tuple[int, bool, str]:
-    """Start mpirun once; return its exit code, whether the monitor had to end it, and what happened if no rank started
-    and another start may help ("" otherwise).
-    """
+    """Start mpirun once; return its exit code, whether the monitor had to end it, and why another start may help."""
     logs = monitor.logs
     tails = [LogTail(logs / "rank-0.out", sys.stdout), LogTail(logs / "rank-0.err", sys.stderr)]
 
@@ -585,8 +551,8 @@ def _start_ranks(
 
     with (logs.parent / HEARTBEAT_FILE).open("wb") as output:
         try:
-            takes = monitor.stop_request.handle_signal if monitor.stop_request else lambda signal_number: False
-            code = execute.run_step(step, {**environ, SUPERVISED_VARIABLE: "1"}, output, watch, time_limit, takes)
+            takes, environ = monitor.stop_request.handle_signal, {**environ, SUPERVISED_VARIABLE: "1"}
+            code = execute.run_step(step, environ, output, watch, time_limit, takes)
         except StuckError as error:
             _print(str(error))
             return 1, True, ""
@@ -596,5 +562,6 @@ def _start_ranks(
             raise CpuftError(
                 f"the run was stopped at its time limit ({error}): raise --time-limit, or train for less"
             ) from None
-    not_started = code not in (0, *_CANNOT_RUN) and monitor.has_several_hosts and not monitor.has_started()
+    may_help = code not in (0, *_CANNOT_RUN) and len(set(monitor.hosts)) > 1
+    not_started = may_help and not monitor.has_started()
     return code, False, f"mpirun ended with exit code {code} before any rank started" if not_started else ""

@@ -258,7 +258,7 @@ def run_stages(plan: Plan, say: Say) -> None:
     Raises CpuftError that names every failed step of a stage, and starts no later stage. Raises Interrupted after
     SIGINT, SIGTERM, SIGHUP or SIGUSR1, when the running steps have ended.
     """
-    execute.run_stages(plan, os.environ, _STAGE_SECONDS, say, "correct the cause and run the same command again")
+    execute.run_stages(plan, _STAGE_SECONDS, say, "correct the cause and run the same command again")
 
 
 @contextmanager

@@ -283,11 +283,10 @@ _current: ConnectionCheck | None = None
 
 
 def describe_steps(has_ended: bool) -> str:
-    """Return `format_steps` for this process with its line break; "" if its steps are not counted. `has_ended` is False
-    if its script has failed.
-    """
-    line = format_steps(parse_world(os.environ), socket.gethostname(), has_ended, _current.steps) if _current else ""
-    return f"{line}\n" if line else ""
+    """Return `format_steps` for this process with its line break; "" if its steps are not counted."""
+    if not _current:
+        return ""
+    return f"{format_steps(parse_world(os.environ), socket.gethostname(), has_ended, _current.steps)}\n"
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
@@ -306,7 +305,7 @@ def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
     """Return module name -> function that is called with the imported module and patches it."""
     lightning = functools.partial(_use_all_ranks, check=check)
     return {
-        "torch.optim.optimizer": functools.partial(_hook_optimizers, check=check),
+        "torch.optim.optimizer": lambda module: module.register_optimizer_step_pre_hook(check.before_step),
         "torch.nn.parallel.distributed": functools.partial(_watch_wrapped_models, check=check),
         "torch.multiprocessing.spawn": functools.partial(_refuse_spawned_processes, check=check),
         "accelerate.state": _join_on_cpus,
@@ -316,10 +315,6 @@ def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
         "pytorch_lightning.trainer.connectors.accelerator_connector": lightning,
         "lightning_fabric.connector": lightning,
     }
-
-
-def _hook_optimizers(optimizer: Any, check: ConnectionCheck) -> None:
-    optimizer.register_optimizer_step_pre_hook(check.before_step)
 
 
 def _watch_wrapped_models(distributed: Any, check: ConnectionCheck) -> None:
@@ -376,10 +371,10 @@ def _train_on_cpus(training_args: Any) -> None:
 
 
 def _use_all_ranks(connector: Any, check: ConnectionCheck) -> None:
-    """Let `devices="auto"`, the default of Lightning's Trainer and Fabric, mean a process for each rank.
+    """Let `devices="auto"` of Lightning's Trainer and Fabric, which means one process on CPUs, mean one for each rank.
 
-    On CPUs it means one process. Lightning multiplies `devices` by `num_nodes` (1 by default) and wants WORLD_SIZE.
-    Another number becomes the advice of the check, because Lightning then trains each rank by itself or fails.
+    Lightning multiplies `devices` by `num_nodes` (1 by default) and wants WORLD_SIZE. Another number becomes the advice
+    of the check, because Lightning then trains each rank by itself or fails.
     """
     for name in ("_AcceleratorConnector", "_Connector"):
         if found := getattr(connector, name, None):

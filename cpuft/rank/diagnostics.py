@@ -38,14 +38,12 @@ _MAX_FRAMES = 40
 
 OperationSource = Callable[[], Mapping[str, Any]]
 """Returns `pending` and `progress` as `read_recorder` does; for groups of cpuft.comm also the `names` of operations."""
-Place = tuple[str, int, str]  # file, line, function
 
 
 class _Reporter:
     def __init__(self) -> None:
         self.source: OperationSource = read_recorder
-        self.raised: list[Place] = []
-        self.failed: list[Any] = []
+        self.raised, self.failed = list[dict[str, Any]](), list[dict[str, Any]]()
         self.wait_limit = math.inf
         self._lock = threading.Lock()
         self._length = 0
@@ -57,9 +55,8 @@ class _Reporter:
         """Write the current report over the previous one with a single call."""
         with self._lock:
             found = {name: value for name, value in self.source().items() if name in ("pending", "progress")}
-            text = json.dumps(
-                {**found, "raised": self.raised, "failed": self.failed, "main": _list_main_frames()}
-            ).encode()
+            own = {"raised": self.raised, "failed": self.failed, "main": _list_main_frames()}
+            text = json.dumps(found | own).encode()
             os.pwrite(self._report, text.ljust(self._length), 0)
             self._length = len(text)
         # A message between two ranks may be expected long before it is sent.
@@ -79,9 +76,8 @@ _reporter: _Reporter | None = None
 
 
 def start_reporting(source: OperationSource | None = None, reports_waits: bool = False) -> None:
-    """Let this process's stacks and operations be dumped from now on; later calls may change the `source`.
-
-    `reports_waits`: this process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
+    """Let this process's stacks and operations be dumped from now on; later calls may change the `source`. With
+    `reports_waits`, it asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
     """
     global _reporter
     _reporter = _reporter or _Reporter()
@@ -97,28 +93,27 @@ def read_operations() -> Mapping[str, Any]:
 
 
 def wait_for_stack_dump(text: str = "", error: BaseException | None = None) -> None:
-    """Write `text` to standard error; if there is a supervisor, wait until it has dumped the stacks and ends this rank.
-
-    A rank calls this when it has waited in vain for other ranks; the call returns after MAX_WAIT_SECONDS if nobody has
-    ended it. The traceback of `error`, which ended the wait, is reported, because its frames no longer exist; and if it
-    is one of torch's gloo, so is the operation that was started last.
+    """Write `text` to standard error after waiting in vain for other ranks. If there is a supervisor, wait until it has
+    dumped the stacks and ends this rank, at most MAX_WAIT_SECONDS. The traceback of `error`, which ended the wait, is
+    reported, and if it is one of torch's gloo, so is the operation that was started last.
     """
     is_supervised = bool(os.environ.get(SUPERVISED_VARIABLE)) and _reporter is not None
     os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())
     if is_supervised and _reporter:
         frames = reversed(traceback.extract_tb(error.__traceback__ if error else None))
-        _reporter.raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
+        _reporter.raised = [{"file": one.filename, "line": one.lineno or 0, "function": one.name} for one in frames]
         if "gloo" in str(error):  # it names its source file
             _reporter.failed = read_recorder().get("last", [])
         _reporter.write()
         time.sleep(MAX_WAIT_SECONDS)
 
 
-def _list_main_frames() -> list[Place]:
+def _list_main_frames() -> list[dict[str, Any]]:
     """Return the frames of the main thread, innermost first. This is all that is known of a rank that is stopped."""
-    frame, found = sys._current_frames().get(threading.main_thread().ident or 0), list[Place]()
+    frame, found = sys._current_frames().get(threading.main_thread().ident or 0), list[dict[str, Any]]()
     while frame and len(found) < _MAX_FRAMES:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        code = frame.f_code
+        found.append({"file": code.co_filename, "line": frame.f_lineno, "function": code.co_name})
         frame = frame.f_back
     return found
 
@@ -140,13 +135,12 @@ def dump_recorder() -> dict[str, Any] | None:
 
 
 def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
-    """Return the flight recorder's entries as unfinished operations and as the last operation of each channel.
+    """Return the flight recorder's entries: `pending` has unfinished operations, `progress` by channel the highest
+    (number, name), and `last` is the operation that was started last. `now` is in nanoseconds since 1970.
 
-    A channel is "the world" (the default process group) or "group NAME"; operations between two ranks have one of their
-    own, which ends with ", between two". `now` is in nanoseconds since 1970. `pending` lists unfinished operations;
-    `progress` has by channel the (number, name) of the highest number; `last` is the operation that was started last.
+    A channel is "the world" (the default process group) or "group NAME", with ", between two" for two ranks.
     """
-    pending, progress, last = [], dict[str, tuple[int, str]](), list[Any]()
+    pending, progress, last = [], dict[str, tuple[int, str]](), list[dict[str, Any]]()
     for entry in found.get("entries", ()):
         name, description = entry["process_group"]
         channel = "the world" if description == "default_pg" else f"group {name}"
@@ -154,8 +148,7 @@ def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
         if entry["is_p2p"]:
             channel, sequence = f"{channel}, between two", entry["p2p_seq_id"]
         progress[channel] = max(progress.get(channel, (0, "")), (sequence, operation))
-        last = [channel, sequence, operation]
+        last = [{"channel": channel, "sequence": sequence, "name": operation, "seconds": 0.0}]
         if not entry["retired"]:
-            seconds = (now - entry["time_created_ns"]) / 1e9
-            pending.append({"channel": channel, "sequence": sequence, "name": operation, "seconds": seconds})
+            pending.append(last[0] | {"seconds": (now - entry["time_created_ns"]) / 1e9})
     return {"pending": pending, "progress": progress, "last": last}

@@ -25,8 +25,7 @@ _POLL_SECONDS = 0.02
 
 def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, dict[str, str]]:
     """Return process number -> environment of a run's workers on this host, the children of its `cpuft.rank` processes.
-
-    Containers of other simulated hosts have another CPUFT_HOSTNAME. `proc` is where procfs is mounted.
+    Simulated hosts on this machine differ in CPUFT_HOSTNAME. `proc` is where procfs is mounted.
     """
     found = {}
     for name in filter(str.isdecimal, os.listdir(proc)):
@@ -39,17 +38,12 @@ def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, 
 
 
 def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
-    """Return for each rank on this host what it is doing; an empty list if the run has no rank here.
+    """Return for each rank on this host a dictionary with `rank`, `pid`, `state` (letter of proc(5), "" if the process
+    has ended), `wchan` (kernel function in which it sleeps, or ""), `stack` (faulthandler's text), `report` (JSON of
+    `cpuft.rank.diagnostics`, or ""), and `age` (seconds since the report was written; 0 without a report).
 
-    The ranks get SIGURG, whose handler writes their stacks. State and wchan are read before the signal, because it
-    wakes a rank. A rank that is stopped, or that has not called `start_reporting`, gets no signal, and its stack is
-    empty. A stack that is not complete after `seconds` is returned as far as it is.
-
-    Returns
-    -------
-    Dictionaries with `rank`, `pid`, `state` (letter of proc(5), "" if the process has ended), `wchan` (kernel function
-    in which it sleeps, or ""), `stack` (faulthandler's text), `report` (JSON of `cpuft.rank.diagnostics`, or ""), and
-    `age` (seconds since the report was written; 0 without a report).
+    SIGURG lets the ranks write their stacks. State and wchan are read before, because it wakes a rank. A rank that is
+    stopped, or has not called `start_reporting`, has no stack. After `seconds`, a stack may be incomplete.
     """
     dumps, requested = list[dict[str, Any]](), list[tuple[dict[str, Any], str, int, list[str]]]()
     for pid, environ in find_workers(run_dir, socket.gethostname()).items():
@@ -83,8 +77,8 @@ def _has_written(pid: int, path: str, size: int, threads: list[str]) -> bool:
     """Return whether stacks were written after the first `size` characters, and the handler has ended.
 
     The kernel blocks the signal in the thread that runs its handler, a moment after the signal stops being pending. So
-    only once the file has grown does a signal that is not blocked mean that the handler has ended. `threads` are those
-    that may run the handler: others may block the signal for ever, as threads of MPI do.
+    only once the file has grown does a signal that is not blocked mean that the handler has ended. Threads other than
+    `threads`, such as those of MPI, may block it for ever.
     """
     return len(_read(path)) > size and not any(_find_masks(pid, thread) for thread in threads)
 

@@ -6,13 +6,14 @@ once, as soon as the worker catches that signal. A program that does not catch i
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
 
@@ -29,9 +30,8 @@ NOTICE_VARIABLE = "CPUFT_NOTICE"
 SIGNAL = signal.SIGUSR1
 """Signal by which `cpuft.rank` tells its worker to stop."""
 _POLL_SECONDS = 1.0
-_NOTICE_POLLS = 5
-"""The notice is checked at every fifth poll. EC2 announces an interruption two minutes before it."""
-_HEARTBEAT_POLLS = 5
+_FEWER_POLLS = 5
+"""A heartbeat is given, and the notice checked, at every fifth poll. EC2 announces an interruption 2 min before it."""
 _ANSWER_SECONDS = 2.0
 _METADATA = "/latest/meta-data/"
 """Beginning of the paths in EC2's metadata service, which wants a token (version 2 of the service)."""
@@ -41,25 +41,20 @@ _is_polled = threading.Event()
 
 
 def handle_interruption(is_script: bool = False) -> None:
-    """Let SIGUSR1 set the flag that `is_interrupted` returns, instead of ending this process.
-
-    `is_script`: the process runs a user's script. If the script has never called `is_interrupted` and the launcher's
-    request says SIGINT (the user's Ctrl-C), SIGUSR1 then also raises KeyboardInterrupt, as in a terminal.
+    """Let SIGUSR1 set the flag that `is_interrupted` returns. In a script of the user's (`is_script`) that has never
+    called that, SIGUSR1 also raises KeyboardInterrupt if the launcher's request says SIGINT (Ctrl-C).
     """
-    signal.signal(SIGNAL, _interrupt_script if is_script else _set_requested)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        _is_requested.set()
+        is_silent = is_script and not _is_polled.is_set()
+        if is_silent and _read_request(_find(os.environ, REQUEST_FILE)) == signal.SIGINT.name:
+            raise KeyboardInterrupt
+
+    signal.signal(SIGNAL, interrupt)
     signal.siginterrupt(SIGNAL, False)  # system calls of libraries are restarted
     if os.path.exists(_find(os.environ, REQUEST_FILE)):
         _is_requested.set()
-
-
-def _set_requested(number: int, frame: FrameType | None) -> None:
-    _is_requested.set()
-
-
-def _interrupt_script(number: int, frame: FrameType | None) -> None:
-    _is_requested.set()
-    if not _is_polled.is_set() and _read_request(_find(os.environ, REQUEST_FILE)) == signal.SIGINT.name:
-        raise KeyboardInterrupt
 
 
 def is_interrupted() -> bool:
@@ -92,31 +87,29 @@ def _find(environ: Mapping[str, str], name: str) -> str:
 
 
 def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
-    """Start a thread that looks for a request or a notice once a second until the child process is gone.
-
-    When one appears, the thread sends SIGUSR1 to the child once, as soon as the child catches that signal. Only the
-    first rank of each host checks the notice and touches the heartbeat file, which it never makes.
+    """Start a thread that looks for a request or a notice once a second, and then sends SIGUSR1 to the child process
+    once, as soon as that catches it. Only the first rank of each host checks the notice and touches the heartbeat.
     """
     is_first = world.local_rank == 0
-    place, heartbeat = (environ.get(NOTICE_VARIABLE, ""), _find(environ, HEARTBEAT_FILE)) if is_first else ("", "")
-    has_notice = InterruptionNotice(place).has_arrived if place else lambda: False
-    arguments = child, _find(environ, REQUEST_FILE), has_notice, heartbeat
-    threading.Thread(target=_watch, args=arguments, daemon=True).start()
+    notice = InterruptionNotice(environ.get(NOTICE_VARIABLE, "") if is_first else "")
 
+    def watch() -> None:
+        must_stop = is_sent = False
+        for poll in itertools.count():
+            if not os.path.exists(f"/proc/{child}"):
+                return
+            is_fifth = is_first and poll % _FEWER_POLLS == 0
+            if is_fifth:
+                with suppress(OSError):
+                    os.utime(_find(environ, HEARTBEAT_FILE))
+            must_stop = must_stop or os.path.exists(_find(environ, REQUEST_FILE)) or (is_fifth and notice.has_arrived())
+            if must_stop and not is_sent and catches_signal(child):
+                is_sent = True
+                with suppress(ProcessLookupError):
+                    os.kill(child, SIGNAL)
+            time.sleep(_POLL_SECONDS)
 
-def _watch(child: int, request: str, has_notice: Callable[[], bool], heartbeat: str) -> None:
-    poll, must_stop, is_sent = 0, False, False
-    while os.path.exists(f"/proc/{child}"):
-        if heartbeat and poll % _HEARTBEAT_POLLS == 0:
-            with suppress(OSError):
-                os.utime(heartbeat)
-        must_stop = must_stop or os.path.exists(request) or (poll % _NOTICE_POLLS == 0 and has_notice())
-        if must_stop and not is_sent and catches_signal(child):
-            is_sent = True
-            with suppress(ProcessLookupError):
-                os.kill(child, SIGNAL)
-        poll += 1
-        time.sleep(_POLL_SECONDS)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def catches_signal(process: int) -> bool:
@@ -131,10 +124,7 @@ def catches_signal(process: int) -> bool:
 
 
 class InterruptionNotice:
-    """A notice that a host will be taken away: a file that then appears, or a URL that then answers with status 200.
-
-    For URLs with the path /latest/meta-data/... a token of EC2's metadata service is requested first.
-    """
+    """A notice that a host will be taken away: a file that then appears, or a URL that then answers with status 200."""
 
     def __init__(self, place: str) -> None:
         self._place = place

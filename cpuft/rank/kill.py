@@ -21,10 +21,9 @@ SSH_NAME = "ssh-of-start-"
 def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: "int | None" = None) -> "list[int]":
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
-    A process belongs to the run if its environment has exactly `CPUFT_RUN_DIR=run_dir`, or if it is one of mpirun's
-    processes above such a process, or if its command line names the ssh program of the run's mpirun, or if it is the
-    run's detached command. Processes of starts after `owner`, this process and its own parents are left out. `proc` is
-    where procfs is mounted.
+    These are processes with exactly `CPUFT_RUN_DIR=run_dir`, mpirun's processes above them, those whose command line
+    names the ssh program of the run's mpirun, and the run's detached command, but none of starts after `owner`, nor
+    this process and its own parents. `proc` is where procfs is mounted.
     """
     if not run_dir:
         return []

@@ -51,8 +51,8 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
 
 def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
-    """Return the hardware threads of a local rank from CPUFT_CORES, such as "0,1;2,3" for two; () without an entry.
-    Raises CpuftError: they are no numbers.
+    """Return the hardware threads of a local rank from CPUFT_CORES, such as "0,1;2,3"; () without an entry. Raises
+    CpuftError: they are no numbers.
     """
     ranks = text.split(";")
     if not text or local_rank >= len(ranks):
@@ -97,10 +97,10 @@ def refuse_later_start(environ: Mapping[str, str]) -> None:
 
 
 def abort_job(environ: Mapping[str, str], code: int) -> None:
-    """Tell mpirun to end all ranks and exit with `code`. Hydra does not do so by itself for a rank without MPI_Init.
+    """Tell Hydra to end all ranks and exit with `code`, which it does not by itself for a rank without MPI_Init.
 
-    The request is written when mpirun has read what this process printed, because it drops the rest. srun ends the
-    other ranks by itself. Never raises. Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
+    It is told when it has read what this process printed, because it drops the rest. srun ends the other ranks by
+    itself. Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
     """
     if environ.get("PMI_FD", "").isdecimal() and not is_started_by_srun(environ):
         with contextlib.suppress(OSError):
@@ -125,10 +125,8 @@ def _count_unread(descriptor: int) -> int:
 
 
 def _run_worker(command: list[str], environ: Mapping[str, str], world: World) -> int:
-    """Run the worker as a child process, wait for its end, and return its exit code as a shell would.
-
-    If this process dies, the kernel kills the worker. After SIGKILL, one line on standard error says whether the kernel
-    killed a process meanwhile because memory ran out, unless no counter of such kills can be read.
+    """Run the worker as a child process, which the kernel kills with this one, and return its exit code as a shell
+    would. After SIGKILL, a line on standard error says whether memory had run out, if a counter tells.
     """
     kills = _count_memory_kills()
     child = os.fork()
@@ -155,10 +153,8 @@ def _start_program(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 
 
 def _count_memory_kills() -> int:
-    """Return how many processes the kernel has killed because memory ran out; -1 if nothing counts them.
-
-    This is the counter of the host or, where a container hides it, that of this process's control group. The kernel's
-    log would name the processes, but only root may read it. Source: mm/oom_kill.c and mm/memcontrol.c.
+    """Return how many processes the kernel has killed because memory ran out, on the host or, where a container hides
+    that, in this control group; -1 if nothing counts them. Source: mm/oom_kill.c and mm/memcontrol.c.
     """
     return next((count for path in list_memory_counters() if (count := _read_kills(path)) >= 0), -1)
 
@@ -195,22 +191,15 @@ def remove_shared_memory(process: int) -> None:
 
 
 def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> None:
-    """Remove shared memory of libfabric that ended processes of this user have left, because their parents were killed.
-
-    `min_age` is in seconds since the last change of a segment: processes in another PID namespace seem to have ended,
-    too, but need these segments only while they start.
+    """Remove shared memory of libfabric that ended processes of this user have left, after `min_age` seconds without a
+    change: processes in another PID namespace seem to have ended, but need these segments only while they start.
     """
     for path in glob.glob(f"{folder}/*:*:*"):
         process = os.path.basename(path).partition(":")[0]
         with contextlib.suppress(OSError):
             found = os.stat(path)
-            is_old = time.time() - found.st_mtime >= min_age
-            if (
-                process.isdecimal()
-                and is_old
-                and found.st_uid == os.getuid()
-                and not os.path.exists(f"/proc/{process}")
-            ):
+            is_own_and_old = found.st_uid == os.getuid() and time.time() - found.st_mtime >= min_age
+            if process.isdecimal() and is_own_and_old and not os.path.exists(f"/proc/{process}"):
                 os.unlink(path)
 
 
@@ -221,9 +210,8 @@ def raise_open_files_limit(most: int = 65536) -> None:
 
 
 def format_failure(world: World, hostname: str, code: int, missing: Collection[int] = ()) -> str:
-    """Return the line that tells the launcher which rank failed and for which ranks it had waited.
-
-    For example "cpuft-rank-failed: rank 3 on node1 exit code 1 5 7", where 5 and 7 are the `missing` ranks.
+    """Return the line that tells the launcher which rank failed and for which ranks it had waited, for example
+    "cpuft-rank-failed: rank 3 on node1 exit code 1 5 7" with the `missing` ranks 5 and 7.
     """
     return " ".join([f"{FAILED_MARK} rank {world.rank} on {hostname} exit code {code}", *map(str, sorted(missing))])
 

@@ -59,10 +59,8 @@ def run_script(
     refusals: tuple[type[Exception], ...] = (RefusedScriptError,),
     check: ConnectionCheck | None = None,
 ) -> int:
-    """Run a script, or with `-m` a module, as `__main__` in this process, and return its exit code.
-
-    Exceptions of the script are reported on standard error and not raised (see `report_exception`). The exit code is
-    also 2 if `check` finds at the end of a script that the ranks were not connected.
+    """Run a script, or with `-m` a module, as `__main__` in this process, and return its exit code, which is also 2 if
+    `check` finds at the end that the ranks were not connected. Exceptions are reported (`report_exception`).
     """
     code = _run_script(argv, refusals, check)
     if check and not code:
@@ -103,11 +101,11 @@ def report_exception(
     check: ConnectionCheck | None = None,
     mark: str = "",
 ) -> int:
-    """Report the exception that ended the user's code on standard error, as Python would, and return the exit code.
+    """Report the exception that ended the user's code on standard error, as Python would, and return the exit code: 2
+    for `refusals`, which are reported in one line without a traceback, 130 for KeyboardInterrupt, else Python's.
 
-    The exit code is 2 for `refusals`, which are reported in one line instead of a traceback, and otherwise Python's; a
-    KeyboardInterrupt has 130. After a time-out of torch the call first waits for the supervisor to dump stacks. Frames
-    of the file `caller` at the begin of the traceback are left out. `mark` begins each line.
+    After a time-out of torch the call first waits for the supervisor to dump stacks. Frames of the file `caller` at the
+    begin of the traceback are left out. `mark` begins each line.
     """
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
@@ -181,9 +179,8 @@ def _patch_process_groups(distributed_c10d: Any, check: ConnectionCheck | None) 
 def restrict_stores(rendezvous: Any) -> None:
     """Let the stores of torch.distributed.rendezvous listen only on their own address, and be found there at once.
 
-    A rank that does not hold the store waits up to 10 s for the rank that does. If the address is a name, or no address
-    of this host, the store listens on all interfaces as before, because a name may mean the loopback interface on its
-    own host. Calling this again changes nothing.
+    The other ranks wait up to 10 s for it. If the address is a name, which may mean the loopback interface on its own
+    host, or no address of this host, the store listens on all interfaces. Calling this again changes nothing.
     """
     own = rendezvous.TCPStore
 
@@ -222,10 +219,8 @@ def wait_for_listener(address: str, port: int, seconds: float = 10.0) -> None:
 
 
 def prepare_torch() -> ConnectionCheck | None:
-    """Prepare this process for a script that uses torch, before torch is imported; return the check for `run_script`.
-
-    With the import hook the group of all ranks is never destroyed, torch's store listens on its own address,
-    init_process_group refuses NCCL without GPUs, and libraries connect CPU ranks with each other.
+    """Prepare this process for a script, before torch is imported; return the check for `run_script`. An import hook
+    patches torch and other libraries as this module and `connection_check` say.
     """
     os.environ.setdefault(*RECORDER)
     start_reporting(reports_waits=True)

@@ -38,8 +38,8 @@ def parse_world(environ: Mapping[str, str]) -> World:
     """Return the place of this process; World(0, 1, 0, 1) if no launcher has set its variables.
 
     The first launcher whose variables for rank and size are both set counts: Open MPI, Intel MPI or MPICH, torchrun,
-    Slurm. A local rank or local size that it did not set is 0 or 1, except that Slurm's local variables are used if
-    Slurm has the same rank and size. Raises CpuftError if values are not numbers, or the rank is not below the size.
+    Slurm. Missing local variables are those of Slurm if it has the same rank and size, else 0 and 1. Raises CpuftError:
+    values are not numbers, or the rank is not below the size.
     """
     for names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ:

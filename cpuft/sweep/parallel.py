@@ -100,7 +100,7 @@ def measure_parallel(
 def _measure(folder: str, names: Sequence[str], commands: Sequence[Sequence[str]]) -> float:
     """Start runs at the same time, and return their samples per second while all of them train; 0 if one does not."""
     processes = list[execute.Process]()
-    with execute.signals_raise(lambda signal_number: False):
+    with execute.signals_raise():
         try:
             for name, command in zip(names, commands, strict=True):
                 processes.append(execute.start_with_log(command, os.environ, str(Path(folder, f"{name}.log"))))

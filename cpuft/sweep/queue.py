@@ -112,7 +112,7 @@ class SweepQueue:
         `watch` is called several times per second, but not while the sweep waits for lost hosts. If this raises, for
         example because a signal has come, all active runs are ended first, so that they can be resumed.
         """
-        with execute.signals_raise(lambda signal_number: False):
+        with execute.signals_raise():
             try:
                 for one in self.sweep.configurations:  # which may have ended when the sweep was killed
                     self._conclude(one)
@@ -387,7 +387,7 @@ class SweepQueue:
                 f"waiting up to {_STOP_SECONDS:.0f} s for the checkpoints of {counted(len(active), 'run')}; press "
                 "Ctrl-C again to end at once"
             )
-        with suppress(Interrupted), execute.signals_raise(lambda signal_number: False):
+        with suppress(Interrupted), execute.signals_raise():
             for one in active:
                 one.process.send_signal(signal.SIGINT)
             end = time.monotonic() + _STOP_SECONDS

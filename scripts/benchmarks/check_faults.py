@@ -344,7 +344,7 @@ def has_come_to(stage: str, step: int, steps: int, cluster: Simulated, run: str)
     if stage == "save":
         return any('"kind": "evaluation"' in text for text in records)
     states = [read_state(str(folder)) for folder in folders]
-    return any(state and state.has_ended for state in states)  # the results are fetched now
+    return any(state and state.exit_code >= 0 for state in states)  # the results are fetched now
 
 
 def wait_for_stage(launch: Launch, cluster: Simulated, run: str, stage: str, step: int, steps: int) -> bool:

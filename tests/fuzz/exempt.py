@@ -57,6 +57,7 @@ EXEMPT = {
     "read_mtus": "the kernel's files",
     "read_newest": "read_checkpoint, of the files that are there",
     "read_state": "parse_state",
+    "read_usable_state": "read_state",
     "read_host_folder": "a text that one regular expression matches, or nothing",
     "read_tags": "what boto3 has read by AWS's own model",
     "parse_instances": "what boto3 has read by AWS's own model",

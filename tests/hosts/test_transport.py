@@ -131,7 +131,7 @@ def foreign(tmp_path: Path, shell: str, *options: str, config: str = "", start_u
 def run_step(transport: Transport, *command: str, stdin: str = "", count: int = 1) -> list[Answer]:
     """Run a command on the host as a step of a plan, perhaps several times at once."""
     plan = Plan(command_prefixes={"far": transport.command_prefix(HOST)})
-    return run_stage([plan.as_local(Step("do", command, host="far", stdin=stdin))] * count, os.environ, 60)
+    return run_stage(plan, [Step("do", command, host="far", stdin=stdin)] * count, 60)
 
 
 def change(config: Path, old: str, new: str) -> Transport:

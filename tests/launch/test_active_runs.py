@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.files import write_text
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
@@ -42,17 +41,19 @@ def test_an_active_run_is_found_until_it_ends() -> None:
     "changes, words",
     [
         ({"launched_on": "elsewhere"}, "run run was launched on elsewhere: run cpuft stacks there"),
-        ({"started": "1"}, "the run in run has ended, and its launch was killed: look into run/logs"),
-        ({"pid": 1 << 30}, "the run in run has ended, and its launch was killed: look into run/logs"),
-        ({"pid": "many"}, "there is no folder"),
+        ({}, "the run in run has ended, and its launch was killed: look into run/logs"),
+        ({"work": 1}, "there is no folder"),
     ],
 )
-def test_an_entry_of_an_ended_or_foreign_run_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_a_note_of_an_ended_or_foreign_run_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
     with register_run(f"{tmp_path}/run", CLUSTER):
         path = note_of(tmp_path)
-        write_text(path, json.dumps(json.loads(path.read_text()) | changes))
-        with pytest.raises(CpuftError, match=words):
-            find_active_run("run", os.environ)
+        text = json.dumps(json.loads(path.read_text()) | changes)
+    path.write_text(text + " " * 9)
+    with pytest.raises(CpuftError, match=words):
+        find_active_run("run", os.environ)
+    with register_run(f"{tmp_path}/run", CLUSTER):
+        assert find_active_run("run", os.environ).hosts == (HERE, HERE, NOWHERE)
 
 
 def test_a_run_without_a_cache_folder_is_not_registered(tmp_path: Path) -> None:

@@ -176,11 +176,11 @@ def test_an_attempt_reports_the_signal_that_asked_its_ranks_to_end(
         return 75
 
     monkeypatch.setattr("cpuft.launch.attempt.run_on_this_machine", run_on_this_machine)
-    signals, here = list[int](), gather_cluster(LaunchConfig())
+    request, here = StopRequest(0.0), gather_cluster(LaunchConfig())
     with suppress(HeadHostLostError):
-        code = run_attempt(RunPlan(), str(tmp_path / "run"), here, 0.0, print, 0.0, stop_signals=signals)
+        code = run_attempt(RunPlan(), str(tmp_path / "run"), here, 0.0, print, request)
         assert (code, is_lost) == (75, False)
-    assert signals == [signal.SIGUSR1]
+    assert request.signal_number == signal.SIGUSR1
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
@@ -196,7 +196,7 @@ def test_a_launch_whose_inputs_cannot_be_sent_may_be_repeated(
     for _ in range(2):
         state = begin_state(here, run_dir, plan.owner)
         with pytest.raises(CpuftError, match=r"send rows\.csv to localhost: failed"):
-            run_on_head_host(replace(plan, inputs=((send,),)), run_dir, state, here, os.environ, 0.0, print, None)
+            run_on_head_host(replace(plan, inputs=((send,),)), run_dir, state, here, 0.0, print, StopRequest())
     assert Path(here.work_dir(run_dir)).parent.exists() == is_resumed
     assert Path(here.folder).is_relative_to(tmp_path)
 

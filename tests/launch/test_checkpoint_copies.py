@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import threading
@@ -251,7 +250,7 @@ def test_a_finished_run_keeps_no_copies(tmp_path: Path) -> None:
     (work / "record.jsonl").write_text("{}\n")
     (fetch,), _ = plan_results(replace(AWAY, command_prefixes={}), str(work), str(run))
     plan = RunPlan(results=((fetch,), ()))
-    fetch_and_clean_up(plan, str(run), AWAY, os.environ, False, lambda line: None)
+    fetch_and_clean_up(plan, str(run), AWAY, False, lambda line: None)
     assert find_checkpoint_here(str(run)) is not None
-    fetch_and_clean_up(plan, str(run), AWAY, os.environ, True, lambda line: None)
+    fetch_and_clean_up(plan, str(run), AWAY, True, lambda line: None)
     assert sorted(path.name for path in run.iterdir()) == ["plan.sh", "record.jsonl"]

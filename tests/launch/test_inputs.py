@@ -53,7 +53,7 @@ from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.launch.run_state import LaterStartError, read_state
 from cpuft.serialization import load, parse_json
-from cpuft.steps import RunPlan, Step
+from cpuft.steps import Plan, RunPlan, Step
 from cpuft.transfer import FILE, FROM_STREAM, connect, send, walk, walk_names
 from tests.conftest import make_facts
 from tests.records import make_state
@@ -303,7 +303,7 @@ def test_a_bundle_is_sent_and_unpacked_as_planned(work: Path, tmp_path_factory: 
     step = replace(step, command=(*step.command[: step.command.index("ssh")], "sh", "-c", step.command[-1]))
     step = replace(step, command=tuple(word.replace(AWAY.folder, str(folder)) for word in step.command))
     for _ in range(2):
-        (answer,) = run_stage((step,), os.environ, 30)
+        (answer,) = run_stage(Plan(), (step,), 30)
         assert (answer.exit_code, answer.output) == (0, "")
     found = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
     assert found == ["pack/__init__.py", "pack/a.py", "pack/weights", "train.py"]
@@ -452,11 +452,11 @@ def test_a_run_is_fetched_completely_or_not_at_all(tmp_path: Path) -> None:
     work, run = tmp_path / "there" / "run", tmp_path / "runs" / "run"
     (fetch,), clean = plan_results(replace(AWAY, command_prefixes={}), str(work), str(run))
     work.parent.mkdir()
-    assert run_stage((fetch,), os.environ, 30)[0].exit_code == 0
+    assert run_stage(Plan(), (fetch,), 30)[0].exit_code == 0
     assert list(run.parent.iterdir()) == []
     (work / "logs").mkdir(parents=True)
     (work / "record.jsonl").write_text("line\n")
-    assert run_stage((fetch,), os.environ, 30)[0].exit_code == 0
+    assert run_stage(Plan(), (fetch,), 30)[0].exit_code == 0
     assert (run / "record.jsonl").read_text() == "line\n"
     assert [step.host for step in clean] == ["a", "b", "c"]
 

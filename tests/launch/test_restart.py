@@ -41,6 +41,7 @@ from cpuft.launch.restart import (
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, find_newest_checkpoint
 from cpuft.launch.run_state import FINISHED, LaterStartError, RunState, StateWriter, format_state, write_state
+from cpuft.launch.supervise import StopRequest
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import read_measurements
@@ -60,7 +61,7 @@ def script(restarts: int, **options: float) -> Job:
 
 
 def run(
-    job: Job, cluster: Cluster, *ends: Callable[[Path], int], stop_signals: Sequence[int] = ()
+    job: Job, cluster: Cluster, *ends: Callable[[Path], int], request: StopRequest | None = None
 ) -> tuple[int, list[RunPlan], list[str], list[float]]:
     """Return the exit code, the plan of each attempt, the printed lines, and the seconds left for each attempt."""
     plans, said, left, folder = list[RunPlan](), list[str](), list[float](), Path("run").absolute()
@@ -73,7 +74,7 @@ def run(
 
     plan = plan_run(job, cluster, str(folder), {})
     launch = Launch(job, str(folder), {})
-    return run_with_restarts(launch, plan, cluster, start, said.append, stop_signals), plans, said, left
+    return run_with_restarts(launch, plan, cluster, start, said.append, request), plans, said, left
 
 
 def fails(code: int, text: str = "") -> Callable[[Path], int]:
@@ -431,13 +432,13 @@ def test_after_the_last_restart_its_result_is_returned(cluster: Cluster) -> None
 def test_a_run_that_was_asked_to_end_is_not_restarted(
     end: Callable[[Path], int], code: int, why: str, last: list[str], cluster: Cluster
 ) -> None:
-    signals = list[int]()
+    request = StopRequest(60.0)
 
     def end_after_signal(log: Path) -> int:
-        signals.append(signal.SIGTERM)
+        assert request.handle_signal(signal.SIGTERM)
         return end(log)
 
-    ended, plans, said, _ = run(script(3), cluster, end_after_signal, stop_signals=signals)
+    ended, plans, said, _ = run(script(3), cluster, end_after_signal, request=request)
     assert (ended, len(plans)) == (code, 1)
     assert said == [f"cpuft: not restarted: {why}, and SIGTERM had asked the run to end", *last]
 

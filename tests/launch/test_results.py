@@ -186,7 +186,7 @@ def test_a_file_that_became_a_folder_loses_nothing(tmp_path: Path, run: Path) ->
     cluster, plan, _ = planned(tmp_path, run)
     run.mkdir(parents=True)
     (run / "out").write_text("older")
-    fetch_results(plan, str(run), cluster, os.environ, lambda line: None)
+    fetch_results(plan, str(run), cluster, lambda line: None)
     assert tree(run) == {"out/answer": "42", "out.old-1": "older"}
 
 
@@ -194,7 +194,7 @@ def test_a_fetch_that_takes_long_says_so(tmp_path: Path, run: Path, monkeypatch:
     monkeypatch.setattr("cpuft.execute._REMIND_SECONDS", 0.01)
     cluster, plan, _ = planned(tmp_path, run)
     told = list[str]()
-    fetch_results(plan, str(run), cluster, os.environ, told.append)
+    fetch_results(plan, str(run), cluster, told.append)
     assert told[0] == "cpuft: fetch the run from a: not finished after 0 s"
     assert tree(run) == {"out/answer": "42"}
 
@@ -203,12 +203,12 @@ def test_results_that_cannot_be_stored_stay_on_the_host(tmp_path: Path, run: Pat
     cluster, plan, work = planned(tmp_path, run)
     run.parent.write_text("a file where the folder is to be")
     with pytest.raises(NotStoredError) as raised:
-        fetch_results(plan, str(run), cluster, os.environ, lambda line: None)
+        fetch_results(plan, str(run), cluster, lambda line: None)
     assert raised.value.exit_code == IO_ERROR == 74
     assert re.match(rf"the results of the run could not be stored in {run} \(.*: Not a directory\)", str(raised.value))
     assert tree(work) == {"out/answer": "42"}
     with pytest.raises(CpuftError, match="could not send the run"):
-        fetch_results(planned_without_host(plan), str(run), cluster, os.environ, lambda line: None)
+        fetch_results(planned_without_host(plan), str(run), cluster, lambda line: None)
 
 
 def planned_without_host(plan: RunPlan) -> RunPlan:
@@ -226,7 +226,7 @@ def test_a_host_that_is_lost_while_results_are_fetched_is_named(run: Path, monke
         Step("remove the run", ("sh", "-c", f"exit {code}"), host=host) for host, code in (("b", 0), ("c", 255))
     )
     plan, said = RunPlan(results=((Step("fetch", ("true",), host="b"),), steps)), list[str]()
-    fetch_and_clean_up(plan, str(run), AWAY, os.environ, True, said.append)
+    fetch_and_clean_up(plan, str(run), AWAY, True, said.append)
     assert said == [f"cpuft: c did not answer at the end of the run: {results.FILES_LEFT}"]
 
 
@@ -267,7 +267,7 @@ def test_fetching_a_finished_run_is_tried_again(tmp_path: Path, run: Path, monke
     cluster, said = replace(cluster, access=replace(cluster.access, transport=Unsteady())), list[str]()
     pauses = break_fetches(monkeypatch, 3)
     plan = replace(plan, results=(plan.results[0], ()))
-    assert fetch_and_clean_up(plan, str(run), cluster, os.environ, True, said.append)
+    assert fetch_and_clean_up(plan, str(run), cluster, True, said.append)
     assert pauses == [2, 5, 10]
     why = "the results of the run could not be fetched from a (the connection broke)"
     assert said[0] == f"cpuft: the run has finished, and its results are fetched again in 2 s: {why}"
@@ -283,7 +283,7 @@ def test_a_finished_run_that_cannot_be_fetched_stays_and_the_command_that_fetche
     )
     pauses = break_fetches(monkeypatch, 100)
     with pytest.raises(NotStoredError) as raised:
-        fetch_and_clean_up(plan, str(run), cluster, os.environ, True, lambda line: None)
+        fetch_and_clean_up(plan, str(run), cluster, True, lambda line: None)
     assert sum(pauses) > 600
     said = str(raised.value)
     assert said.startswith("the run has finished, but the results of the run could not be fetched from a (")
@@ -301,7 +301,7 @@ def test_a_signal_while_a_finished_run_is_fetched_says_where_it_is(
     monkeypatch.setattr(results, "fetch_results", interrupt)
     (cluster, plan, _), said = planned(tmp_path, run), list[str]()
     with pytest.raises(SystemExit) as ended:
-        fetch_and_clean_up(plan, str(run), cluster, os.environ, True, said.append)
+        fetch_and_clean_up(plan, str(run), cluster, True, said.append)
     assert ended.value.code == 130
     assert said[0].startswith("cpuft: stopped by SIGINT: the run has finished. Its results are in ")
 
@@ -314,7 +314,7 @@ def test_a_run_whose_state_says_that_it_finished_is_finished(code: int, tmp_path
     write_state(str(run), make_state())  # as the launcher made it
     StateWriter(str(work), make_state("a")).end(code)
     plan = replace(plan, results=(plan.results[0], ()))
-    assert fetch_and_clean_up(plan, str(run), cluster, os.environ, False, lambda line: None) == (code == 0)
+    assert fetch_and_clean_up(plan, str(run), cluster, False, lambda line: None) == (code == 0)
 
 
 @pytest.mark.parametrize(

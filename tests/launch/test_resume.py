@@ -210,7 +210,7 @@ def test_rejected_input_leaves_a_resumed_run_unchanged(tmp_path: Path) -> None:
     refused = Step("prepare", ("sh", "-c", "echo 'cpuft: error: no such rows' >&2; exit 2"))
     plan = RunPlan(prepare=((refused,),), ranks=((Step("ranks", ("true",)),),), resumed=True)
     with pytest.raises(CpuftError, match="no such rows"):
-        run_on_this_machine(plan, str(run), make_state("localhost"), {}, 0.0, make_cluster((1,)).access.transport)
+        run_on_this_machine(plan, str(run), make_state("localhost"), 0.0, make_cluster((1,)).access.transport)
     assert (run / "record.jsonl").exists()
 
 
@@ -273,7 +273,7 @@ def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path
     run.mkdir()
     write_state(str(run), make_state())
     printed = list[str]()
-    remove_all_but_checkpoints(plan, str(run), os.environ, without="a", say=printed.append)
+    remove_all_but_checkpoints(plan, str(run), without="a", say=printed.append)
     assert printed == [
         f"cpuft: c did not answer at the end of the run: {FILES_LEFT}",
         f"cpuft: checkpoints up to update 10 are saved on b: continue with cpuft launch --resume {run}",
@@ -290,7 +290,7 @@ def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path
             check_newest_checkpoint([HostCopy(Host("a"))], AWAY, str(run))
     check_newest_checkpoint([HostCopy(Host("a"), checkpoint_update=3)], AWAY, str(run))
     nothing = replace(plan, partial_cleanup=((plan.partial_cleanup[0][3],),))
-    remove_all_but_checkpoints(nothing, str(tmp_path / "none"), os.environ, say=printed.append)
+    remove_all_but_checkpoints(nothing, str(tmp_path / "none"), say=printed.append)
     assert len(printed) == 2
     assert not (tmp_path / "none").exists()
 

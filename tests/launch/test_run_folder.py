@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -61,7 +60,7 @@ def test_a_run_folder_that_another_launch_has_just_made_is_named(tmp_path: Path)
     plan = plan_launch(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
     ((make,),) = plan.make
     plan = RunPlan(((dataclasses.replace(make, host=""),),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, run_dir, make_state(), os.environ, 0.0, SshTransport()) == 0
+    assert run_on_this_machine(plan, run_dir, make_state(), 0.0, SshTransport()) == 0
     with pytest.raises(CpuftError, match=f"another run took {run_dir}.: give a new folder with --run-dir"):
-        run_on_this_machine(plan, run_dir, make_state(), os.environ, 0.0, SshTransport())
+        run_on_this_machine(plan, run_dir, make_state(), 0.0, SshTransport())
     assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh", "state.json"]

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,6 @@ from cpuft.launch import supervise
 from cpuft.launch.attempt import AttemptOrder
 from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
-from cpuft.launch.stack_dumps import Diagnosis
 from cpuft.launch.supervise import (
     LogTail,
     NotStartedError,
@@ -57,13 +57,23 @@ class Lost(SshTransport):
         return {"b"}.intersection(names)
 
 
+@dataclass(frozen=True)
+class Asked(SshTransport):
+    """A transport to hosts that a function asks."""
+
+    ask: Callable[[], set[str]] = set
+
+    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+        return self.ask()
+
+
 def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The head host cannot copy the prepared examples to it."""
     run = tmp_path / "run"
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     give = Step("copy the prepared examples to b", ("sh", "-c", "echo Connection timed out; exit 255"))
     plan = RunPlan(((make,),), prepare=((give,),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, str(run), make_state("a", "b"), os.environ, 0.0, Lost()) == 75
+    assert run_on_this_machine(plan, str(run), make_state("a", "b"), 0.0, Lost()) == 75
     assert capfd.readouterr().err.splitlines() == [
         "cpuft: copy the prepared examples to b: exit code 255",
         "cpuft: host b does not answer, so rank 1 was lost: check the host with cpuft doctor",
@@ -74,7 +84,7 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
     remove_empty_run(str(run))
     assert not run.exists()
     with pytest.raises(RuntimeError, match="copy the prepared examples to b: exit code 255"):
-        run_on_this_machine(plan, str(run), make_state("a", "c"), os.environ, 0.0, Lost())
+        run_on_this_machine(plan, str(run), make_state("a", "c"), 0.0, Lost())
 
 
 def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +92,9 @@ def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     make = Step("make the run folder", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, "run", make_state(), os.environ, 0.0, SshTransport()) == 0
+    assert run_on_this_machine(plan, "run", make_state(), 0.0, SshTransport()) == 0
     with pytest.raises(CpuftError, match=r"File exists.*give a new folder with --run-dir"):
-        run_on_this_machine(plan, "run", make_state(), os.environ, 0.0, SshTransport())
+        run_on_this_machine(plan, "run", make_state(), 0.0, SshTransport())
     assert (tmp_path / "run" / "logs").is_dir()
 
 
@@ -97,7 +107,7 @@ def test_a_half_written_model_of_a_killed_start_goes_and_no_file_of_a_script(
     if has_record:
         (tmp_path / "record.jsonl").touch()
     plan = RunPlan(ranks=((Step("train", ("true",)),),), resumed=True)
-    assert run_on_this_machine(plan, str(tmp_path), make_state(), os.environ, 0.0, SshTransport()) == 0
+    assert run_on_this_machine(plan, str(tmp_path), make_state(), 0.0, SshTransport()) == 0
     assert sorted(path.name for path in tmp_path.glob("model.*")) == left
 
 
@@ -138,7 +148,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     start, state = time.monotonic(), make_state("localhost", host)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         Path("config").write_text(f"Host frozen\n  HostName 127.0.0.1\n  Port {frozen.getsockname()[1]}\n")
-        assert run_on_this_machine(plan, "run", state, os.environ, 0.0, SshTransport("config")) == 75
+        assert run_on_this_machine(plan, "run", state, 0.0, SshTransport("config")) == 75
     assert time.monotonic() - start < 30
     errors = capfd.readouterr().err
     assert re.search(r"ended mpirun, which was still running \d s after a rank had failed", errors)
@@ -147,13 +157,13 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(
-    is_interrupted: bool, tmp_path: Path
+    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rank-1.err").write_text(f"{error_log('', 1, 75)}{HANG_MARK}\n", encoding="utf-8")
     asked: list[str] = []
-    verdict = Diagnosis((0,), "rank 0 on node1 blocks the others")
+    verdict = "rank 0 on node1 blocks the others"
 
-    def look() -> tuple[Diagnosis, set[str]]:
+    def look(*place: object) -> tuple[str, set[str]]:
         asked.append("stacks")
         if is_interrupted:
             raise Interrupted(TERM)
@@ -163,12 +173,13 @@ def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(
         asked.append("hosts")
         return set()
 
-    monitor = RunMonitor(tmp_path, find_silent, look)
+    monkeypatch.setattr(supervise, "diagnose_run", look)
+    monitor = RunMonitor(tmp_path, (), Asked(ask=find_silent))
     with pytest.raises(Interrupted if is_interrupted else StuckError, match=r"SIGTERM|waited in vain for others"):
         monitor.check()
     monitor.checked_at = monitor.failed_at = -100.0
     monitor.check()  # as once more when all has ended
-    found = (None, None) if is_interrupted else (verdict, {"node1"})
+    found = ("", None) if is_interrupted else (verdict, {"node1"})
     assert (asked, (monitor.diagnosis, monitor.unreachable)) == (["stacks"], found)
 
 
@@ -185,7 +196,7 @@ def test_the_messages_of_an_mpirun_that_lost_a_host_count_as_a_failure(said: str
     """In a Slurm job it would wait until Slurm notices the loss."""
     (tmp_path / "logs").mkdir()
     (tmp_path / HEARTBEAT_FILE).write_text(said, encoding="utf-8")
-    monitor = RunMonitor(tmp_path / "logs", set, lambda: (Diagnosis((), ""), set()))
+    monitor = RunMonitor(tmp_path / "logs", (), Asked())
     monitor.check()
     assert bool(monitor.failed_at) == ends
 
@@ -200,7 +211,7 @@ def test_hosts_are_asked_if_no_rank_gives_a_heartbeat(tmp_path: Path) -> None:
         asked.append("hosts")
         return set()
 
-    monitor = RunMonitor(logs, find_silent, lambda: (Diagnosis((), ""), set()))
+    monitor = RunMonitor(logs, (), Asked(ask=find_silent))
 
     def look(quiet: float) -> None:
         monitor.checked_at, monitor.heartbeat_seen_at = 0.0, time.monotonic() - quiet
@@ -231,7 +242,7 @@ def make_monitor(logs: Path, silent: set[str], asked: list[str]) -> RunMonitor:
         asked.append("hosts")
         return silent
 
-    return RunMonitor(logs, find_silent, lambda: (Diagnosis((), ""), set()), 2, True, 45.0)
+    return RunMonitor(logs, ("a", "b"), Asked(ask=find_silent), 45.0)
 
 
 def check_after(monitor: RunMonitor, seconds: float) -> None:
@@ -270,9 +281,9 @@ def test_a_host_that_is_lost_while_the_run_is_saved_is_detected(tmp_path: Path) 
         check_after(monitor, 6.0)
 
 
-def test_long_waits_are_reported_once_while_the_ranks_go_on(tmp_path: Path) -> None:
+def test_long_waits_are_reported_once_while_the_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monitor, reported = make_monitor(tmp_path / "logs", set(), []), threading.Event()
-    monitor.report_wait = reported.set
+    monkeypatch.setattr(monitor, "report_wait", reported.set)
     log = tmp_path / "logs/rank-1.err"
     log.write_text(f"{STARTED_MARK} rank 1 on b\n")
     check_after(monitor, 0.0)
@@ -322,7 +333,7 @@ def test_mpirun_is_started_again_if_no_rank_starts(
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
     state = make_state("localhost", "127.0.0.1")
-    assert run_on_this_machine(plan, str(run), state, os.environ, 0.0, SshTransport()) == code
+    assert run_on_this_machine(plan, str(run), state, 0.0, SshTransport()) == code
     assert len((run / "starts").read_text().split()) == starts
     ended = read_state(str(run))
     assert ended
@@ -339,11 +350,11 @@ def test_ranks_are_ended_when_another_launcher_has_started_the_run_again(tmp_pat
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
     begun = time.monotonic()
     with pytest.raises(LaterStartError, match=r"has begun start 2 of the run, so this one, start 1, was ended"):
-        run_on_this_machine(plan, str(run), make_state("localhost"), os.environ, 0.0, SshTransport())
+        run_on_this_machine(plan, str(run), make_state("localhost"), 0.0, SshTransport())
     assert time.monotonic() - begun < 30
     assert (run / "told").read_text() == f"1 {run}\n"
     with pytest.raises(LaterStartError):
-        run_on_this_machine(plan, str(run), make_state("localhost"), os.environ, 0.0, SshTransport())
+        run_on_this_machine(plan, str(run), make_state("localhost"), 0.0, SshTransport())
 
 
 @pytest.mark.parametrize("name", ["I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC", ""])
@@ -357,7 +368,7 @@ def test_what_mpirun_starts_on_other_hosts_is_marked(is_on_host_disk: bool, name
     script = 'echo "$I_MPI_HYDRA_BOOTSTRAP_EXEC" >"$0/told"; [ ! -L "$1" ] || "$1" -V'
     settings = (Setting(name, "mine", ""),) if name else ()
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run), marked), settings),),))
-    assert run_on_this_machine(plan, str(run), make_state("localhost"), os.environ, 0.0, SshTransport()) == 0
+    assert run_on_this_machine(plan, str(run), make_state("localhost"), 0.0, SshTransport()) == 0
     mine = "mine" if name.endswith("EXEC") else ""
     assert (run / "told").read_text() == f"{marked if is_on_host_disk and not name else mine}\n"
     assert ("OpenSSH" in (run / "logs/mpirun.log").read_text()) == (is_on_host_disk and not name)
@@ -374,7 +385,7 @@ def test_a_host_that_is_lost_while_examples_are_prepared_is_detected(
     prepare = Step("check and tokenise the rows", ("sleep", "60"))
     plan = RunPlan(((make,),), prepare=((prepare,),), ranks=((Step("train", ("true",)),),))
     begun = time.monotonic()
-    assert run_on_this_machine(plan, str(run), make_state("a", "b"), os.environ, 0.0, Lost()) == 75
+    assert run_on_this_machine(plan, str(run), make_state("a", "b"), 0.0, Lost()) == 75
     assert time.monotonic() - begun < 30
     named = "cpuft: host b does not answer, so rank 1 was lost: check the host with cpuft doctor"
     assert capfd.readouterr().err.splitlines() == [named]
@@ -418,10 +429,7 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
         told.wait(30)
         return next(answers)
 
-    def look() -> tuple[Diagnosis, set[str]]:
-        raise AssertionError("no rank hangs")
-
-    monitor = RunMonitor(tmp_path, find_silent, look)
+    monitor = RunMonitor(tmp_path, (), Asked(ask=find_silent))
     monitor.check()
     monitor.checked_at = monitor.failed_at = time.monotonic() - 1.0
     monitor.check()
@@ -452,21 +460,21 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
 def test_sigusr1_and_the_first_sigterm_with_grace_request_a_stop(
     grace: float, signals: list[int], taken: list[bool]
 ) -> None:
-    request = StopRequest("/run", "", {}, grace)
+    request = StopRequest(grace, run_dir="/run")
     assert [request.handle_signal(number) for number in signals] == taken
 
 
 def test_the_first_ctrl_c_requests_a_stop_and_the_second_kills() -> None:
-    assert [StopRequest("/run", "", {}, 0.0, 9.0).handle_signal(INT)] == [True]
+    assert [StopRequest(0.0, 9.0, "/run").handle_signal(INT)] == [True]
     for signals, taken in (([INT, INT], [True, False]), ([USR1, INT], [True, False]), ([TERM, INT], [False, True])):
-        request = StopRequest("/run", "", {}, 0.0, 9.0)
+        request = StopRequest(0.0, 9.0, "/run")
         assert [request.handle_signal(number) for number in signals] == taken
-    assert StopRequest("/run", "", {}, 9.0, 9.0).handle_signal(TERM)
+    assert StopRequest(9.0, 9.0, "/run").handle_signal(TERM)
 
 
 def test_ctrl_c_prints_what_the_ranks_are_asked_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
-    request = StopRequest(str(tmp_path), "", {}, 0.0, 120.0)
+    request = StopRequest(0.0, 120.0, str(tmp_path))
     request.handle_signal(INT)
     request.check()
     assert (tmp_path / "logs/interrupt").read_text() == "SIGINT\n"
@@ -476,13 +484,13 @@ def test_ctrl_c_prints_what_the_ranks_are_asked_to_do(tmp_path: Path, capsys: py
 
 def test_a_stop_request_is_a_file_beside_the_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
-    request = StopRequest(str(tmp_path), "", {}, 0.0)
+    request = StopRequest(0.0, run_dir=str(tmp_path))
     request.check()
     assert list((tmp_path / "logs").iterdir()) == []
     request.handle_signal(USR1)
     request.check()
     assert [(path.name, path.read_text()) for path in (tmp_path / "logs").iterdir()] == [("interrupt", "SIGUSR1\n")]
-    nowhere = StopRequest(str(tmp_path / "none"), "", {}, 0.0)
+    nowhere = StopRequest(0.0, run_dir=str(tmp_path / "none"))
     nowhere.handle_signal(USR1)
     nowhere.check()
     nowhere.check()
@@ -497,7 +505,7 @@ def test_a_stop_request_is_sent_again_if_the_connection_fails(
     (tmp_path / "logs").mkdir()
     tries = tmp_path / "tries"
     script = f'echo >>{tries}; [ "$(wc -l <{tries})" -gt {failures} ] || exit 255; eval "$1"'
-    request = StopRequest(str(tmp_path), "node1", {"node1": ("sh", "-c", script, "ssh")}, 0.0, 60.0)
+    request = StopRequest(0.0, 60.0, str(tmp_path), ("sh", "-c", script, "ssh"))
     request.handle_signal(signal.SIGINT)
     request.check()
     request.check()
@@ -506,15 +514,15 @@ def test_a_stop_request_is_sent_again_if_the_connection_fails(
 
 
 def test_a_stop_request_reaches_a_remote_head_host_over_ssh(tmp_path: Path) -> None:
-    request = StopRequest("/var/tmp/cpuft-0/x/run", "a", {"a": ("ssh", "a")}, 0.0)
-    *way, line = request.plan_request("SIGUSR1").command
+    request = StopRequest(0.0, 0.0, "/var/tmp/cpuft-0/x/run", ("ssh", "a"))
+    *way, line = request.plan_command("SIGUSR1")
     assert way == ["ssh", "a"]
     assert line.endswith(" /var/tmp/cpuft-0/x/run/logs/interrupt SIGUSR1")
 
 
 def test_after_the_grace_period_the_ranks_are_ended(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    request = StopRequest(str(tmp_path), "", {}, 0.3)
+    request = StopRequest(0.3, run_dir=str(tmp_path))
     signals = iter([TERM])
 
     def watch() -> None:

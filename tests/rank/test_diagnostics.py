@@ -40,7 +40,7 @@ def test_the_flight_recorders_entries_become_pending_operations_and_progress() -
             "group 1": (2, "broadcast"),
             "the world, between two": (4, "recv"),
         },
-        "last": ["the world, between two", 4, "recv"],
+        "last": [{"channel": "the world, between two", "sequence": 4, "name": "recv", "seconds": 0.0}],
     }
     assert parse_recorder({}, NOW) == {"pending": [], "progress": {}, "last": []}
 
