@@ -9,6 +9,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from typing import TypeVar
@@ -154,15 +155,15 @@ class Check:
     find: Find
 
 
-_REGISTERED: dict[str, Check] = {}
+CHECKS: list[Check] = []
+"""All checks, in the order of their codes."""
 
 
 def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[Find], Find]:
     """Return a decorator that registers a function as a check, and returns it unchanged."""
 
     def register(find: Find) -> Find:
-        assert code not in _REGISTERED, f"two checks have the code {code}"
-        _REGISTERED[code] = Check(code, title, cause, next_step, find)
+        CHECKS.append(Check(code, title, cause, next_step, find))
         return find
 
     return register
@@ -242,7 +243,7 @@ def _check_login(state: ClusterState) -> Iterator[Finding]:
 
 
 def _list_failed(state: ClusterState, *kinds: str) -> list[HostState]:
-    return [one for one in state.hosts if one.address and one.failure and one.facts is None and one.kind in kinds]
+    return [one for one in state.hosts if one.address and one.failure and one.kind in kinds]
 
 
 _SSH_CAUSES = {
@@ -316,15 +317,9 @@ def _check_ports(state: ClusterState) -> Iterator[Finding]:
 )
 def _check_public_addresses(state: ClusterState) -> Iterator[Finding]:
     for one in state.hosts:
-        if _is_public(one.address):
-            yield warning(one.name, f"The address of the host, {one.address}, is a public address.")
-
-
-def _is_public(address: str) -> bool:
-    try:
-        return ip_address(address).is_global
-    except ValueError:
-        return False  # behind a bastion, it may be a name that only the other hosts can resolve
+        with suppress(ValueError):  # behind a bastion, it may be a name that only the other hosts can resolve
+            if ip_address(one.address).is_global:
+                yield warning(one.name, f"The address of the host, {one.address}, is a public address.")
 
 
 @check(
@@ -334,9 +329,7 @@ def _is_public(address: str) -> bool:
     "Write addresses of the cluster's own network into the hostfile, or name the interface with --iface.",
 )
 def _check_interfaces(state: ClusterState) -> Iterator[Finding]:
-    for one, facts, _ in state.answering:
-        if len(state.answering) < 2:
-            return
+    for one, facts, _ in state.answering if len(state.answering) > 1 else ():
         try:
             choose_interface(facts, next(iter(facts.routes), ""))
         except CpuftError as error:
@@ -533,12 +526,8 @@ def _check_cpu(state: ClusterState) -> Iterator[Finding]:
 )
 def _check_same_bf16(state: ClusterState) -> Iterator[Finding]:
     for one, own, _ in _find_different(state, lambda facts, _: bool(bf16_hardware(facts.cpu_flags))):
-        text = (
-            "The host supports bf16 in hardware; most hosts do not."
-            if own
-            else "The host does not support bf16 in hardware; most hosts do."
-        )
-        yield warning(one.name, text)
+        does, others = ("supports", "do not") if own else ("does not support", "do")
+        yield warning(one.name, f"The host {does} bf16 in hardware; most hosts {others}.")
 
 
 @check(
@@ -693,9 +682,7 @@ def _check_load(state: ClusterState) -> Iterator[Finding]:
     machines = Counter(facts.boot_id for _, facts, _ in state.answering)
     for one, facts, health in state.answering:
         # Hosts that are simulated on one machine see the load of all of it, with these probes of the others.
-        if machines[facts.boot_id] > 1:
-            continue
-        if health.load > max(1.0, 0.75 * len(facts.seen_cores)):
+        if machines[facts.boot_id] == 1 and health.load > max(1.0, 0.75 * len(facts.seen_cores)):
             yield warning(
                 one.name, f"{health.load:.1f} of {len(facts.seen_cores)} cores are busy before the run starts."
             )
@@ -789,16 +776,13 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
             remove = f"rm -rf --one-file-system {' '.join(paths)}"
             script = "; ".join([kill] * bool(pids) + [remove] * bool(paths))
             keep = (
-                "Continue the runs whose checkpoints or results are there with cpuft launch --resume, or remove their "
-                "folders by hand."
+                "Continue runs with checkpoints or results by cpuft launch --resume, or remove their folders by hand."
             )
             has_unfetched = any(text.endswith(UNFETCHED) for text in health.leftovers)
             steps = [keep] * has_unfetched + [f"Run on that host: {script}"] * bool(script)
-            count = len(health.leftovers)
             yield Finding(
                 one.name,
-                f"{counted(count, 'leftover')} of earlier runs {'was' if count == 1 else 'were'} found, "
-                f"the first is: {health.leftovers[0]}",
+                f"{counted(len(health.leftovers), 'leftover')} of earlier runs, the first is: {health.leftovers[0]}",
                 next_step=" ".join(steps),
                 severe=bool(pids),
                 fix=("sh", "-c", script) if script else (),
@@ -832,4 +816,4 @@ def format_kernel_builds(builds: dict[str, str]) -> str:
     return "".join(f"kernels: {build} ({', '.join(hosts)})\n" for build, hosts in hosts_of.items())
 
 
-CHECKS = tuple(_REGISTERED[code] for code in sorted(_REGISTERED))
+CHECKS.sort(key=lambda check: check.code)
