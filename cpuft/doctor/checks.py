@@ -236,8 +236,7 @@ def _check_login(state: ClusterState) -> Iterator[Finding]:
         yield Finding(
             one.host.name,
             one.failure,
-            "A start-up file of the login shell, such as ~/.bashrc, prints text or ends the shell in every login, so "
-            "that programs cannot use the login.",
+            "A start-up file of the login shell, such as ~/.bashrc, prints text or ends the shell in every login.",
             "In this file on the host, do this only when the shell is interactive.",
         )
 
@@ -674,8 +673,7 @@ def _check_quota(state: ClusterState) -> Iterator[Finding]:
 @check(
     "CPUFT-026",
     "Other programs use the CPU of a host.",
-    "Another job is running, or an earlier run left ranks behind. Two jobs on the same cores each run at far less than "
-    "half their speed.",
+    "Another job is running, or an earlier run left ranks behind. Both then run at far less than half their speed.",
     "Look at the processes with top, and end them or wait for them.",
 )
 def _check_load(state: ClusterState) -> Iterator[Finding]:
@@ -792,8 +790,7 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
 @check(
     "CPUFT-037",
     "A host has neither compiled kernels nor a C++ compiler to build them.",
-    "The fast path then runs in plain PyTorch on all hosts, because all ranks must round alike. Training is 2 to 3 "
-    "times slower.",
+    "All hosts then train in plain PyTorch, because all ranks must round alike. This is 2 to 3 times slower.",
     "Install cpuft from its wheel, or a compiler (Debian: apt-get install g++), or provision the host again from a "
     "machine that has either.",
 )

@@ -69,9 +69,8 @@ def _measure_on(host: Host, order: str, access: Access, seconds: float) -> list[
     try:
         return load(list[dict[str, Any]], parse_json(answer.output))
     except ValueError:
-        raise CpuftError(
-            f"host {host.name} could not measure its links ({answer.text.strip()[-200:]!r}): install Python 3 there"
-        ) from None
+        said = answer.text.strip()[-200:]
+        raise CpuftError(f"host {host.name} could not measure its links ({said!r}): install Python 3 there") from None
 
 
 def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[list[Any]]) -> tuple[Link, ...]:

@@ -250,26 +250,22 @@ def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -
     (milliseconds by peer).
     """
     end = time.monotonic() + seconds
-    connected: dict[str, float] = {}
     callers: set[str] = set()
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(("", port))
-        except OSError:
-            return {"listens": False, "tried": peers, "connected": connected}
-        server.listen(len(peers) + 8)
-        with ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
-            tries = [pool.submit(_time_connection, peer, port, end) for peer in peers]
-            expected = len(peers) + bool(greeting)
-            while time.monotonic() < end and not (
-                all(t.done() for t in tries) and callers >= set(peers) and len(callers) >= expected
-            ):
-                if select.select([server], [], [], 0.05)[0]:
-                    connection, (address, _) = server.accept()
-                    callers.add(address)
-                    with connection, contextlib.suppress(OSError):
-                        connection.send(greeting.encode())
+    try:
+        server = socket.create_server(("", port), backlog=len(peers) + 8)
+    except OSError:
+        return {"listens": False, "tried": peers, "connected": {}}
+    with server, ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
+        tries = [pool.submit(_time_connection, peer, port, end) for peer in peers]
+        expected = len(peers) + bool(greeting)
+        while time.monotonic() < end and not (
+            all(t.done() for t in tries) and callers >= set(peers) and len(callers) >= expected
+        ):
+            if select.select([server], [], [], 0.05)[0]:
+                connection, (address, _) = server.accept()
+                callers.add(address)
+                with connection, contextlib.suppress(OSError):
+                    connection.send(greeting.encode())
         connected = {peer: ms for peer, ms in zip(peers, (t.result() for t in tries)) if ms >= 0}
     return {"listens": True, "tried": peers, "connected": connected}
 
@@ -316,10 +312,7 @@ def measure_links(order: dict[str, Any]) -> list[dict[str, Any]]:
     byte, the median of 200. Raises OSError: the port is not free here.
     """
     results: list[dict[str, Any]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", order["port"]))
-        server.listen(64)
+    with socket.create_server(("", order["port"]), backlog=64) as server:
         accepted: dict[str, socket.socket] = {}
         for peer, opens in order["peers"]:
             try:
