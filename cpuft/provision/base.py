@@ -307,8 +307,8 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
     """Return the recorded cluster `name`, or one without a record that may exist.
 
     With a `region` other than that of the record, that is the cluster on AWS of this name, even if nothing carries its
-    tag; else a simulated cluster of which something is left here. Raises CpuftError: there is none, it cannot be looked
-    for, or its record is damaged or of another machine.
+    tag; without a record, a simulated cluster of which something is left here. Raises CpuftError: there is none, it
+    cannot be looked for, or its record is damaged or of another machine.
     """
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if region and not (entry and entry.options.get("region") == region):

@@ -174,7 +174,7 @@ class AmiBuilder:
         return gather_supply(folder, wheels, self.recipe.environment.python, self.environ)
 
     def _remove_instance(self, say: Say, ready: bool = False) -> None:
-        """Remove the cluster of one instance, unless another machine made it; CpuftError if the AMI is not `ready`."""
+        """Remove the cluster if this machine made it; CpuftError if another one did, and its AMI is not `ready` yet."""
         facts = self.cluster.gather_remains()
         if is_ours(facts.files, facts.directory):
             say(self.cluster.down(say))

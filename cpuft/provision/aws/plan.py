@@ -370,7 +370,7 @@ def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: st
 def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     """Return the steps that delete everything with the cluster's tag, in the order that AWS allows, then its record.
 
-    The instances are terminated by a plan of its own. Raises CpuftError when somebody else made the cluster.
+    While instances are not terminated, that is the only step. Raises CpuftError when somebody else made the cluster.
     """
     resources, region = facts.resources, facts.region
     _check_owner(name, resources)
@@ -391,7 +391,7 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
 
 
 def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
-    """Return the steps that let the lease, and its limit if earlier, end at `until`, on AWS, instances and here.
+    """Return the steps that move the end of the lease, and an earlier limit, to `until`: on AWS, instances and here.
 
     Raises CpuftError when the cluster has no instances any more or somebody else made it.
     """

@@ -89,7 +89,7 @@ def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> st
 
 
 def _count_seconds(one: Instance, now: float) -> float:
-    """Return for how many seconds an instance was paid; one whose end is unknown, until its lease ended, or now."""
+    """Return for how many seconds an instance was paid; an unknown end is that of its lease, `now` at the latest."""
     end = now if one.state in BILLED else one.ended or max(one.launched, min(now, float(one.until or now)))
     return max(0.0, end - one.launched)
 

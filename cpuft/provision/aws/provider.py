@@ -124,7 +124,8 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         """Return what exists in AWS; when nothing is missing there, also what the instances say.
 
         `make` waits here until the instances run and accept ssh connections, and schedules missing shutdowns. Raises
-        LeaseError when instances would not terminate themselves, and CpuftError when AWS has ended one.
+        NoCapacityError when every zone has refused, LeaseError when instances would not terminate themselves, and
+        CpuftError when AWS has ended one.
         """
         facts = self._gather_rental()
         while self._waits and (starting := self._find_starting(facts.resources)):
