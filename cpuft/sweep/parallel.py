@@ -69,10 +69,7 @@ def describe_choice(rates: Mapping[int, float]) -> str:
 def measure_parallel(
     divided: Mapping[int, Sequence[Place]], options: Sequence[str], say: Callable[[str], None]
 ) -> dict[int, float]:
-    """Train the first configuration for some seconds in each way, and return samples per second of all runs together.
-
-    `divided` has the places by number of runs at a time. The result has 0 for a number of runs that could not train.
-    """
+    """Train for some seconds at the places of each number of runs at a time; return their samples per second, or 0."""
     rates = dict[int, float]()
     for number, places in divided.items():
         say(f"--parallel {AUTO}: measuring {counted(number, 'run')} at a time")
