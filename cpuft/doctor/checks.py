@@ -9,6 +9,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from typing import TypeVar
@@ -154,15 +155,15 @@ class Check:
     find: Find
 
 
-_REGISTERED: dict[str, Check] = {}
+CHECKS: list[Check] = []
+"""All checks, in the order of their codes."""
 
 
 def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[Find], Find]:
     """Return a decorator that registers a function as a check, and returns it unchanged."""
 
     def register(find: Find) -> Find:
-        assert code not in _REGISTERED, f"two checks have the code {code}"
-        _REGISTERED[code] = Check(code, title, cause, next_step, find)
+        CHECKS.append(Check(code, title, cause, next_step, find))
         return find
 
     return register
@@ -235,14 +236,13 @@ def _check_login(state: ClusterState) -> Iterator[Finding]:
         yield Finding(
             one.host.name,
             one.failure,
-            "A start-up file of the login shell, such as ~/.bashrc, prints text or ends the shell in every login, so "
-            "that programs cannot use the login.",
+            "A start-up file of the login shell, such as ~/.bashrc, prints text or ends the shell in every login.",
             "In this file on the host, do this only when the shell is interactive.",
         )
 
 
 def _list_failed(state: ClusterState, *kinds: str) -> list[HostState]:
-    return [one for one in state.hosts if one.address and one.failure and one.facts is None and one.kind in kinds]
+    return [one for one in state.hosts if one.address and one.failure and one.kind in kinds]
 
 
 _SSH_CAUSES = {
@@ -316,15 +316,9 @@ def _check_ports(state: ClusterState) -> Iterator[Finding]:
 )
 def _check_public_addresses(state: ClusterState) -> Iterator[Finding]:
     for one in state.hosts:
-        if _is_public(one.address):
-            yield warning(one.name, f"The address of the host, {one.address}, is a public address.")
-
-
-def _is_public(address: str) -> bool:
-    try:
-        return ip_address(address).is_global
-    except ValueError:
-        return False  # behind a bastion, it may be a name that only the other hosts can resolve
+        with suppress(ValueError):  # behind a bastion, it may be a name that only the other hosts can resolve
+            if ip_address(one.address).is_global:
+                yield warning(one.name, f"The address of the host, {one.address}, is a public address.")
 
 
 @check(
@@ -334,9 +328,7 @@ def _is_public(address: str) -> bool:
     "Write addresses of the cluster's own network into the hostfile, or name the interface with --iface.",
 )
 def _check_interfaces(state: ClusterState) -> Iterator[Finding]:
-    for one, facts, _ in state.answering:
-        if len(state.answering) < 2:
-            return
+    for one, facts, _ in state.answering if len(state.answering) > 1 else ():
         try:
             choose_interface(facts, next(iter(facts.routes), ""))
         except CpuftError as error:
@@ -533,12 +525,8 @@ def _check_cpu(state: ClusterState) -> Iterator[Finding]:
 )
 def _check_same_bf16(state: ClusterState) -> Iterator[Finding]:
     for one, own, _ in _find_different(state, lambda facts, _: bool(bf16_hardware(facts.cpu_flags))):
-        text = (
-            "The host supports bf16 in hardware; most hosts do not."
-            if own
-            else "The host does not support bf16 in hardware; most hosts do."
-        )
-        yield warning(one.name, text)
+        does, others = ("supports", "do not") if own else ("does not support", "do")
+        yield warning(one.name, f"The host {does} bf16 in hardware; most hosts {others}.")
 
 
 @check(
@@ -685,17 +673,14 @@ def _check_quota(state: ClusterState) -> Iterator[Finding]:
 @check(
     "CPUFT-026",
     "Other programs use the CPU of a host.",
-    "Another job is running, or an earlier run left ranks behind. Two jobs on the same cores each run at far less than "
-    "half their speed.",
+    "Another job is running, or an earlier run left ranks behind. Both then run at far less than half their speed.",
     "Look at the processes with top, and end them or wait for them.",
 )
 def _check_load(state: ClusterState) -> Iterator[Finding]:
     machines = Counter(facts.boot_id for _, facts, _ in state.answering)
     for one, facts, health in state.answering:
         # Hosts that are simulated on one machine see the load of all of it, with these probes of the others.
-        if machines[facts.boot_id] > 1:
-            continue
-        if health.load > max(1.0, 0.75 * len(facts.seen_cores)):
+        if machines[facts.boot_id] == 1 and health.load > max(1.0, 0.75 * len(facts.seen_cores)):
             yield warning(
                 one.name, f"{health.load:.1f} of {len(facts.seen_cores)} cores are busy before the run starts."
             )
@@ -789,16 +774,13 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
             remove = f"rm -rf --one-file-system {' '.join(paths)}"
             script = "; ".join([kill] * bool(pids) + [remove] * bool(paths))
             keep = (
-                "Continue the runs whose checkpoints or results are there with cpuft launch --resume, or remove their "
-                "folders by hand."
+                "Continue runs with checkpoints or results by cpuft launch --resume, or remove their folders by hand."
             )
             has_unfetched = any(text.endswith(UNFETCHED) for text in health.leftovers)
             steps = [keep] * has_unfetched + [f"Run on that host: {script}"] * bool(script)
-            count = len(health.leftovers)
             yield Finding(
                 one.name,
-                f"{counted(count, 'leftover')} of earlier runs {'was' if count == 1 else 'were'} found, "
-                f"the first is: {health.leftovers[0]}",
+                f"{counted(len(health.leftovers), 'leftover')} of earlier runs, the first is: {health.leftovers[0]}",
                 next_step=" ".join(steps),
                 severe=bool(pids),
                 fix=("sh", "-c", script) if script else (),
@@ -808,8 +790,7 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
 @check(
     "CPUFT-037",
     "A host has neither compiled kernels nor a C++ compiler to build them.",
-    "The fast path then runs in plain PyTorch on all hosts, because all ranks must round alike. Training is 2 to 3 "
-    "times slower.",
+    "All hosts then train in plain PyTorch, because all ranks must round alike. This is 2 to 3 times slower.",
     "Install cpuft from its wheel, or a compiler (Debian: apt-get install g++), or provision the host again from a "
     "machine that has either.",
 )
@@ -832,4 +813,4 @@ def format_kernel_builds(builds: dict[str, str]) -> str:
     return "".join(f"kernels: {build} ({', '.join(hosts)})\n" for build, hosts in hosts_of.items())
 
 
-CHECKS = tuple(_REGISTERED[code] for code in sorted(_REGISTERED))
+CHECKS.sort(key=lambda check: check.code)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,49 +68,37 @@ def examine_hosts(
 
     A program that needs only Python 3 runs on each host for up to 33 s, and 0.1 s more for each host; on a host that
     logs in to others, for up to 8 s more for each 16 of them. It changes nothing there, but the hosts connect to each
-    other on a random TCP port, and the head host logs in to the others by ssh. The state of a host that could not be
-    examined has the reason as `failure`; no error is raised.
-
-    Parameters
-    ----------
-    ranks: ranks planned on each host, by its name in the hostfile; None if no launch is planned.
-    full: whether every host logs in to every other by ssh and tries its port.
-    try_outside: whether this machine tries to connect to a port of each host, if it is outside the hosts' network.
-    known: facts of all hosts that were gathered a moment ago, for a shorter examination before a launch: it gathers
-        none, and does not find out which kernels the hosts have. Empty for a complete one.
+    other on a random TCP port, and the head host logs in to the others by ssh; with `full`, every host to every other.
+    With `try_outside`, this machine tries a port of each host if it is outside the hosts' network. With `known` facts
+    of all hosts, the examination is a shorter one. The state of a host that could not be examined has the reason as
+    `failure`; no error is raised. `ranks` has the planned ranks by the hosts' names in the hostfile.
     """
-    addresses = [_resolve(host, access) for host in hosts]
+    resolved = try_hosts(access.transport.address, hosts)
+    addresses = ["" if isinstance(one, CpuftError) else one for one in resolved]
     try_outside = try_outside and not access.transport.bootstrap and not any(map(access.transport.is_here, hosts))
     routes = _read_routes() if try_outside else ""
-    outside = [bool(address) and is_outside(address, routes) for address, _ in addresses]
-    orders = _make_orders(hosts, [address for address, _ in addresses], access, full, outside, bool(known))
+    outside = [bool(address) and is_outside(address, routes) for address in addresses]
+    orders = _make_orders(hosts, addresses, access, full, outside, bool(known))
     facts_of = known or (None,) * len(hosts)
     with access.transport.keep_sessions():
         if len(hosts) > _LOGINS:
             # All probes have to run at the same time, and this machine can't log in to all hosts at the same time.
             try_hosts(lambda host: access.transport.run(host, ("true",)), hosts, _LOGINS)
-        numbers = range(len(hosts))
-        states = map_hosts(
-            lambda index: _examine_host(hosts[index], addresses[index], orders[index], access, facts_of[index]),
-            numbers,
-            most=len(hosts),
-        )
+        tasks = list(zip(hosts, resolved, orders, facts_of))
+        states = map_hosts(lambda task: _examine_host(access, *task), tasks, most=len(hosts))
     return ClusterState(tuple(states), access.python if len(hosts) > 1 else "", ranks or {})
 
 
 def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     """Examine the hosts of a run, pass a line for each check with warnings to `say`, and raise CpuftError for errors.
 
-    If the run has only one host, the function warns only of what can differ from run to run, and only too small a
-    /dev/shm or too low a limit of open files is an error: no other host would have to wait for the run.
+    On a single host, for which no other waits, only what differs from run to run counts (`_TRANSIENT`, `_FATAL`).
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     hosts = tuple(one.host for one in cluster.assignments)
-    findings = find_all(examine_hosts(hosts, cluster.access, ranks, known=cluster.facts))
-    findings = [finding for finding in findings if finding.code != _WITHOUT_EFFECT]
+    found = find_all(examine_hosts(hosts, cluster.access, ranks, known=cluster.facts))
     is_single = len(cluster.assignments) < 2
-    if is_single:
-        findings = [finding for finding in findings if finding.code in _TRANSIENT]
+    findings = [one for one in found if one.code in _TRANSIENT or not (is_single or one.code == _WITHOUT_EFFECT)]
     if errors := describe_errors([finding for finding in findings if not is_single or finding.code in _FATAL]):
         raise CpuftError(f"{errors} (details: cpuft doctor; to launch nevertheless: --no-check)")
     for code in sorted({finding.code for finding in findings}):
@@ -173,8 +162,7 @@ def choose_peers(addresses: Sequence[str], own: str, full: bool) -> list[str]:
     """Return the addresses to which the host `own` tries to connect; they try to connect to it, too.
 
     With `full` or up to 16 hosts these are all others. Of more hosts they are those that are 1, 2, 4, 8 ... places
-    before and behind it, because the number of all pairs grows with the square of the number of hosts. Rings, trees and
-    recursive doubling, by which ranks exchange data, use these pairs.
+    before and behind it: the pairs of rings, trees and recursive doubling, by which ranks exchange data.
     """
     count = len(addresses)
     if own not in addresses or full or count <= _ALL_PAIRS:
@@ -190,39 +178,26 @@ def choose_port() -> int:
     return random.SystemRandom().randrange(20000, 32000)
 
 
-def _resolve(host: Host, access: Access) -> tuple[str, str]:
-    try:
-        return access.transport.address(host), ""
-    except CpuftError as error:
-        return "", str(error)
-
-
 def _examine_host(
-    host: Host, resolved: tuple[str, str], order: dict[str, Any], access: Access, known: HostFacts | None
+    access: Access, host: Host, address: str | CpuftError, order: dict[str, Any], known: HostFacts | None
 ) -> HostState:
-    address, failure = resolved
-    if not address:
-        return HostState(host, "", failure=failure)
-    before = time.time()
-    port, reached = order["port"], list[bool]()
-    ended = threading.Event()
-    trial = threading.Thread(
-        target=lambda: reached.append(_reach(address, port, order["greeting"], ended)), daemon=True
-    )
-    if order["greeting"]:
-        trial.start()
+    if isinstance(address, CpuftError):
+        return HostState(host, failure=str(address))
+    before, ended = time.time(), threading.Event()
     try:
-        text = _run_probe(host, order, access)
-        after = time.time()
-        ended.set()
-        if order["greeting"]:
-            trial.join(_CONNECT_SECONDS * 2)
+        with ThreadPoolExecutor(1) as pool:
+            trial = pool.submit(_reach, address, order, ended)
+            try:
+                text = _run_probe(host, order, access)
+                after = time.time()
+            finally:
+                ended.set()
         values = load(dict[str, Any], parse_json(text))
         health = load(Health, values.get("health"), "health")
         # The host read its clock at some moment between these two, so only a difference beyond them is certain.
         skew = max(0.0, health.time - after) + min(0.0, health.time - before)
         host_facts = known or parse_facts(json.dumps(values.get("facts")), host.name)
-        return HostState(host, address, host_facts, health, outside_port=port if any(reached) else 0, skew=skew)
+        return HostState(host, address, host_facts, health, outside_port=order["port"] * trial.result(), skew=skew)
     except CpuftError as error:
         kind = error.kind if isinstance(error, HostError) else ""
         return HostState(host, address, failure=str(error), kind=kind)
@@ -230,18 +205,16 @@ def _examine_host(
         return HostState(
             host, address, failure=f"The answer of the host cannot be read ({error}). Is Python 3 installed there?"
         )
-    finally:
-        ended.set()
 
 
-def _reach(address: str, port: int, greeting: str, ended: threading.Event) -> bool:
-    """Return whether this machine reaches the probe on a host's port, before `ended` is set.
+def _reach(address: str, order: dict[str, Any], ended: threading.Event) -> bool:
+    """Return whether this machine gets the greeting of its order from a host's port, before `ended` is set.
 
-    The greeting shows that it is the probe, and not another machine with the same private address.
+    Another machine with the same private address does not send it. Nothing is tried without a greeting.
     """
-    while not ended.is_set():
-        with contextlib.suppress(OSError), socket.create_connection((address, port), _CONNECT_SECONDS) as connection:
-            connection.settimeout(_CONNECT_SECONDS)
+    place, greeting = (address, order["port"]), order["greeting"]
+    while greeting and not ended.is_set():
+        with contextlib.suppress(OSError), socket.create_connection(place, _CONNECT_SECONDS) as connection:
             if connection.recv(len(greeting), socket.MSG_WAITALL) == greeting.encode():
                 return True
         ended.wait(_PAUSE_SECONDS)

@@ -48,8 +48,7 @@ def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str
         for finding, names in hosts_of.items()
     ]
     errors = sum(finding.severe for finding in findings)
-    warnings = len(findings) - errors
-    parts.append(f"{examined}: {counted(errors, 'error')}, {counted(warnings, 'warning')}")
+    parts.append(f"{examined}: {counted(errors, 'error')}, {counted(len(findings) - errors, 'warning')}")
     return "\n".join(parts) + "\n"
 
 

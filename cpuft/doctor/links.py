@@ -47,8 +47,8 @@ def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
     """Measure the links between all pairs of hosts in both directions; pairs without a common host run side by side.
 
-    This takes a little more than 1 s for each of about as many rounds as there are hosts, at most 20 s per round. A
-    link that could not be measured has its `error`; CpuftError if a host could not run the measurement.
+    This takes a little more than 1 s for each host, at most 20 s for each. A link that could not be measured has its
+    `error`; CpuftError if a host could not run the measurement.
     """
     addresses = access.transport.addresses(hosts)
     rounds = plan_pairs(len(hosts))
@@ -69,16 +69,14 @@ def _measure_on(host: Host, order: str, access: Access, seconds: float) -> list[
     try:
         return load(list[dict[str, Any]], parse_json(answer.output))
     except ValueError:
-        raise CpuftError(
-            f"host {host.name} could not measure its links ({answer.text.strip()[-200:]!r}): install Python 3 there"
-        ) from None
+        said = answer.text.strip()[-200:]
+        raise CpuftError(f"host {host.name} could not measure its links ({said!r}): install Python 3 there") from None
 
 
 def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[list[Any]]) -> tuple[Link, ...]:
-    """Combine the results of all hosts: the receiver measured the rate, and the host that connected the latency.
+    """Combine what `probe.measure_links` returned on each of `hosts`, whose names by address are `names`.
 
-    `names` has the hosts' names by their addresses, and `results` what `probe.measure_links` returned on each of
-    `hosts`. A link whose rate or latency was not measured has 0 there.
+    The receiver measured the rate, and the host that connected the latency. What was not measured is 0.
     """
     found = {(host, names[line["peer"]]): line for host, lines in zip(hosts, results) for line in lines}
     links = []

@@ -27,8 +27,8 @@ from typing import Any
 
 UNFETCHED = " (with checkpoints or results that were not fetched)"
 """Follows the path of a directory of a run that must not be removed without a decision of the user."""
-RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}(\.sent)?"
-r"""The work directories of runs below /var/tmp, and files that were sent to ranks. Old ones lack the user (`\d+/`)."""
+RUN_FOLDER = r"/cpuft-\d+/[0-9a-f]{12}(\.sent)?"
+"""The work directories of runs below /var/tmp, and files that were sent to ranks."""
 GOVERNORS = "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
 PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpi4py", "oneccl-cpu")
 """Distribution names of the packages that training depends on."""
@@ -51,13 +51,8 @@ LOGIN_SECONDS = 8.0
 def examine(order: dict[str, Any]) -> dict[str, Any]:
     """Examine this host and return the values of all fields of `cpuft.doctor.checks.Health`, by their names.
 
-    Parameters
-    ----------
-    order: a dict of `port` (to listen on, the same on all hosts), `peers` (addresses to connect to), `seconds` (most
-        time for these connections), `greeting` (text to send to whoever connects; if it is not empty, a machine outside
-        the cluster is expected to connect, too), `ssh_options` (arguments for ssh), `ssh_peers` (names of hosts to log
-        in to) and `kernels` (whether to find out which build of the kernels training uses). `greeting` and `kernels`
-        may be missing.
+    `order` has `port`, `peers`, `seconds` and `greeting` for `try_ports`, `ssh_options` and `ssh_peers` for `try_ssh`,
+    and `kernels`: whether to find out which build of the kernels training uses.
     """
     now = time.time()
     busy_cores, steal = sample_cpu()  # first, so that it does not measure the work of this probe itself
@@ -65,7 +60,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
         login = partial(pool.submit, try_ssh, order["ssh_options"], order["ssh_peers"])
         # Logins to many hosts wait until the probes there have started: while these start, hosts answer late.
         ssh = login() if len(order["ssh_peers"]) <= LOGINS else None
-        ports = try_ports(order["port"], order["peers"], order["seconds"], order.get("greeting", ""))
+        ports = try_ports(order["port"], order["peers"], order["seconds"], order["greeting"])
         ssh = ssh or login()
         memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         governors = {_read(path) for path in glob.glob(GOVERNORS)}
@@ -75,7 +70,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "packages": read_packages(),
             "mpi": read_mpi(),
             "kernels": find_kernels(),
-            "kernel_build": describe_kernels() if order.get("kernels", True) else "",
+            "kernel_build": describe_kernels() if order["kernels"] else "",
             "own_address": _resolve_own_name(),
             "amx_usable": _can_use_amx(),
             "memory_available": int(_read_field("/proc/meminfo", "MemAvailable") or 0) << 10,
@@ -195,9 +190,8 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     """Return what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a rank, or a directory.
 
     A rank is left over when it has been handed to process 1, because its mpirun is gone. A run's directory is left over
-    when it is a day old and no process of this user names it. The path of one with checkpoints or with the state of a
-    run is followed by `UNFETCHED`: the launcher removes both when it has fetched the run, so its results may be the
-    only ones.
+    when it is a day old and no process of this user names it; `UNFETCHED` follows its path if it has checkpoints or the
+    state of a run, which the launcher removes when it has fetched the run.
     """
     found, mentioned = [], ""
     for path in filter(_is_own, glob.glob("/proc/[0-9]*")):
@@ -206,9 +200,9 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
         is_rank = any(argument in RUN_MODULES for argument in argv)
         if is_rank and _read_field(f"{path}/status", "PPid") == "1":
             found.append(f"pid {pid}: {' '.join(argv)[:80]}")
-    folders = [path for path in glob.glob(f"{root}/cpuft-*") + glob.glob(f"{root}/cpuft-*/*") if _is_own(path)]
-    runs = [path for path in folders if re.fullmatch(RUN_FOLDER, path.removeprefix(root)) and path not in mentioned]
-    for path in runs:
+    for path in filter(_is_own, glob.glob(f"{root}/cpuft-*/*")):
+        if path in mentioned or not re.fullmatch(RUN_FOLDER, path.removeprefix(root)):
+            continue
         with contextlib.suppress(FileNotFoundError):  # a run that has just ended removes its folder
             if os.lstat(path).st_mtime < time.time() - 24 * 3600:
                 patterns = (f"{path}/*/checkpoints/[0-9]*.[0-9]*", f"{path}/*/state.json")
@@ -219,8 +213,8 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
 def _find_listening() -> dict[str, str]:
     """Return the addresses on which processes of this user's runs listen for other hosts, by process and port.
 
-    An item is "hydra_pmi_proxy (pid 12), port 40000" -> "10.0.0.1", or "::" for all interfaces. A socket that several
-    processes share is listed once, for the lowest process id: ranks inherit the sockets of mpirun.
+    An item is "hydra_pmi_proxy (pid 12), port 40000" -> "10.0.0.1", or "::" for all interfaces. Ranks inherit the
+    sockets of mpirun: each is listed for the lowest process id alone.
     """
     found = {}
     sockets = [line.split() for line in (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()]
@@ -251,31 +245,27 @@ def _is_own(path: str) -> bool:
 def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -> dict[str, Any]:
     """Listen on `port`, and connect to the same port of every peer, for at most about `seconds`.
 
-    If `greeting` is not empty, a machine that is no peer is expected to connect, too. Every connection is sent the
-    greeting, so that the other side knows that it reached this probe. The result has `listens` (if the port was not
-    free, nothing is tried), `tried` (the peers) and `connected` (milliseconds by peer).
+    Every connection is sent the greeting; unless it is empty, a machine that is no peer is expected to connect, too.
+    The result has `listens` (if the port was not free, nothing is tried), `tried` (the peers) and `connected`
+    (milliseconds by peer).
     """
     end = time.monotonic() + seconds
-    connected: dict[str, float] = {}
     callers: set[str] = set()
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(("", port))
-        except OSError:
-            return {"listens": False, "tried": peers, "connected": connected}
-        server.listen(len(peers) + 8)
-        with ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
-            tries = [pool.submit(_time_connection, peer, port, end) for peer in peers]
-            expected = len(peers) + bool(greeting)
-            while time.monotonic() < end and not (
-                all(t.done() for t in tries) and callers >= set(peers) and len(callers) >= expected
-            ):
-                if select.select([server], [], [], 0.05)[0]:
-                    connection, (address, _) = server.accept()
-                    callers.add(address)
-                    with connection, contextlib.suppress(OSError):
-                        connection.send(greeting.encode())
+    try:
+        server = socket.create_server(("", port), backlog=len(peers) + 8)
+    except OSError:
+        return {"listens": False, "tried": peers, "connected": {}}
+    with server, ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
+        tries = [pool.submit(_time_connection, peer, port, end) for peer in peers]
+        expected = len(peers) + bool(greeting)
+        while time.monotonic() < end and not (
+            all(t.done() for t in tries) and callers >= set(peers) and len(callers) >= expected
+        ):
+            if select.select([server], [], [], 0.05)[0]:
+                connection, (address, _) = server.accept()
+                callers.add(address)
+                with connection, contextlib.suppress(OSError):
+                    connection.send(greeting.encode())
         connected = {peer: ms for peer, ms in zip(peers, (t.result() for t in tries)) if ms >= 0}
     return {"listens": True, "tried": peers, "connected": connected}
 
@@ -315,24 +305,14 @@ def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
 def measure_links(order: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure the links to other hosts, one after another, over one TCP connection each.
 
-    All hosts call this at once, each with its own list of peers in an order in which no host is busy with two peers.
-    Raises OSError: the port is not free here.
-
-    Parameters
-    ----------
-    order: a dict of `port` (free on all hosts), `peers` (pairs of address and whether this host opens the connection,
-        in turn), and `seconds` (for sending in each direction).
-
-    Returns
-    -------
-    A dict for each peer, in order: its address as `peer`, and either `error` or `bits_per_second` as received on this
-        host. If this host opened the connection, also `latency_us`: half a round trip of one byte, the median of 200.
+    All hosts call this at once. `order` has `port` (free on all hosts), `peers` (pairs of address and whether this host
+    opens the connection, in an order in which no host is busy with two peers) and `seconds` (for sending in each
+    direction). The result has a dict for each peer, in order: its address as `peer`, and either `error` or
+    `bits_per_second` as received here; if this host opened the connection, also `latency_us`, half a round trip of one
+    byte, the median of 200. Raises OSError: the port is not free here.
     """
     results: list[dict[str, Any]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", order["port"]))
-        server.listen(64)
+    with socket.create_server(("", order["port"]), backlog=64) as server:
         accepted: dict[str, socket.socket] = {}
         for peer, opens in order["peers"]:
             try:

@@ -44,8 +44,6 @@ class Options(Protocol):
 
 C = TypeVar("C", bound=Options)
 F = TypeVar("F")
-_EARLIER_OPTIONS = ("without_root", "spot", "spot_or_demand", "recipe")
-"""Options in records of earlier versions that do not exist any more."""
 _STAGE_SECONDS = 3600.0
 """Time limit of a stage; copying a gigabyte of wheels over a slow link takes long."""
 
@@ -62,15 +60,9 @@ class Provider(ABC, Generic[C, F]):
     - A process that is killed in the middle never loses track of what it made: whatever records a resource is created
       before the resource and removed after it.
 
-    Parameters
-    ----------
-    environ
-        Environment variables. CPUFT_STATE, or else XDG_STATE_HOME or HOME, says where clusters are recorded.
-    entry
-        The cluster's record in the registry; None for a cluster that has no record yet.
-
-    Raises CpuftError when the name is not valid, or the registry's folder has white space in its path or can be written
-    by other users.
+    CPUFT_STATE, XDG_STATE_HOME or HOME in `environ` says where clusters are recorded; `entry` is the record of this one
+    if there is one. Raises CpuftError when the name is not valid, or the registry's folder has white space in its path
+    or can be written by other users.
     """
 
     kind: str
@@ -90,7 +82,7 @@ class Provider(ABC, Generic[C, F]):
     @classmethod
     def from_entry(cls, entry: Entry, environ: Mapping[str, str]) -> Provider[C, F]:
         """Return the provider of a recorded cluster; CpuftError if its recorded options are unknown or not valid."""
-        argv = [f"{format_flag(key)}={value}" for key, value in entry.options.items() if key not in _EARLIER_OPTIONS]
+        argv = [f"{format_flag(key)}={value}" for key, value in entry.options.items()]
         return cls(parse_arguments(cls.options, argv), environ, entry)
 
     @abstractmethod
@@ -213,9 +205,7 @@ class Provider(ABC, Generic[C, F]):
 
         Raises CpuftError when the cluster has no lease (the default) or cannot be extended, or `lease` is not valid.
         """
-        raise CpuftError(
-            f"cluster {self.name} has no lease, because it is of kind {self.kind}: only rented clusters have one"
-        )
+        raise CpuftError(f"cluster {self.name} is of kind {self.kind}: only rented clusters have a lease")
 
     def extend(self, lease: str, say: Say) -> str:
         """Execute `plan_extension`, and return a sentence for the user; that of a cloud says when the lease ends.
@@ -232,10 +222,9 @@ class Provider(ABC, Generic[C, F]):
 def reconcile(
     gather: Callable[[], F], plan: Callable[[F], Plan], say: Say, run: Callable[[Plan, Say], None] | None = None
 ) -> F:
-    """Gather facts, plan and execute in a loop until a plan is empty, and return the facts of that plan.
+    """Gather facts, plan and execute (by default `run_stages`) until a plan is empty; return the facts of that plan.
 
-    `run` executes a plan: by default `run_stages`. Raises CpuftError when steps fail, or when the same plan comes twice
-    in a row, which means that its steps changed nothing.
+    Raises CpuftError when steps fail, or when the same plan comes twice in a row: its steps changed nothing.
     """
     before: Plan | None = None
     while True:
@@ -245,28 +234,22 @@ def reconcile(
             return facts
         if missing == before:
             steps = "; ".join(step.why for stage in missing.stages for step in stage)
-            raise CpuftError(
-                f"these steps ran without an error but changed nothing ({steps}): see with --dry-run what they do"
-            )
+            raise CpuftError(f"these steps have changed nothing ({steps}): see with --dry-run what they do")
         (run or run_stages)(missing, say)
         before = missing
 
 
 def run_stages(plan: Plan, say: Say) -> None:
-    """Execute a plan to its end, and report its steps with `say`; each stage has an hour at most.
-
-    Raises CpuftError that names every failed step of a stage, and starts no later stage. Raises Interrupted after
-    SIGINT, SIGTERM, SIGHUP or SIGUSR1, when the running steps have ended.
-    """
+    """Execute a plan as `execute.run_stages`, with its errors; each stage has an hour at most."""
     execute.run_stages(plan, _STAGE_SECONDS, say, "correct the cause and run the same command again")
 
 
 @contextmanager
 def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
-    """Hold the lock of the cluster at `path`, so that only one `cpuft provision` at a time changes it.
+    """Hold the lock of the cluster at `path`, which need not exist: only one `cpuft provision` at a time changes it.
 
-    The lock is the name of a Unix socket, which Linux releases when the process ends in any way. Nothing is written,
-    and `path` need not exist. Raises CpuftError when another process holds the lock for more than `seconds`.
+    The lock is the name of a Unix socket, which Linux releases when the process ends in any way. Raises CpuftError when
+    another process holds the lock for more than `seconds`.
     """
     end = time.monotonic() + seconds
     with socket.socket(socket.AF_UNIX) as holder:
@@ -276,9 +259,8 @@ def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
                 break
             except OSError:
                 if time.monotonic() > end:
-                    raise CpuftError(
-                        f"another cpuft provision has been changing {path.name} for {seconds:.0f} s: wait until it ends"
-                    ) from None
+                    text = f"another cpuft provision has been changing {path.name} for {seconds:.0f} s"
+                    raise CpuftError(f"{text}: wait until it ends") from None
                 time.sleep(0.2)
         yield
 
@@ -309,18 +291,14 @@ def load_provider(kind: str) -> type[Provider[Any, Any]]:
 def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
     """Return the recorded cluster `name`, without asking its hosts.
 
-    Raises CpuftError when there is no usable record: none at all, one of a cluster that was made on another machine, of
-    an unknown kind, damaged, or writable by other users.
+    Raises CpuftError when there is no record, or it is of another machine or kind, damaged, or writable by other users.
     """
     entry = registry.read_entry(registry.state_root(environ), name)
     if entry.kind == registry.INSIDE:
-        raise CpuftError(
-            f"this host belongs to cluster {name}, which was made on another machine: run the command there"
-        )
+        raise CpuftError(f"this host is in cluster {name}, made on another machine: run the command there")
     if entry.kind not in PROVIDERS:
         raise CpuftError(
-            f"cluster {name} is of the kind {entry.kind!r:.60}, which this version of cpuft does not know "
-            f"({', '.join(PROVIDERS)}): use the version of cpuft that made it"
+            f"cluster {name} is of the unknown kind {entry.kind!r:.60}: use the version of cpuft that made it"
         )
     return load_provider(entry.kind).from_entry(entry, environ)
 
@@ -328,10 +306,9 @@ def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
 def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Provider[Any, Any]:
     """Return the recorded cluster `name`, or one without a record that may exist.
 
-    A record counts only if no `region` is given or the cluster was made there. Without such a record, a simulated
-    cluster of which something is left on this machine is returned, or, with a `region`, the cluster on AWS of this
-    name, even if nothing carries its tag. Raises CpuftError: there is no such cluster, it cannot be looked for, or its
-    record is damaged or of another machine.
+    With a `region` other than that of the record, that is the cluster on AWS of this name, even if nothing carries its
+    tag; without a record, a simulated cluster of which something is left here. Raises CpuftError: there is none, it
+    cannot be looked for, or its record is damaged or of another machine.
     """
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if region and not (entry and entry.options.get("region") == region):

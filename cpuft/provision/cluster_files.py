@@ -48,22 +48,17 @@ def read_raw(path: Path) -> str:
 def check_prefix(prefix: str) -> None:
     """Raise CpuftError unless `prefix` is a plain absolute path, other than `/`. Nothing on a disk is looked at."""
     if not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")):
-        raise CpuftError(
-            f"prefix {prefix!r} is not a plain absolute path: give a folder that only cpuft uses, such as /opt/cpuft"
-        )
+        raise CpuftError(f"prefix {prefix!r} is not a plain absolute path: give a new one, such as /opt/cpuft")
 
 
 def is_ours(files: Mapping[str, str], directory: str) -> bool:
     """Whether cpuft made a cluster's directory: `files` has a record in it, or a public key or ssh_config of cpuft."""
-
-    def shows_cpuft(name: str, text: str) -> bool:
-        is_key = name.endswith(".pub") and text.rstrip().endswith(f" {KEY_MARK}")
-        return is_key or name.startswith(FILE_NAME) or (name.startswith("ssh_config") and carries_mark(text))
-
+    own = {path.removeprefix(f"{directory}/"): text for path, text in files.items() if path.startswith(f"{directory}/")}
     return any(
-        shows_cpuft(path[len(directory) + 1 :], text)
-        for path, text in files.items()
-        if path.startswith(f"{directory}/")
+        name.startswith(FILE_NAME)
+        or (name.endswith(".pub") and text.rstrip().endswith(f" {KEY_MARK}"))
+        or (name.startswith("ssh_config") and carries_mark(text))
+        for name, text in own.items()
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, describe_error
 from cpuft.files import REMOVE, hash_text, remove_command
 from cpuft.provision.base import Say, reconcile
 from cpuft.provision.cluster_files import check_prefix, plan_file
@@ -105,15 +105,13 @@ def read_recipe(path: str) -> Recipe:
         _refuse_control_characters(recipe)
         return recipe
     except (OSError, ValueError, CpuftError) as error:
-        raise CpuftError(
-            f"recipe {path} cannot be used ({' '.join(str(error).split())}): compare it with ami/recipe.yaml"
-        ) from None
+        reason = describe_error(error)
+        raise CpuftError(f"recipe {path} cannot be used ({reason}): compare it with ami/recipe.yaml") from None
 
 
 def _refuse_control_characters(recipe: Recipe) -> None:
     """Raise ValueError if a value has a control character, which would break a line of the generated scripts."""
-    parts = (recipe.base, recipe.environment, *recipe.packages, *recipe.files)
-    for part in parts:
+    for part in (recipe.base, recipe.environment, *recipe.packages, *recipe.files):
         for name, value in vars(part).items():
             if character := find_control(value, "\n\t" if isinstance(part, File) and name == "text" else ""):
                 raise ValueError(f"{name} {value[:60]!r} contains the control character {character!r}")
@@ -150,17 +148,14 @@ def environment_python(recipe: Recipe) -> str:
 def check_image(image: str) -> None:
     """Raise CpuftError if `image` is given and has no `usr/sbin/sshd`, so that it is no root filesystem for hosts."""
     if image and not os.path.exists(f"{image}/usr/sbin/sshd"):
-        raise CpuftError(
-            f"--image {image} is not a root filesystem with an sshd: name the directory that cpuft provision image made"
-        )
+        raise CpuftError(f"--image {image} has no sshd: name the directory that cpuft provision image made")
 
 
 def read_stamp(root: Path) -> dict[str, Any]:
     """Return the stamp of an image; {} if `root` is not a finished image, or its stamp is damaged.
 
-    Its keys are `format` (1), `recipe` (digest), `environment` (stamp of the environment), `python` (path of the
-    environment's Python), `wheels` (list of name==version), `packages` (list of name=version) and `contents` (hash of
-    all these).
+    Its keys are `format` (1), `recipe` (digest), `environment` (stamp), `python` (path of the environment's Python),
+    `wheels` (list of name==version), `packages` (list of name=version) and `contents` (hash of all these).
     """
     with suppress(OSError, ValueError):
         return load(dict[str, Any], parse_json((root / STAMP).read_text(encoding="utf-8")))
@@ -181,9 +176,8 @@ def list_packages(root: Path) -> list[str]:
     command = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "-W", "-f=${Package}=${Version}\\n")
     answer = execute.run_command(command, seconds=60)
     if answer.exit_code:
-        raise CpuftError(
-            f"the Debian packages in {root} cannot be listed ({answer.text.strip()[-200:]}): build the image again"
-        )
+        found = answer.text.strip()[-200:]
+        raise CpuftError(f"the Debian packages in {root} cannot be listed ({found}): build the image again")
     return sorted(answer.output.split())
 
 
@@ -199,9 +193,7 @@ class ImageFacts:
 
 
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
-    """Look at what exists of the image at `target` and of its wheels (`gather_supply`). Changes nothing. Raises
-    CpuftError: `wheels` has none, or a wheel that others may have written, or TARGET.new is not cpuft's.
-    """
+    """Return what exists of the image at `target` and of its wheels. CpuftError: TARGET.new or a wheel is not ours."""
     built = Path(f"{target}.new")
     if built.exists() and not (built / STAMP).is_file():
         raise CpuftError(f"{built} is not cpuft's: move it away, or give another --output")
@@ -212,18 +204,16 @@ def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str,
 
 
 def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
-    """Plan what is missing of the image at `target`; empty if it is complete.
+    """Plan what is missing of the image at `target`: at first only the download of wheels. It is built as TARGET.new.
 
-    The image is built and checked as TARGET.new, and renamed at the end. While wheels are not downloaded yet, the plan
-    has only the step that downloads them, and a note. Raises CpuftError: something else is at `target`.
+    Raises CpuftError: something else is at `target`.
     """
     pins = list_pins(facts.supply.wheels)
     values: dict[str, object] = {"format": 1, "recipe": recipe.digest}
     values |= {"environment": make_stamp(pins, facts.supply.wheels)} if facts.supply.complete else {}
     if facts.stamp is not None and not values.items() <= facts.stamp.items():
         raise CpuftError(
-            f"{target} exists, but was not made from this recipe by this version of cpuft: remove it, or give a new "
-            "directory"
+            f"{target} was not made from this recipe by this version of cpuft: remove it, or give a new directory"
         )
     if not facts.supply.complete:
         note = "The image is built from these wheels. The other steps can be shown when the wheels are downloaded."
@@ -237,10 +227,7 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
     root, prefix, python = f"{target}.new", recipe.environment.prefix, environment_python(recipe)
     include = ",".join(package.name for package in recipe.packages)
     mirror = (recipe.base.mirror,) if recipe.base.mirror else ()
-    debootstrap = (
-        *(facts.debootstrap, "--variant=minbase", f"--include={include}", recipe.base.suite, root),
-        *mirror,
-    )
+    debootstrap = (facts.debootstrap, "--variant=minbase", f"--include={include}", recipe.base.suite, root, *mirror)
     wheels = [wheel.path for wheel in facts.supply.wheels if not wheel.path.startswith(root)]
     copy = ("install", "-D", "--mode=644", f"--target-directory={root}{prefix}/wheels", *wheels)
     pins = list_pins(facts.supply.wheels)

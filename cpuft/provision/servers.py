@@ -91,9 +91,7 @@ class ServerFacts:
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
-    """Parse the output of servers_survey.sh, one "key value" per line; only `os` and `free_kb` are required. Raises
-    CpuftError: one of these is missing.
-    """
+    """Parse the output of servers_survey.sh, one "key value" per line. CpuftError: `os` or `free_kb` is missing."""
     lines = [(key, value.strip()) for key, _, value in (line.partition(" ") for line in text.split("\n"))]
     found = dict(lines)
     if "os" not in found or not is_count(found.get("free_kb", ""), least=0):
@@ -114,10 +112,7 @@ def parse_survey(text: str, host: str) -> ServerFacts:
 
 
 def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bool, need_kb: int) -> str:
-    """Return the first reason why this server cannot be provisioned and what to do; "" if it can.
-
-    `has_pip` says whether the wheels that will be sent include pip.
-    """
+    """Return why a server cannot be provisioned and what to do, or ""; `has_pip`: whether pip will be sent there."""
     version = tuple(int(part) for part in re.findall(r"\d+", facts.python)[:2])
     if version < _MIN_PYTHON:
         found = f"Python is {facts.python}" if facts.python else "Python is missing"
@@ -222,10 +217,9 @@ def _check_logins(config: HostsConfig, facts: ClusterFacts) -> None:
 
 
 def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
-    """Plan what is missing on the servers and on this machine; pure.
+    """Plan what is missing on the servers and on this machine, up to the download of wheels if these are missing.
 
-    While wheels are not downloaded yet, the plan ends with their download. Raises CpuftError when a server cannot be
-    provisioned, or the head host cannot log in to others although nothing is missing there.
+    Raises CpuftError when a server cannot be provisioned, or refuses the head host although nothing is missing there.
     """
     _check_servers(config, facts)
     _check_logins(config, facts)
@@ -237,7 +231,9 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
         and format_known_hosts([one]) not in facts.files.get(f"{facts.directory}/known_hosts", "")
     ]
     if facts.supply.complete:
-        stages += [*_plan_hosts(config, facts), _plan_hostfile(config, facts)]
+        hosts = format_hostfile(tuple(Host(one.address) for one in facts.members))
+        hostfile = {facts.entry.hostfile: f"# Cluster {config.name}, made by cpuft provision.\n{hosts}"}
+        stages += [*_plan_hosts(config, facts), plan_files(hostfile, facts.files, "write the hostfile")]
     else:
         notes.append("The steps on the servers can be shown when the wheels are downloaded.")
     return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes), facts.command_prefixes)
@@ -254,12 +250,6 @@ def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
     return plan_files(texts, facts.files, "register the cluster and the host keys of its hosts")
 
 
-def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
-    hosts = format_hostfile(tuple(Host(member.address) for member in facts.members))
-    hostfile = {facts.entry.hostfile: f"# Cluster {config.name}, made by cpuft provision.\n{hosts}"}
-    return plan_files(hostfile, facts.files, "write the hostfile")
-
-
 def _cluster_dir(config: HostsConfig) -> str:
     return f"{config.prefix}/clusters/{config.name}"
 
@@ -272,8 +262,7 @@ def _key_comment(config: HostsConfig) -> str:
 def _plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     """Return the stages that do what is missing on the servers; empty inner lists for what is not.
 
-    A head host's key never leaves that host. A key that this plan makes can log in only after the next plan, because
-    its public half is not known yet.
+    A head host's key never leaves that host; a new one can log in after the next plan, which knows its public half.
     """
     keys = [own.key for _, own in facts.head_hosts if own.key]
     command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, facts.stamp, *facts.pins)
@@ -372,36 +361,30 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
             raise CpuftError(f"--hosts: {six[0]} {NEEDS_IPV4}")
         self.members = tuple(Member(name, name, config.user, config.port) for name in names)
         self.summary = f"{len(names)} hosts"
-        self.keys = self._read_keys()
-
-    def _read_keys(self) -> dict[str, str]:
         lines = read_raw(self.directory / "known_hosts").splitlines()
-        return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines if " " in line}
+        self.keys = dict(line.split(" ", 1) for line in lines if " " in line)
 
     def check(self) -> None:
         """Do what every kind does. Raises CpuftError, too: --hosts lacks a recorded host, or --prefix is another."""
         super().check()
         before = entry.options if (entry := self.find_record()) else {}
         # The new record would replace the one by which `down` finds what is installed there.
-        missing = [
-            name for name in _split_hosts(before.get("hosts", "")) if name not in _split_hosts(self.config.hosts)
-        ]
-        prefix = before.get("prefix", self.config.prefix)
-        if missing or prefix != self.config.prefix:
-            what = (
-                f"has {', '.join(missing)}, which --hosts leaves out" if missing else f"was made with --prefix {prefix}"
-            )
-            give = f"add {', '.join(missing)} to --hosts" if missing else f"give --prefix {prefix} again"
-            raise CpuftError(
-                f"cluster {self.name} {what}: {give}, or remove the cluster first with `cpuft provision down "
-                f"{self.name}`, or choose another --name"
-            )
+        given, prefix = _split_hosts(self.config.hosts), before.get("prefix", self.config.prefix)
+        if missing := ", ".join(name for name in _split_hosts(before.get("hosts", "")) if name not in given):
+            what, give = f"has {missing}, which --hosts leaves out", f"add {missing} to --hosts"
+        elif prefix != self.config.prefix:
+            what, give = f"was made with --prefix {prefix}", f"give --prefix {prefix} again"
+        else:
+            return
+        raise CpuftError(
+            f"cluster {self.name} {what}: {give}, or remove the cluster first with `cpuft provision down {self.name}`, "
+            "or choose another --name"
+        )
 
     def confirm(self, ask: Ask) -> None:
         """Fetch the host keys of servers whose key this cluster does not know, and ask whether each is right.
 
-        Accepted keys are kept in memory; a plan writes them. Known keys are never replaced. Raises CpuftError: a server
-        shows no key, or the user refuses one.
+        A plan writes accepted keys. Raises CpuftError: a server shows no key, or the user refuses one.
         """
         unknown, refused = [member for member in self.members if member.known_name not in self.keys], list[str]()
         with self._temporary_transport(self._find_bastions()) as transport:
@@ -445,9 +428,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return tuple(replace(member, key=self.keys.get(member.known_name, "")) for member in self.members)
 
     def gather(self) -> ClusterFacts:
-        """Examine the servers over ssh and the files and wheels on this machine. Changes nothing. Raises CpuftError: a
-        server cannot be examined or used, or as `gather_supply`.
-        """
+        """Examine the servers, and the files and wheels here. CpuftError: a server or the wheels cannot be used."""
         bastions = self._find_bastions()
         with self._temporary_transport(bastions) as transport:
             facts = replace(self._examine(transport), bastions=bastions)
@@ -474,9 +455,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return {address: message for address, message in said if message}
 
     def gather_remains(self) -> ClusterFacts:
-        """Examine the servers with the ssh configuration in the cluster's directory; without it, no server. Raises
-        CpuftError: a server does not answer.
-        """
+        """Examine the servers by the ssh configuration in the cluster's directory, if any. CpuftError: one fails."""
         if self.directory.exists():
             return self._examine(self._make_transport())
         return ClusterFacts((), {}, self._make_entry())
@@ -490,13 +469,8 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
             member.address: tuple(permanent.get(word, word) for word in transport.command_prefix(Host(member.address)))
             for member in self.members
         }
-        return ClusterFacts(
-            tuple(zip(self._list_members(), surveys)),
-            files,
-            self._make_entry(),
-            command_prefixes,
-            can_lose_head=self.can_lose_head,
-        )
+        servers, entry = tuple(zip(self._list_members(), surveys)), self._make_entry()
+        return ClusterFacts(servers, files, entry, command_prefixes, can_lose_head=self.can_lose_head)
 
     def _make_entry(self) -> Entry:
         # --accept-host-keys applies to one run only.
@@ -512,16 +486,11 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
 
     def _read_pins(self) -> tuple[str, ...]:
         try:
-            text = Path(self.config.pins).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise CpuftError(
-                f"there is no file {self.config.pins}, which --pins names: give a file with one name==version per line"
-            ) from None
+            return parse_pins(Path(self.config.pins).read_text(encoding="utf-8"), self.config.pins)
         except (OSError, UnicodeDecodeError) as error:
             raise CpuftError(
                 f"--pins {self.config.pins} cannot be read ({error}): give a file with one name==version per line"
             ) from None
-        return parse_pins(text, self.config.pins)
 
     def plan(self, facts: ClusterFacts) -> Plan:
         """Plan what is missing; without wheels, up to their download. CpuftError if a server cannot be provisioned."""

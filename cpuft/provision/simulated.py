@@ -11,8 +11,8 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,7 @@ from cpuft.hosts.ssh_config import (
 from cpuft.hosts.topology import parse_lscpu
 from cpuft.network import parse_bit_rate
 from cpuft.provision.base import Provider
-from cpuft.provision.cluster_files import (
-    plan_files,
-    plan_key,
-    plan_removal,
-    read_files,
-    read_raw,
-)
+from cpuft.provision.cluster_files import plan_files, plan_key, plan_removal, read_files, read_raw
 from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
 from cpuft.steps import Plan, Setting, Step
@@ -122,12 +116,11 @@ def _run_ip(*argv: str) -> str:
 
 def parse_networks(text: str) -> dict[str, str]:
     """Return the first IPv4 network of each interface, {"eth0": "10.0.0.0/24"}, from `ip -json -4 address`."""
-    networks = {}
-    for link in json.loads(text):
-        for info in link.get("addr_info", [])[:1]:
-            network = IPv4Network((info["local"], info["prefixlen"]), strict=False)
-            networks[str(link["ifname"])] = str(network)
-    return networks
+    return {
+        str(link["ifname"]): str(IPv4Network((info["local"], info["prefixlen"]), strict=False))
+        for link in json.loads(text)
+        for info in link.get("addr_info", [])[:1]
+    }
 
 
 def parse_routes(text: str) -> list[str]:
@@ -147,10 +140,9 @@ def choose_network(used: list[str]) -> str:
 
 
 def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
-    """Return the control group directories in which hosts can be limited and frozen.
+    """Return the control group directories in which hosts can be limited and frozen; () if there are none.
 
-    That is the root of cgroup v2 if that has the cpu controller, else those of cgroup v1 that can be written: on a
-    hybrid machine, v2 is mounted too, but v1 has the cpu controller. It is () if there are none.
+    That is the root of cgroup v2 if it has the cpu controller, as it has not on a hybrid machine, else those of v1.
     """
     if "cpu" in _read(Path(root, "cgroup.controllers")).split():
         return (root,)
@@ -193,12 +185,9 @@ def _wait_for_ssh(address: str, seconds: float) -> bool:
     """Return whether an ssh server answers on port 22 of `address` within `seconds`; at least one attempt is made."""
     end = time.monotonic() + seconds
     while True:
-        try:
-            with socket.create_connection((address, 22), timeout=1.0) as connection:
-                if connection.recv(4) == b"SSH-":
-                    return True
-        except OSError:
-            pass
+        with suppress(OSError), socket.create_connection((address, 22), timeout=1.0) as connection:
+            if connection.recv(4) == b"SSH-":
+                return True
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
@@ -209,15 +198,10 @@ def check_config(config: LocalConfig) -> None:
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
     if len(link) > _MAX_LINK_NAME:
         most = len(config.name) - len(link) + _MAX_LINK_NAME
-        raise CpuftError(
-            f"--name {config.name!r} is too long for network interfaces: with {config.nodes} hosts, use at most {most} "
-            "characters"
-        )
+        raise CpuftError(f"--name {config.name!r} is too long for {config.nodes} hosts: use at most {most} characters")
     parse_bit_rate(config.net)
     if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
-        raise CpuftError(
-            f"--image {config.image}: overlay mounts allow no comma, colon, backslash or space in a path: move it"
-        )
+        raise CpuftError(f"--image {config.image}: overlay mounts allow no comma, colon, backslash or space: move it")
     if not re.fullmatch(r"[0-9]{1,9}[kmg]?", config.shm):
         raise CpuftError(f"--shm {config.shm[:60]!r} is no size: write e.g. 256m or 1g")
 
@@ -229,10 +213,9 @@ def _plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
 
 
 def plan_cluster(config: LocalConfig, facts: MachineFacts) -> Plan:
-    """Plan what is missing of the cluster; an empty plan when nothing is.
+    """Plan what is missing of the cluster; without its keys, no host, and of the files only the registry entry.
 
-    While keys are missing, the plan has no host, and of the files only the registry entry: the others are made from the
-    keys. Raises CpuftError: CPU time cannot be limited.
+    Raises CpuftError: CPU time cannot be limited.
     """
     if config.cores_per_node and not facts.groups:
         raise CpuftError("control groups cannot be written here, so CPU time cannot be limited: omit --cores-per-node")
@@ -240,17 +223,16 @@ def plan_cluster(config: LocalConfig, facts: MachineFacts) -> Plan:
     # The registry entry comes before everything else, so that `down` finds what a killed run left behind.
     texts = _format_own_entry(facts) if keys else plan_texts(config, facts)
     stages = [plan_files(texts, facts.files, "write the cluster's ssh files and hostfile"), keys]
-    down = partial(_plan_node_step, config, facts, action="down", why="remove hosts beyond --nodes")
-    stages += [_plan_bridge(config, facts), [down(index=index) for index in facts.nodes if index > config.nodes]]
-    if not keys:
-        stages.append(_plan_nodes(config, facts))
+    extra, why = (index for index in facts.nodes if index > config.nodes), "remove hosts beyond --nodes"
+    downs = [_plan_node_step(config, facts, index, "down", why) for index in extra]
+    stages += [_plan_bridge(config, facts), downs, [] if keys else _plan_nodes(config, facts)]
     return Plan(tuple(tuple(stage) for stage in stages if stage))
 
 
 def _plan_keys(config: LocalConfig, facts: MachineFacts) -> list[Step]:
-    wanted = {f"{facts.directory}/id_ed25519": "generate the cluster's own login key"}
-    for index in range(1, config.nodes + 1):
-        wanted[f"{facts.directory}/nodes/{index}/host_key"] = "generate the host keys of the cluster"
+    base, why = facts.directory, "generate the host keys of the cluster"
+    wanted = {f"{base}/nodes/{index}/host_key": why for index in range(1, config.nodes + 1)}
+    wanted = {f"{base}/id_ed25519": "generate the cluster's own login key"} | wanted
     return [
         plan_key(path, why)
         for path, why in wanted.items()
@@ -277,10 +259,8 @@ def plan_texts(config: LocalConfig, facts: MachineFacts) -> dict[str, str]:
     if facts.there:
         inside = format_inside(members, facts.there, facts.entry.python)
         texts |= {f"{base}/there/{name}": text for name, text in inside.items()}
-    for index, member in enumerate(members, start=1):
-        texts[f"{base}/nodes/{index}/sshd_config"] = format_sshd_config(
-            member.address, "/run/cpuft", bool(config.image)
-        )
+    for index, one in enumerate(members, start=1):
+        texts[f"{base}/nodes/{index}/sshd_config"] = format_sshd_config(one.address, "/run/cpuft", bool(config.image))
     return texts
 
 
@@ -334,11 +314,10 @@ def _format_quota(config: LocalConfig) -> str:
 
 
 def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
-    """Return the hardware threads of host `index` (from 1), in ascending order.
+    """Return the hardware threads of host `index` (from 1): --cores-per-node, rounded up, or its share; ascending.
 
-    A host gets --cores-per-node of them, rounded up, or without that option its share of `facts.cpus`. The hosts are
-    spread over the cores as long as there is one for each of these threads: hosts that share a core slow each other
-    down by far more than half, because waiting OpenMP threads and MPI spin.
+    The hosts are spread over the cores as long as there is one for each of these threads: hosts that share a core slow
+    each other down by far more than half, because waiting OpenMP threads and MPI spin.
     """
     size = max(1, math.ceil(config.cores_per_node or len(facts.cpus) / config.nodes))
     cpus = facts.cores if config.cores_per_node and config.nodes * size <= len(facts.cores) else facts.cpus
@@ -357,11 +336,6 @@ def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, index: int) ->
     return hash_text("\0".join(parts), 16)
 
 
-def _format_mac(network: str, index: int) -> str:
-    """Return a locally administered MAC address that ends with the IPv4 address of host `index` in `network`."""
-    return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
-
-
 def _plan_node_step(config: LocalConfig, facts: MachineFacts, index: int, action: str, why: str) -> Step:
     """Return the step on this machine that runs an action of simulated_node.sh for one host.
 
@@ -369,13 +343,15 @@ def _plan_node_step(config: LocalConfig, facts: MachineFacts, index: int, action
     """
     groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
     booted = _hash_boot_settings(config, facts, index) if action == "up" else ""
+    address = IPv4Network(facts.network)[index]
+    mac = bytes([2, 0, *address.packed]).hex(":")  # locally administered
     values = {
         "NODE": (f"{config.name}-{index}", "hostname"),
         "NODE_DIR": (f"{facts.directory}/nodes/{index}", "directory of the host's own files"),
         "NODE_HOSTS": (f"{facts.directory}/hosts", "its /etc/hosts"),
         "NODE_KEYS": (f"{facts.directory}/authorized_keys", "public keys that may log in"),
-        "NODE_ADDRESS": (f"{IPv4Network(facts.network)[index]}/24", "its address"),
-        "NODE_MAC": (_format_mac(facts.network, index), "MAC address of its network interface"),
+        "NODE_ADDRESS": (f"{address}/24", "its address"),
+        "NODE_MAC": (mac, "MAC address of its network interface"),
         "NODE_LINK": (f"cpuft-{config.name}-{index}", "this machine's end of its network link"),
         "NODE_BRIDGE": (f"cpuft-{config.name}", "bridge to which the link is connected"),
         "NODE_CGROUPS": (groups, "control groups that limit its CPU time and pause it"),
@@ -409,8 +385,8 @@ def plan_cluster_down(config: LocalConfig, facts: MachineFacts) -> Plan:
         _plan_node_step(config, facts, index, "down", "end the hosts' processes, links and control groups")
         for index in sorted(facts.nodes)
     ]
-    delete = Step("remove the bridge", ("ip", "link", "delete", "dev", f"cpuft-{config.name}"))
-    rest = [delete] if facts.bridge else []
+    delete = ("ip", "link", "delete", "dev", f"cpuft-{config.name}")
+    rest = [Step("remove the bridge", delete)] if facts.bridge else []
     for group in facts.groups:
         path = f"{group}/cpuft-{config.name}"
         rest.append(Step("remove the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
@@ -463,9 +439,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         super().check()
 
     def gather(self) -> MachineFacts:
-        """Return what the cluster has on this machine, after up to 10 s for each running host that does not answer.
-        Raises CpuftError: `ip` fails, or no network is free.
-        """
+        """Return what exists, after up to 10 s for a silent host. CpuftError: `ip` fails, or no network is free."""
         bridge = f"cpuft-{self.name}"
         addresses = parse_networks(_run_ip("address"))
         used = [*addresses.values(), *parse_routes(_run_ip("route", "show", "table", "all"))]
@@ -493,8 +467,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
     def describe_hosts(self) -> list[str]:
         """Return `NAME  ADDRESS  STATE` for each host; STATE is `down`, or `up, N processes`.
 
-        Faults stand in place of `up`: `paused`, `cut off`, `paused, cut off` or `sshd does not answer`. Raises
-        CpuftError: `ip` fails, or no network is free.
+        Faults stand in place of `up`: `paused`, `cut off`, `paused, cut off` or `sshd does not answer`.
         """
         facts = self.gather()
         members = _plan_members(self.config, facts.network)

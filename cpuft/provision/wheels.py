@@ -113,18 +113,14 @@ def parse_hashes(text: str) -> tuple[HashedPin, ...]:
 
 
 def parse_pins(text: str, path: str) -> tuple[str, ...]:
-    """Return the requirements in the --pins file, each with its `--hash=` options. `path` is for messages. Raises
-    CpuftError: one is not exact, or only some have hashes.
-    """
+    """Return the requirements in the --pins file, with their hashes; CpuftError: one is not exact, or lacks a hash."""
     lines = re.sub(r"\\\n", " ", text).split("\n")
     pins = tuple(" ".join(line.split("#")[0].split()) for line in lines if line.split("#")[0].strip())
     for pin in pins:
         if "==" not in pin or not pin[0].isalnum():
             raise CpuftError(f"--pins {path}: {pin!r} is not exact: write name==version")
         if "--hash=" not in pin and any("--hash=" in other for other in pins):
-            raise CpuftError(
-                f"--pins {path}: {pin!r} has no hash and others have one: pip takes hashes for all or none"
-            )
+            raise CpuftError(f"--pins {path}: {pin!r} has no hash and others have one: give all a hash, or none")
     return pins
 
 
@@ -148,12 +144,9 @@ def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
 def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str]) -> Supply:
     """Find out which wheels are on this machine, and which steps make the missing ones. Changes nothing.
 
-    The first one is this cpuft's own, in the folder `own`. The others are those in `folder`, which the user gave;
-    without it those that are downloaded for hosts with this version of Python ("3.11"); without both there are no
-    others.
-
-    Raises CpuftError when others could have written the wheels or cpuft's cache folder, `folder` has no wheels, or a
-    wheel has a version of `HASHES` but another hash.
+    The first one is this cpuft's own, in the folder `own`. The others are those in `folder`, which the user gave, or
+    those that are downloaded for this version of Python ("3.11"), if any. Raises CpuftError when others could have
+    written the wheels or cpuft's cache folder, `folder` has none, or one has a version of `HASHES` but another hash.
     """
     name, content = make_own_wheel()
     digest = hashlib.sha256(content).hexdigest()
@@ -218,8 +211,7 @@ def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
 def download_wheels(python: str, environ: Mapping[str, str]) -> None:
     """Download all wheels for hosts with this version of Python into `downloads_folder`, unless it exists.
 
-    The folder is always complete: another one is filled beside it and renamed. Another process that downloads the same
-    wheels is waited for. Raises CpuftError: pip fails, or the cache folder cannot be used.
+    Another process that downloads the same wheels is waited for. Raises CpuftError: pip or the cache folder fails.
     """
     cache_folder(environ)
     folder = downloads_folder(python, environ)
@@ -268,10 +260,7 @@ def _format_requirements(hashed: Sequence[HashedPin]) -> str:
 
 
 def _choose_torch() -> tuple[str, ...]:
-    """Return pip's arguments for the torch in `PINS` without CUDA.
-
-    On x86-64 it comes from PyTorch's own index alone, unless the index that pip is configured for has such a build.
-    """
+    """Return pip's arguments for the torch in `PINS` without CUDA, perhaps from PyTorch's index instead of pip's."""
     pin = next(line for line in PINS.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
     if platform.machine() != "x86_64":
         return (pin,)
@@ -303,9 +292,7 @@ def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] = TARGETS) -> Path:
-    """Compile the kernels for those `targets` that the compiler knows (300 s at most), write one wheel, and return its
-    path. Raises CpuftError: all targets fail, or this is no x86-64.
-    """
+    """Compile the kernels into one wheel; return its path. CpuftError: all targets fail, or this is no x86-64."""
     if platform.machine() != "x86_64":
         raise CpuftError(f"kernels are compiled in advance for x86-64 only, and this machine is {platform.machine()}")
     folder.mkdir(parents=True, exist_ok=True)

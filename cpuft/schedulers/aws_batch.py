@@ -61,16 +61,10 @@ class AwsBatch(Scheduler[BatchOptions]):
         if not options.queue:
             raise CpuftError("no job queue is given: add --queue NAME")
         if "Ref::" in lines:
-            raise CpuftError(
-                "the launch contains Ref::, which AWS Batch replaces by parameters: leave it out, or put it into a file"
-            )
+            raise CpuftError("the launch contains Ref::, which AWS Batch would replace: put it into a file")
         hosts, _ = launch.count_hosts(options.nodes)
         if hosts > 1 and not (options.secret and options.role):
-            raise CpuftError(
-                "the job's nodes recognize each other by a secret: add --secret ARN, and --role ARN of an execution "
-                "role that may read it"
-            )
-        timeout = {"attemptDurationSeconds": options.seconds} if options.seconds else None
+            raise CpuftError("several nodes need a secret: add --secret ARN, and --role ARN of a role that may read it")
         volumes = [{"name": "work", "efsVolumeConfiguration": {"fileSystemId": options.efs}}] if options.efs else None
         values: dict[str, Any] = {
             "hosts": hosts,
@@ -81,7 +75,7 @@ class AwsBatch(Scheduler[BatchOptions]):
             "memory": str(options.memory << 10),
             "shm": options.memory << 8,
             "attempts": options.retries + 1,
-            "timeout": timeout,
+            "timeout": {"attemptDurationSeconds": options.seconds} if options.seconds else None,
             "volumes": volumes,
             "mounts": [{"sourceVolume": "work", "containerPath": "/work"}] if volumes else None,
         }

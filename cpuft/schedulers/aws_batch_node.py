@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address
 from pathlib import Path
 from types import FrameType
@@ -103,16 +103,13 @@ class Node:
 
 def parse_node(environ: Mapping[str, str]) -> Node:
     """Return this node's place in its job, from the variables of Batch, CPUFT_BATCH_TOKEN and CPUFT_MEET_SECONDS.
-    Raises CpuftError: this is no node of a multi-node job, a variable is not valid, or several nodes have no secret or
-    a short one.
+    Raises CpuftError: one is missing or not valid, or several nodes have no secret or a short one.
     """
     shown = ", ".join(f"{name}={environ.get(name, '')[:40]!r}" for name in _NUMBERS)
     # A node's own identifier is that of its job, followed by # and its index.
     job, texts = environ.get(_JOB, "").partition("#")[0], [environ.get(name, "") for name in _NUMBERS]
     if not job or not all(is_count(text, 0, 99_999) for text in texts):
-        raise CpuftError(
-            f"this is not a node of a multi-node job of AWS Batch ({shown}): start it by cpuft submit batch"
-        )
+        raise CpuftError(f"this is not a node of a job of AWS Batch ({shown}): start it by cpuft submit batch")
     index, main, count = map(int, texts)
     if max(index, main) >= count:
         raise CpuftError(f"AWS Batch's variables contradict each other ({shown}): check which of them the job sets")
@@ -121,9 +118,7 @@ def parse_node(environ: Mapping[str, str]) -> Node:
         raise CpuftError(f"{_ADDRESS}={address[:40]!r} is not the address of a main node: leave it to AWS Batch")
     if count > 1 and len(token) < _SHORTEST_SECRET:
         what = "is too short" if token else "is not set"
-        raise CpuftError(
-            f"{TOKEN} {what}: give cpuft submit batch --secret a secret of {_SHORTEST_SECRET} characters or more"
-        )
+        raise CpuftError(f"{TOKEN} {what}: submit with --secret, of {_SHORTEST_SECRET} characters or more")
     if not is_count(seconds, most=_MOST_SECONDS):
         raise CpuftError(f"{SECONDS}={seconds[:40]!r}: give a whole number of seconds, at most {_MOST_SECONDS}")
     return Node(job, index, main, count, address, int(seconds), token)
@@ -164,10 +159,9 @@ def _make_key(node: Node, role: str) -> str:
 def serve(keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str, str], script: str) -> Iterator[None]:
     """Inside, an ssh server listens on one address and port. Open sessions go on after it has stopped.
 
-    Whoever has the job's key may log in, but gets neither a terminal nor forwarding. Whatever the command is, `script`
-    runs, POSIX shell that has the command in $SSH_ORIGINAL_COMMAND. `folder` is for the server's files, and must be
-    this user's alone. Raises CpuftError: there is no sshd, or it cannot use the port; TransientError: it does not
-    start.
+    Whoever has the job's key may log in without a terminal or forwarding, and runs `script`, POSIX shell that has the
+    command in $SSH_ORIGINAL_COMMAND. `folder` is for the server's files, and must be this user's alone. Raises
+    CpuftError: there is no sshd, or it cannot use the port; TransientError: it does not start.
     """
     ssh_config.prepare_sshd()
     try:
@@ -203,10 +197,7 @@ def _listens(place: tuple[str, int]) -> bool:
 
 
 def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
-    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder).
-
-    Raises CpuftError: the text is no registration.
-    """
+    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder)."""
     found = _REGISTRATION.fullmatch(text)
     if not found or int(found[4]) > 65_535 or not (_is_address(found[1]) and _is_address(found[2])):
         raise CpuftError(f"{text[:80]!r} is not the registration of a node: start the same image on all nodes")
@@ -214,10 +205,9 @@ def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
 
 
 def register(folder: str, environ: Mapping[str, str]) -> int:
-    """Register a node with the main node; runs there, for the session of that node, and ends with the session.
+    """Register a node by a file in `folder`, which this process locks; runs on the main node in that node's session.
 
-    A file in `folder`, which is locked as long as this process runs, has both nodes' addresses and what the node asked
-    for. Returns the exit code that the main node gives beside it, or 255 when either end has gone.
+    Returns the exit code that the main node gives beside the file, or 255 when either end has gone.
     """
     path = Path(folder, f"{secrets.token_hex(8)}.node")
     asked = " ".join(environ.get("SSH_ORIGINAL_COMMAND", "").split())
@@ -328,10 +318,7 @@ def _name_nodes(indexes: Sequence[int]) -> str:
 
 
 def _run_main_node(node: Node, port: int, command: Sequence[str], environ: Mapping[str, str], say: Say) -> int:
-    """Wait for the other nodes, run the command, and give its exit code to all nodes; return the exit code.
-
-    If this raises, the other nodes end with 75.
-    """
+    """Wait for all nodes, run the command, and give its exit code, or 75 if this raises, to the others; return it."""
     keys, code = Keys(node), RESUMABLE
     mark = Path(keys.mark).absolute()
     with ExitStack() as stack:
@@ -349,9 +336,8 @@ def _run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappi
 
 
 def _write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], folder: str) -> None:
-    members = [ssh_config.Member(address, address, "", key=keys.host_line)]
-    for _, one in sorted(nodes.items()):
-        members.append(ssh_config.Member(one.address, one.address, "", one.port, keys.host_line))
+    others = (ssh_config.Member(one.address, one.address, "", one.port) for _, one in sorted(nodes.items()))
+    members = [replace(one, key=keys.host_line) for one in (ssh_config.Member(address, address, ""), *others)]
     shares = all(one.shares_folder for one in nodes.values())
     files = ssh_config.format_inside(members, folder, sys.executable, shares_files=shares)
     for name, text in (files | {"id_ed25519": keys.login_file}).items():
@@ -360,10 +346,9 @@ def _write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], fol
 
 
 def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, registry: Registry | None = None) -> int:
-    """Run the job's command to its end and return its exit code (128 + N if signal N ended it).
+    """Run the job's command to its end and return its exit code; 75 where it failed after another node had gone.
 
-    It is 75 instead where the command failed after another node had gone. SIGTERM, SIGINT and SIGUSR1 are passed on to
-    the command; their handlers stay. Raises CpuftError: the command cannot be started.
+    SIGTERM, SIGINT and SIGUSR1 are passed on to the command; their handlers stay. CpuftError: it cannot be started.
     """
     try:
         process = execute.start_process(command, environ)
@@ -384,9 +369,7 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
         if registry:
             gone = registry.find_gone()
             if gone and not end:
-                say(
-                    f"cpuft: {_name_nodes(gone)} of the job has gone: the job ends, and another attempt resumes the run"
-                )
+                say(f"cpuft: {_name_nodes(gone)} has gone: the job ends, and another attempt resumes the run")
                 send(signal.SIGINT)
                 end = time.monotonic() + _INTERRUPT_SECONDS
             elif (leaving := registry.find_leaving()) and signal.SIGTERM not in sent:
@@ -399,10 +382,7 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
 
 
 def _run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
-    """Serve the main node's commands until it ends this node; return the exit code that it gives.
-
-    SIGTERM does not end the node: the main node is told once that this node is leaving.
-    """
+    """Serve the main node's commands until it ends this node; return its exit code. It is told of a SIGTERM, once."""
     keys = Keys(node)
     signals: list[int] = []
     connection, session = _dial_main_node(node, port, keys)
@@ -456,10 +436,10 @@ def _dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, p
 
 
 def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) -> int:
-    """Do a node's part in a job from its start to its end; return the exit code, which is the command's on all nodes.
+    """Do a node's part in a job: work in a folder, and run the command on the main node, as `argv` has them.
 
-    After an error it is 75 if another attempt may succeed, else 2. `argv` has the folder to work in, and the command
-    that the main node runs. SIGTERM ends a node with 143 until the command runs or the node has registered.
+    Returns the command's exit code on all nodes; after an error 75 if another attempt may succeed, else 2. SIGTERM ends
+    a node with 143 until the command runs or the node has registered.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -491,6 +471,5 @@ def _enter_folder(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        register(sys.argv[2], os.environ) if sys.argv[1:2] == ["--register"] else run_node(sys.argv[1:], os.environ)
-    )
+    given, variables = sys.argv[1:], os.environ
+    sys.exit(register(given[1], variables) if given[:1] == ["--register"] else run_node(given, variables))

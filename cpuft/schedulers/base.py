@@ -74,23 +74,16 @@ class JobLaunch:
         """
         hosts = nodes or (math.ceil(self.np / self.ppn) if self.ppn else self.np)
         if hosts > self.np or (self.ppn and hosts * self.ppn < self.np):
-            raise CpuftError(
-                f"--nodes {hosts} does not agree with --np {self.np} and --ppn {self.ppn}: leave --nodes out"
-            )
+            raise CpuftError(f"--nodes {hosts} contradicts --np {self.np} and --ppn {self.ppn}: leave --nodes out")
         return hosts, math.ceil(self.np / hosts)
 
     def to_shell(self, name: str, restarted: str, *defaults: str) -> str:
         """Return lines of POSIX shell that define the function `launch` and set its arguments, "$@".
 
         The function replaces its shell by `cpuft launch`, whose path the script has in $cpuft. The arguments start a
-        run, or resume the one that an earlier start of the job began (resume.sh). The run's folder is $run: that of
-        --resume, else of --run-dir, else runs/NAME; a value of $task is added to the last two.
-
-        Parameters
-        ----------
-        name: name of the run where the launch has no --run-dir.
-        restarted: a shell expression that is empty only when the job starts for the first time.
-        defaults: options of the launch; the same options among its own win.
+        run, or resume the one that an earlier start of the job began (resume.sh), unless the shell expression
+        `restarted` is empty. The run's folder is $run: that of --resume, else of --run-dir, else runs/`name`; a value
+        of $task is added to the last two. The launch's own options win over `defaults`.
         """
         argv, script = shlex.join(("launch", *defaults, *self.options)), shlex.join(self.script)
         function = f'launch() {{ exec "$cpuft" {argv} "$@" {script}; }}\n'
@@ -113,8 +106,7 @@ class JobSweep(JobLaunch):
         hosts = self.np // self.ppn
         if not nodes:
             raise CpuftError(
-                "a sweep trains on as many hosts as its job has: add --nodes N, which is --hosts-per-run times the "
-                "number of runs that are to train at the same time"
+                "a sweep needs --nodes N: --hosts-per-run times the number of runs that are to train at the same time"
             )
         if nodes < hosts:
             raise CpuftError(f"--nodes {nodes} is less than --hosts-per-run {hosts}: raise --nodes")
@@ -123,7 +115,7 @@ class JobSweep(JobLaunch):
     def to_shell(self, name: str, restarted: str, *defaults: str) -> str:
         """Return lines as `JobLaunch.to_shell` does, whose function `launch` starts or continues a sweep.
 
-        `defaults` are not used: they are options for the signals that a launch gets, and a sweep gets them itself.
+        `defaults`, options for the signals that a launch gets, are not used: a sweep gets signals itself.
         """
         function = 'launch() { exec "$cpuft" sweep "$@"; }\n'
         begin = f"set -- {shlex.join(self.options)}"
@@ -213,9 +205,7 @@ class Scheduler(ABC, Generic[Options]):
 
 
 def run_client(*argv: str, stdin: str = "") -> str:
-    """Run a scheduler's client, wait for its end for at most 120 s, and return its standard output. Raises CpuftError:
-    it failed or took longer.
-    """
+    """Run a scheduler's client, and return its standard output. Raises CpuftError: it fails, or takes over 120 s."""
     answer = run_command(argv, ANSWER_SECONDS, stdin)
     if answer.exit_code:
         message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
@@ -229,10 +219,9 @@ def read_template(name: str) -> str:
 
 
 def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) -> str:
-    """Return the text of a YAML template of this folder, filled in.
+    """Return a YAML template of this folder in which each text `$key` is replaced by that of `values`, or an option.
 
-    Each text `$key` becomes the value of that key in `values` or, if it has none, the option of that name. Keys of
-    mappings whose value is None are left out. Raises CpuftError: `options` name no image.
+    Keys of mappings whose value is None are left out. Raises CpuftError: `options` name no image.
     """
     import yaml
 
@@ -260,8 +249,8 @@ def follow_job(
 ) -> int:
     """Pass a job's log to `say` as it grows, until the job ends; return the job's exit code.
 
-    After a restart the log may begin again; then all of it is passed on. Of 20 failures of the scheduler in a row, the
-    last one is raised. Raises CpuftError, too, for a job that can never start.
+    After a restart the log may begin again; then all of it is passed on. Raises CpuftError: the job can never start, or
+    the scheduler has failed 20 times in a row.
     """
     shown, failures = "", 0
     while True:

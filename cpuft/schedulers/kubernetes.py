@@ -70,8 +70,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
                     f"--{flag} {text[:80]!r}: use at most {most} small letters, digits and dashes, a letter first"
                 )
         lines = launch.to_shell(options.name, '$(has_begun "$run")', *_DEFAULTS)
-        setup, _, supervise = read_template("kubernetes.sh").partition("# LAUNCH\n")
-        script = f"cpuft={cpuft}\n{setup}{lines}{supervise}"
+        script = f"cpuft={cpuft}\n" + read_template("kubernetes.sh").replace("# LAUNCH\n", lines)
         claim = {"claimName": options.claim} if options.claim else None
         values: dict[str, Any] = {
             "hosts": hosts,
@@ -123,8 +122,5 @@ class Kubernetes(Scheduler[KubernetesOptions]):
 
 
 def escape_variables(text: str) -> str:
-    """Return `text` so that a container's command has it as it is: `$` is doubled before `$` and `(`.
-
-    Kubernetes replaces $(NAME), and $$ by $.
-    """
+    """Double `$` before `$` and `(`: in a container's command, Kubernetes replaces $(NAME), and $$ by $."""
     return re.sub(r"\$(?=[$(])", "$$", text)

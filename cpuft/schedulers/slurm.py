@@ -12,15 +12,7 @@ from pathlib import Path
 
 from cpuft.config.fields import option
 from cpuft.errors import CpuftError
-from cpuft.schedulers.base import (
-    JobLaunch,
-    JobOptions,
-    JobStatus,
-    JobSweep,
-    Scheduler,
-    read_template,
-    run_client,
-)
+from cpuft.schedulers.base import JobLaunch, JobOptions, JobStatus, JobSweep, Scheduler, read_template, run_client
 
 _UNQUOTED = re.compile(r"-[A-Za-z0-9_.,:;@%+=&|*()\[\]/~^!<>-]+")
 """Options that need no quotes in an #SBATCH line: sbatch reads quotes there in a way of its own."""
@@ -63,10 +55,7 @@ class Slurm(Scheduler[SlurmOptions]):
         if options.array and isinstance(launch, JobSweep):
             raise CpuftError("a sweep trains its runs in one job, and --array submits several jobs: leave out --array")
         if options.array and launch.resume:
-            raise CpuftError(
-                f"all jobs of --array would resume the same run, {launch.resume}: leave out --array, and submit a job "
-                "for each run"
-            )
+            raise CpuftError(f"all jobs of --array would resume {launch.resume}: submit a job for each run instead")
         hosts, ranks = launch.count_hosts(options.nodes)
         directives = [f"--job-name={options.name}", f"--nodes={hosts}", f"--ntasks-per-node={ranks}"]
         for name in ("partition", "account", "constraint", "time", "array"):
@@ -77,14 +66,12 @@ class Slurm(Scheduler[SlurmOptions]):
             raise CpuftError(f"--extra cannot be read ({error}): write '--name=value --other=value'") from None
         for directive in directives:
             if not _UNQUOTED.fullmatch(directive):
-                raise CpuftError(
-                    f"{directive[:60]!r} cannot stand in a job script: write --name=value, without spaces or quotes"
-                )
+                advice = "write --name=value, without spaces or quotes"
+                raise CpuftError(f"{directive[:60]!r} cannot stand in a job script: {advice}")
         lines = launch.to_shell(options.name, "${SLURM_RESTART_COUNT#0}")
-        head, _, rest = read_template("slurm.sh").partition("#SBATCH DIRECTIVES\n")
-        setup, _, requeue = rest.partition("# LAUNCH\n")
-        head += "".join(f"#SBATCH {directive}\n" for directive in directives)
-        return f"{head}{setup}cpuft={shlex.quote(cpuft)} retries={options.retries}\n{lines}{requeue}"
+        head = "".join(f"#SBATCH {directive}\n" for directive in directives)
+        lines = f"cpuft={shlex.quote(cpuft)} retries={options.retries}\n{lines}"
+        return read_template("slurm.sh").replace("#SBATCH DIRECTIVES\n", head).replace("# LAUNCH\n", lines)
 
     def submit(self, text: str) -> str:
         """Submit a job script by sbatch; return the job's number, such as "1234". Raises CpuftError: sbatch fails."""
@@ -102,8 +89,7 @@ class Slurm(Scheduler[SlurmOptions]):
         """Return the state of a job; of an array, all different states, the largest exit code and all logs.
 
         The exit code is None until all jobs of the array have ended; it is 128 + N after signal N, and 1 if Slurm has 0
-        but the job was not completed, e.g. cancelled. The log is the files of standard output that exist on this
-        machine.
+        but the job was not completed, e.g. cancelled. The log is the files of standard output on this machine.
         """
         text = run_client("scontrol", "show", "job", job)
         found = re.findall(r"\bJobState=(\w+)(?: Reason=([\w,]+))?", text)

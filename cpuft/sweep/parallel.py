@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from cpuft.errors import CpuftError, counted
 from cpuft.record import FILE_NAME, StepLine, parse_lines
 from cpuft.serialization import is_count
 from cpuft.sweep.places import Place
-from cpuft.sweep.queue import find_reason
+from cpuft.sweep.queue import find_reason, interrupt
 
 AUTO = "auto"
 _MANY_CORES = 16
@@ -50,8 +49,7 @@ def parse_parallel(text: str) -> int | None:
 
 def list_candidates(cores: Sequence[tuple[int, ...]], runs: int) -> list[int]:
     """Return the numbers of runs at a time that are worth a measurement, ascending, beginning with 1."""
-    threads = sum(map(len, cores))
-    numbers = [1, *([2] if threads >= 2 else []), *([4] if len(cores) >= _MANY_CORES else [])]
+    numbers = [1] + [2] * (sum(map(len, cores)) >= 2) + [4] * (len(cores) >= _MANY_CORES)
     return [number for number in numbers if number <= max(1, runs)]
 
 
@@ -62,21 +60,16 @@ def choose_parallel(rates: Mapping[int, float]) -> int:
 
 def describe_choice(rates: Mapping[int, float]) -> str:
     """Return one line that says what was measured and what was chosen."""
-    parts = [
-        f"{counted(number, 'run')} at a time {f'{rate:.1f} samples/s' if rate else 'not measured'}"
-        for number, rate in sorted(rates.items())
-    ]
+    told = {number: f"{rate:.1f} samples/s" if rate else "not measured" for number, rate in sorted(rates.items())}
+    parts = ", ".join(f"{counted(number, 'run')} at a time {text}" for number, text in told.items())
     best = choose_parallel(rates)
-    return f"--parallel {AUTO}, measured with the first configuration: {', '.join(parts)}; chosen: {best} at a time"
+    return f"--parallel {AUTO}, measured with the first configuration: {parts}; chosen: {best} at a time"
 
 
 def measure_parallel(
     divided: Mapping[int, Sequence[Place]], options: Sequence[str], say: Callable[[str], None]
 ) -> dict[int, float]:
-    """Train the first configuration for some seconds in each way, and return samples per second of all runs together.
-
-    `divided` has the places by number of runs at a time. The result has 0 for a number of runs that could not train.
-    """
+    """Train for some seconds at the places of each number of runs at a time; return their samples per second, or 0."""
     rates = dict[int, float]()
     for number, places in divided.items():
         say(f"--parallel {AUTO}: measuring {counted(number, 'run')} at a time")
@@ -110,10 +103,7 @@ def _measure(folder: str, names: Sequence[str], commands: Sequence[Sequence[str]
 
 
 def _watch(records: Sequence[Path], processes: Sequence[execute.Process]) -> float:
-    """Return the samples per second of all runs together, from the updates that they make while all train.
-
-    Returns 0 if a run ends before it has made enough updates, or none has begun after ten minutes.
-    """
+    """Return the samples per second of all runs together while all train; 0 if one ends too early or starts late."""
     started = time.monotonic()
     while time.monotonic() < started + _START_SECONDS:
         before = [len(read_steps(path)) for path in records]
@@ -151,11 +141,6 @@ def _end(processes: Sequence[execute.Process]) -> None:
     """End launches: the first signal lets them save a checkpoint, the second one does not wait for that."""
     try:
         for _ in range(2):
-            for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
-            end = time.monotonic() + _END_SECONDS / 2
-            for process in processes:
-                execute.wait_for_exit(process, max(0.0, end - time.monotonic()))
+            interrupt(processes, _END_SECONDS / 2)
     finally:
         execute.stop_processes(processes)

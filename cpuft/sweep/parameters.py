@@ -39,15 +39,14 @@ class Parameters:
     def choose(
         self, study: Any, search: str, seed: int, number: int, known: Collection[Key]
     ) -> tuple[Any, list[Assignment]]:
-        """Return (trial, runs) of the configuration with this number, which Optuna chooses as a new one.
+        """Return (trial, runs) of a configuration that Optuna chooses, and whose key is not among `known`.
 
         The choice depends on nothing but the results in the study, `seed` and `number`, so that a continued sweep
-        chooses what it would have chosen without a stop. `known` has the keys of the configurations before. Raises
-        CpuftError: hardly any configuration is left.
+        chooses the same. Raises CpuftError: hardly any configuration is left.
         """
         import optuna
 
-        samplers = optuna.samplers
+        samplers, fail = optuna.samplers, optuna.trial.TrialState.FAIL
         for draw in range(_MOST_ASKS + 1):
             drawn = random.Random(f"{seed}:{number}:{draw}").getrandbits(32)
             with warnings.catch_warnings():
@@ -62,13 +61,13 @@ class Parameters:
                 index, assignment = self._suggest(trial)
             except ValueError:  # BruteForceSampler cannot list the values of a range with fractions
                 study.sampler = samplers.RandomSampler()
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                study.tell(trial, state=fail)
                 break
             study.sampler = samplers.RandomSampler()  # because BruteForceSampler ends a study with its last trial
             if make_key(assignment) not in known:
                 seeds = self._spaces[index].get(SEED, Values()).texts
                 return trial, [assignment | {SEED: one} for one in seeds] or [assignment]
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            study.tell(trial, state=fail)
         raise CpuftError(
             f"hardly any configuration is left after {number - 1}: see the results with cpuft report, or start a sweep "
             "with other values or fewer --trials"
@@ -89,8 +88,7 @@ class Parameters:
 def name_parameters(spaces: Sequence[Space]) -> list[dict[str, str]]:
     """Return for each space the options with several values, and the parameters of the study that stand for them.
 
-    An option whose values differ between spaces has a parameter for each, because a parameter of Optuna has the same
-    choices in all trials.
+    A parameter of Optuna has the same choices in all trials: an option has one for each space with other values.
     """
     made = []
     for number, space in enumerate(spaces, start=1):
@@ -111,7 +109,7 @@ def _suggest_value(trial: Any, name: str, values: Values) -> str:
 def make_distributions(runs: Sequence[Assignment]) -> dict[str, Any]:
     """Return the distribution of each option of a grid, apart from the seed: its choices, or from where numbers reach.
 
-    Each trial stores the distributions, and the choices of a thousand numbers would fill the disk.
+    Each trial stores them, and the choices of a thousand numbers would fill the disk.
     """
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 

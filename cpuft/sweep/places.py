@@ -34,30 +34,24 @@ class Place:
 def plan_places(
     config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0
 ) -> list[Place]:
-    """Return the places of a sweep's runs: groups of hosts, or parts of this machine.
+    """Return the places of a sweep's runs: groups of hosts, or parts of this machine if it is the only host.
 
     `parallel` is 0 for as many places as there are groups, or one on this machine. `cores` has the hardware threads of
-    each core of this machine; they are divided if it is the only host, and so is `quota`, the number of cores that its
-    control group allows (0: no limit). Raises CpuftError: there are not enough hosts or cores.
+    each of its cores, and `quota` the cores that its control group allows (0: no limit). Raises CpuftError: there are
+    not enough hosts or cores.
     """
     hosts = read_hosts(config)
     if hosts == (LOCAL,):
         if hosts_per_run > 1:
-            raise CpuftError(
-                f"--hosts-per-run {hosts_per_run} needs more hosts than this machine: name them with --hostfile or "
-                "--cluster"
-            )
+            raise CpuftError(f"--hosts-per-run {hosts_per_run} needs hosts: name them with --hostfile or --cluster")
         return _divide_machine(max(1, parallel), cores, quota)
     groups = [hosts[i : i + hosts_per_run] for i in range(0, len(hosts) - hosts_per_run + 1, hosts_per_run)]
     if not groups:
-        raise CpuftError(
-            f"--hosts-per-run {hosts_per_run} is more than the {counted(len(hosts), 'host')} that there are: give a "
-            "smaller number, or more hosts"
-        )
+        raise CpuftError(f"--hosts-per-run {hosts_per_run} is too many for {counted(len(hosts), 'host')}: give fewer")
     if parallel > len(groups):
         raise CpuftError(
-            f"--parallel {parallel} is more than the {counted(len(groups), 'group')} of {hosts_per_run} that the hosts "
-            "make: give a smaller number (several runs at a time on one host are only possible on this machine)"
+            f"--parallel {parallel} is more than the {counted(len(groups), 'group')} of {hosts_per_run}: give "
+            "fewer (several runs at a time on one host are only possible on this machine)"
         )
     transport, made = find_access(config).transport, list[Place]()
     for group in groups:
@@ -79,15 +73,10 @@ def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: floa
     if len(cores) < parallel <= len(threads):
         cores = threads  # two runs then share a core, which is better than nothing where a core is all that there is
     if parallel > len(cores):
-        raise CpuftError(
-            f"--parallel {parallel} is more than the {counted(len(cores), 'core')} of this machine: give a smaller "
-            "number"
-        )
-    ends = [number * len(cores) // parallel for number in range(parallel + 1)]
-    parts = [sorted(cpu for core in cores[begin:end] for cpu in core) for begin, end in pairwise(ends)]
+        raise CpuftError(f"--parallel {parallel} is too many for {counted(len(cores), 'core')}: give fewer")
     places = list[Place]()
-    for (begin, end), part in zip(pairwise(ends), parts, strict=True):
-        name = ",".join(map(str, part))
+    for begin, end in pairwise(number * len(cores) // parallel for number in range(parallel + 1)):
+        name = ",".join(map(str, sorted(cpu for core in cores[begin:end] for cpu in core)))
         # A run that took the whole quota for its own would record a wrong number of cores.
         share = ("env", f"CPUFT_CPU_QUOTA={quota * (end - begin) / len(cores)!r}") if quota else ()
         places.append(Place(f"CPUs {name}", prefix=(*share, "taskset", "--cpu-list", name)))
@@ -95,10 +84,7 @@ def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: floa
 
 
 def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
-    """Return host -> SILENT or REFUSES for the hosts of a place that cannot be used; {} for a place on this machine.
-
-    `options` say how to reach the hosts.
-    """
+    """Return host -> SILENT or REFUSES for the hosts of a place that cannot be used with these options of a launch."""
     if not place.hosts:
         return {}
     access, lost = find_access(make_launch_config(options)), dict[str, str]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,24 +44,26 @@ def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSett
     `given` has the training options of the command line; a text with several values is a list or a range. There are no
     runs without a grid. Raises CpuftError: options exclude each other or cannot vary, or a value is wrong.
     """
-    varied = {name for name, value in given.items() if isinstance(value, str) and _is_several(name, value)}
-    space = {name: parse_values(name, given[name]) for name in given if name in varied}
-    fixed = {name: _parse_one(name, value) for name, value in given.items() if name not in varied}
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    # Of other options, a comma belongs to the value.
+    varied = {name for name in texts if name in list_variable_options() and re.search(r",|\.\.", texts[name])}
+    space = {name: parse_values(name, texts[name]) for name in texts if name in varied}
+    fixed = {name: value for name, value in given.items() if name not in varied}
     conditions = read_conditions(config.conditions) if config.conditions else [Space()]
     for name in {name for condition in conditions for name in condition} & {*given}:
-        raise CpuftError(
-            f"{format_flag(name)} is on the command line and in --conditions {config.conditions}: leave out one of them"
-        )
+        raise CpuftError(f"{format_flag(name)} is on the command line and in --conditions: leave out one of them")
     spaces = [space | condition for condition in conditions]
     _check_count(config, spaces)
-    base, runs = TrainConfig(**fixed), plan_grid(spaces) if config.search == "grid" else []
+    base = TrainConfig(**{name: value for name, value in fixed.items() if name not in texts})
+    base = apply_assignment(base, {name: text for name, text in fixed.items() if name in texts})
+    runs = plan_grid(spaces) if config.search == "grid" else []
     checked = runs or sample_configurations(spaces)
     check_assignments(base, checked, fixed)
     configs = [apply_assignment(base, one) for one in checked]
     metric = config.metric or find_task(configs[0].task, configs[0].causal).metrics[0]
     is_maximized = is_larger_better(metric) if config.direction == "auto" else config.direction == "maximize"
     ranks = config.hosts_per_run * config.ranks_per_host
-    options = format_assignment({name: value for name, value in given.items() if name not in varied})
+    options = format_assignment(fixed)
     options += [f"--np={ranks}", *([f"--ppn={config.ranks_per_host}"] if ranks > 1 else [])]
     return (
         SweepSettings(
@@ -72,7 +75,7 @@ def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSett
             search=config.search,
             search_seed=config.search_seed,
             pruner=_choose_pruner(config, configs),
-            seeds=max(len(one[SEED].texts) if SEED in one else 1 for one in spaces),
+            seeds=_count_seeds(spaces),
             spaces=[{name: values.text for name, values in one.items()} for one in spaces],
         ),
         is_maximized,
@@ -80,13 +83,15 @@ def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSett
     )
 
 
+def _count_seeds(spaces: Sequence[Space]) -> int:
+    return max(len(one[SEED].texts) if SEED in one else 1 for one in spaces)
+
+
 def _check_count(config: SweepConfig, spaces: Sequence[Space]) -> None:
     """Raise CpuftError if a sweep has too many runs, or fewer configurations than --trials."""
     if config.search == "grid":
         if config.trials:
-            raise CpuftError(
-                "--trials is for --search random and --search tpe: a grid has all combinations, so leave it out"
-            )
+            raise CpuftError("--trials is for --search random and tpe: leave it out, as a grid has all combinations")
         count = len(plan_grid(spaces, _MOST_RUNS + 1))
     else:
         if not config.trials:
@@ -96,32 +101,20 @@ def _check_count(config: SweepConfig, spaces: Sequence[Space]) -> None:
                 f"the values allow {known} configurations, fewer than --trials {config.trials}: give a range such "
                 "as --learning-rate 1e-5..1e-3, more values, or leave out --search and --trials, to train all of them"
             )
-        count = config.trials * max(len(one[SEED].texts) if SEED in one else 1 for one in spaces)
+        count = config.trials * _count_seeds(spaces)
     if count > _MOST_RUNS and not config.yes:
-        raise CpuftError(
-            f"this sweep has more than {_MOST_RUNS:,} runs: give fewer values, --search random with --trials 50, or "
-            "--yes if you mean it"
-        )
+        advice = "give fewer values, --search random with --trials 50, or --yes if you mean it"
+        raise CpuftError(f"this sweep has more than {_MOST_RUNS:,} runs: {advice}")
 
 
 def _choose_pruner(config: SweepConfig, configs: Sequence[TrainConfig]) -> str:
     has_evaluations = all(one.eval_every != "none" for one in configs)
     if config.pruner == "median" and not has_evaluations:
-        raise CpuftError(
-            "--pruner median compares evaluations while training, and there are none: add --eval-every epoch or "
-            "a number of updates, or leave out --pruner"
-        )
-    is_default = config.pruner == "auto" and config.search == "tpe" and has_evaluations
-    return "median" if is_default or config.pruner == "median" else "none"
-
-
-def _is_several(name: str, text: str) -> bool:
-    """Return whether an option has several values; of options that may not vary, a comma belongs to the value."""
-    return name in list_variable_options() and ("," in text or ".." in text)
-
-
-def _parse_one(name: str, value: Any) -> Any:
-    return getattr(apply_assignment(TrainConfig(), {name: value}), name) if isinstance(value, str) else value
+        advice = "add --eval-every epoch or a number of updates, or leave out --pruner"
+        raise CpuftError(f"--pruner median compares evaluations while training, and there are none: {advice}")
+    if config.pruner == "auto":
+        return "median" if config.search == "tpe" and has_evaluations else "none"
+    return config.pruner
 
 
 def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:

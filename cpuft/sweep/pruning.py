@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, parse_evaluation
 from cpuft.sweep.study import Configuration, Run, Sweep
@@ -30,22 +29,17 @@ class _Curve:
 
 
 class MedianPruner:
-    """Prunes a configuration when it is worse than the median of the finished ones, at the same share of the training.
+    """Prunes a configuration whose mean is worse than the median of the finished ones, at the same share of training.
 
     Optuna's pruner of this name compares evaluations after the same number of steps, and a run with a small batch has
-    learned less after as many updates. Evaluations are read from the logs of the launches, because the record of a run
-    may be on another host.
+    learned less after as many. Evaluations are read from logs, because the record of a run may be on another host.
     """
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep, self._curves = sweep, dict[str, _Curve]()
 
     def find_reason(self, run: Run) -> str:
-        """Return why a run's configuration is pruned after an evaluation that is new; empty if it is not.
-
-        The mean over those runs of the configuration that have got so far is compared with what the finished
-        configurations had reached after the same share of their training.
-        """
+        """Return why a run's configuration is pruned after an evaluation that is new; empty if it is not."""
         before = len(self._curves[run.folder].values) if run.folder in self._curves else 0
         count, one = len(self.read(run).values), run.configuration
         if count == before:
@@ -92,7 +86,7 @@ class MedianPruner:
         if run.folder in self._curves and not is_new:
             return self._curves[run.folder]
         curve = self._curves.setdefault(run.folder, _Curve())
-        with suppress(OSError), Path(self._sweep.folder, "logs", f"{run.folder}.log").open("rb") as file:
+        with suppress(OSError), self._sweep.find_log(run.folder).open("rb") as file:
             file.seek(curve.read_bytes)
             new = file.read()
             whole = new[: new.rfind(b"\n") + 1]

@@ -28,18 +28,7 @@ from cpuft.sweep.places import REFUSES, Place, find_host_share, find_lost_hosts
 from cpuft.sweep.pruning import MedianPruner
 from cpuft.sweep.results import list_results
 from cpuft.sweep.search import describe_values, format_assignment
-from cpuft.sweep.study import (
-    DONE,
-    FAILED,
-    LOST,
-    PRUNED,
-    RUNNING,
-    STOPPED,
-    Attempt,
-    Configuration,
-    Run,
-    Sweep,
-)
+from cpuft.sweep.study import DONE, FAILED, LOST, PRUNED, RUNNING, STOPPED, Attempt, Configuration, Run, Sweep
 
 _FILE_OPTIONS = tuple(map(format_flag, TRAINING_INPUTS))
 _POLL_SECONDS = 0.2
@@ -80,10 +69,9 @@ class _ActiveRun:
 
 
 class SweepQueue:
-    """Carries out the runs of a sweep: each is a `cpuft launch` in a process of its own.
+    """Carries out the runs of a sweep, also those that failed in an earlier session: each is a `cpuft launch`.
 
-    Runs that failed in an earlier session of the sweep are tried again. `options` of all launches say how they reach
-    their hosts. After `stop_after` failed runs, the sweep ends (0: any number may fail).
+    `options` of all launches say how they reach their hosts. After `stop_after` failures the sweep ends (0: never).
     """
 
     def __init__(
@@ -109,8 +97,8 @@ class SweepQueue:
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
         """Start runs until all have ended; return the number of those that failed.
 
-        `watch` is called several times per second, but not while the sweep waits for lost hosts. If this raises, for
-        example because a signal has come, all active runs are ended first, so that they can be resumed.
+        `watch` is called several times per second, but not while the sweep waits for lost hosts. Before any error or
+        signal is raised, all active runs are ended, so that they can be resumed.
         """
         with execute.signals_raise():
             try:
@@ -135,10 +123,7 @@ class SweepQueue:
         return len(self.sweep.list_runs(FAILED))
 
     def _wait_for_hosts(self) -> bool:
-        """Wait until a lost host answers again, for at most ten minutes; return whether one does.
-
-        If all hosts are lost at once, it is often the network of this machine that was interrupted.
-        """
+        """Wait up to ten minutes until a lost host answers again: it is often this machine's network that was away."""
         end = time.monotonic() + _RETURN_SECONDS
         if self._lost:
             self._say(f"no host answers any more: waiting up to {_RETURN_SECONDS / 60:.0f} min for one")
@@ -226,7 +211,7 @@ class SweepQueue:
         if place.name in self._checked and "--no-check" not in command:
             command.append("--no-check")
         self.sweep.note(run, Attempt(place.name, folder, time.time(), self._host_share))
-        log = Path(self.sweep.folder, "logs", f"{folder}.log")
+        log = self.sweep.find_log(folder)
         log.parent.mkdir(exist_ok=True)
         log_bytes = log.stat().st_size if log.exists() else 0
         environ = os.environ | name_in_trackers(self.sweep, os.environ)
@@ -265,22 +250,16 @@ class SweepQueue:
 
     def _has_trained(self, active: _ActiveRun) -> bool:
         """Return whether an attempt has made an update, as its log says: the record may be on another host."""
-        try:
-            with self._find_log(active.run).open("rb") as file:
-                file.seek(active.log_bytes)
-                return any(line.startswith(b"step ") for line in file)
-        except OSError:
-            return False
-
-    def _find_log(self, run: Run) -> Path:
-        return Path(self.sweep.folder, "logs", f"{run.folder}.log")
+        with suppress(OSError), self.sweep.find_log(active.run.folder).open("rb") as file:
+            file.seek(active.log_bytes)
+            return any(line.startswith(b"step ") for line in file)
+        return False
 
     def _read_metrics(self, folder: str) -> dict[str, float]:
-        try:
+        with suppress(CpuftError):
             record = read_record(str(Path(self.sweep.folder, folder)))
-        except CpuftError:
-            return {}
-        return dict(record.metrics) if record.footer else {}
+            return dict(record.metrics) if record.footer else {}
+        return {}
 
     def _read_finished(self, folder: str) -> dict[str, float]:
         """Return the metrics of a run whose launch was stopped; empty if it has to train or to fetch results yet."""
@@ -330,7 +309,7 @@ class SweepQueue:
             return replace(end, status=DONE)
         if active.pruned_at:
             return replace(end, status=PRUNED, reason=active.run.configuration.pruned)
-        return replace(end, status=FAILED, reason=find_reason(self._find_log(active.run)))
+        return replace(end, status=FAILED, reason=find_reason(self.sweep.find_log(start.folder)))
 
     def _decide_after_loss(self, end: Attempt) -> tuple[str, str]:
         """Return (status of an attempt whose host was lost, what the user is told about the next attempt)."""
@@ -368,10 +347,8 @@ class SweepQueue:
         """Raise CpuftError if this end of a run is a reason to end the sweep."""
         sweep = self.sweep
         if end.status == DONE and not list_results(sweep):
-            raise CpuftError(
-                f"the runs do not report --metric {sweep.metric}: start a new sweep with one of "
-                f"{', '.join(end.metrics)}"
-            )
+            known = ", ".join(end.metrics)
+            raise CpuftError(f"the runs do not report --metric {sweep.metric}: start a new sweep with one of {known}")
         failed = len({*sweep.list_runs(FAILED)} - self._failed_before)
         if end.status == FAILED and self._stop_after and failed >= self._stop_after:
             raise _make_failure(
@@ -383,16 +360,12 @@ class SweepQueue:
         """Let active runs save a checkpoint and end, and note how; another signal ends them at once."""
         active = [one for one in self._active if one.process.poll() is None]
         if active:
+            runs = counted(len(active), "run")
             self._say(
-                f"waiting up to {_STOP_SECONDS:.0f} s for the checkpoints of {counted(len(active), 'run')}; press "
-                "Ctrl-C again to end at once"
+                f"waiting up to {_STOP_SECONDS:.0f} s for checkpoints of {runs}; press Ctrl-C again to end at once"
             )
         with suppress(Interrupted), execute.signals_raise():
-            for one in active:
-                one.process.send_signal(signal.SIGINT)
-            end = time.monotonic() + _STOP_SECONDS
-            for one in active:
-                execute.wait_for_exit(one.process, max(0.0, end - time.monotonic()))
+            interrupt([one.process for one in active], _STOP_SECONDS)
         execute.stop_processes([one.process for one in self._active])
         for one in self._active:
             found = self._make_end(one)
@@ -404,6 +377,15 @@ class SweepQueue:
         self._active.clear()
 
 
+def interrupt(processes: Sequence[execute.Process], seconds: float) -> None:
+    """Send SIGINT to launches, and wait up to `seconds` until all have ended."""
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    end = time.monotonic() + seconds
+    for process in processes:
+        execute.wait_for_exit(process, max(0.0, end - time.monotonic()))
+
+
 def _find_place(run: Run, *statuses: str) -> str:
     """Return the name of the place of the last attempt at a run with one of these statuses, or empty."""
     return run.last.place if run.last and run.status in statuses else ""
@@ -412,8 +394,8 @@ def _find_place(run: Run, *statuses: str) -> str:
 def plan_launch(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str]:
     """Return (folder of the next attempt at a run, arguments of its launch there, why it begins anew if it had begun).
 
-    The last attempt is resumed, in its folder, if it was stopped or killed, has begun to train, and this place shares a
-    host with its own or a copy of its checkpoint is whole. The folder is relative to the sweep's.
+    The last attempt is resumed, in its folder, if it was stopped or killed and has begun to train, here or with a whole
+    copy of its checkpoint. The folder is relative to the sweep's.
     """
     earlier, number, reason = run.last, len(run.attempts) + 1, ""
     training = [*sweep.settings.options, *format_assignment(run.values)]
@@ -432,10 +414,7 @@ def plan_launch(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str
 
 
 def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that group the runs of a sweep in trackers, except those that the user has set.
-
-    The result is {} if no run reports to a tracker.
-    """
+    """Return variables, not set by the user, that group the runs of a sweep in trackers; {} if none reports to one."""
     is_tracked = any(option.startswith("--report-to=") for option in sweep.settings.options)
     is_tracked |= any("report_to" in run.values for run in sweep.runs)
     variables = ("WANDB_RUN_GROUP", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT")
@@ -443,16 +422,11 @@ def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def find_reason(log: Path) -> str:
-    """Return the line of a launch's log that says why it failed: its last error, a rank that failed, or its end.
-
-    It is "without a message" if the log is empty or cannot be read.
-    """
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        lines = []
+    """Return the line of a launch's log that says why it failed: its last error, a rank that failed, or its end."""
+    lines = list[str]()
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
     ranks = [line.removeprefix("cpuft: ") for line in lines if _FAILED_RANK.match(line)]
     return (errors or ranks or lines or ["without a message"])[-1]
@@ -468,7 +442,7 @@ def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
 def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True) -> str:
     """Return lines, the last one without a newline: runs by status, the best until now, the time left, active runs.
 
-    `places` is 0 if it is not known. If no `cpuft sweep` works on the runs now, those that have not ended are queued.
+    `places` is 0 if it is not known. Unless a sweep `is_running`, all runs that have not ended are queued.
     """
     active = sweep.list_runs(RUNNING) if is_running else []
     ended = {status: len(sweep.list_runs(status)) for status in (DONE, FAILED, PRUNED)}

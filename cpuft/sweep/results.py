@@ -39,10 +39,7 @@ def is_larger_better(metric: str) -> bool:
 
 
 def choose_metric(sweep: Sweep, metric: str) -> None:
-    """Compare the configurations of a sweep by another metric.
-
-    Whether a larger value is better follows from the name of the metric, unless it is the sweep's own.
-    """
+    """Compare the configurations of a sweep by another metric, whose name says whether a larger value is better."""
     known = list(dict.fromkeys(name for run in sweep.runs for one in run.attempts for name in one.metrics))
     if metric not in known:
         raise CpuftError(
@@ -123,8 +120,7 @@ def describe_best(configurations: Sequence[Result]) -> str:
 def compare_best_two(sweep: Sweep, results: Sequence[Result]) -> list[str]:
     """Return up to two sentences on what predictions for the validation rows tell about the best two configurations.
 
-    With several seeds, `describe_best` tells more than one run of each. The result is [] where a run has no
-    predictions.
+    With several seeds, `describe_best` tells more than one run of each. [] if a run has no predictions.
     """
     if len(results) < 2:
         return []
@@ -158,19 +154,11 @@ def format_sweep(sweep: Sweep) -> str:
 
 
 def _make_table(sweep: Sweep, results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    names = _list_names(results)
-    rows = [
-        [
-            str(number),
-            *(one.values.get(name, "-") for name in names),
-            f"{one.mean:.4f}",
-            "-" if math.isnan(one.standard_error) else f"{one.standard_error:.4f}",
-            str(len(one.metrics)),
-            f"{one.seconds / 60:.1f}",
-            one.best_run.folder,
-        ]
-        for number, one in enumerate(results, start=1)
-    ]
+    names, rows = _list_names(results), list[list[str]]()
+    for number, one in enumerate(results, start=1):
+        error = "-" if math.isnan(one.standard_error) else f"{one.standard_error:.4f}"
+        figures = [f"{one.mean:.4f}", error, str(len(one.metrics)), f"{one.seconds / 60:.1f}"]
+        rows.append([str(number), *(one.values.get(name, "-") for name in names), *figures, one.best_run.folder])
     flags = [format_flag(name)[2:] for name in names]
     return ["", *flags, f"mean {sweep.metric}", "+-", "runs", "minutes", "best run"], rows
 
@@ -199,12 +187,11 @@ def _list_notes(sweep: Sweep) -> list[str]:
 
 def write_sweep_page(sweep: Sweep, path: Path) -> Path:
     """Write the results of a sweep as an HTML page to `path`, and return `path`. An older page there is replaced."""
-    results = list_results(sweep)
-    if not results:
-        failed = len(sweep.list_runs(FAILED))
-        state = f"{counted(failed, 'run')} failed: see their logs" if failed else "wait until one has ended"
-        raise CpuftError(f"no run of {sweep.folder} has reported a metric: {state}")
-    return render_page(path, lambda: _describe_page(sweep, results))
+    if results := list_results(sweep):
+        return render_page(path, lambda: _describe_page(sweep, results))
+    failed = len(sweep.list_runs(FAILED))
+    state = f"{counted(failed, 'run')} failed: see their logs" if failed else "wait until one has ended"
+    raise CpuftError(f"no run of {sweep.folder} has reported a metric: {state}")
 
 
 def _describe_page(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
@@ -270,7 +257,7 @@ def _draw_options(sweep: Sweep, results: Sequence[Result]) -> list[tuple[str, st
 def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]]:
     """Return (place of each value of an option on an axis, labels by their place; empty for the plot's own).
 
-    Few values have the same distance from each other. Many numbers are on a scale, which is logarithmic if it is wide.
+    Few values are equally far apart. Many numbers are on a scale, a logarithmic one if it is wide.
     """
     numbers = dict[str, float]()
     for text in texts:
@@ -297,10 +284,9 @@ def _to_json(number: float) -> float | None:
 
 
 def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
-    """Return the results of a sweep as a JSON object.
+    """Return the results of a sweep as a JSON object, its configurations with the best one first, and its costs.
 
-    It has the metric, the configurations with the best one first, notes on the best two, the values of failed and
-    pruned runs, and the costs. A number that is not finite is None.
+    A number that is not finite is None.
     """
     results = list_results(sweep)
     return {

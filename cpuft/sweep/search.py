@@ -199,20 +199,17 @@ def _list_ends(values: Values) -> tuple[str, ...]:
 
 
 def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], given: Collection[str] = ()) -> None:
-    """Raise CpuftError if options of a run exclude each other, or an option about data has no effect with its task.
+    """Raise CpuftError if options of a run exclude each other or have no effect, or the runs have several tasks.
 
-    Several tasks in one sweep are refused, too: their metrics cannot be compared, also those of the same name. `given`
-    has the names of the options that the command line gives to all runs.
+    `given` has the names of the options that the command line gives to all runs.
     """
-    from cpuft.config.conflicts import (
-        refuse_unused_data_options,  # imports much that `cpuft sweep --help` does not need
-    )
+    # It imports much that `cpuft sweep --help` does not need.
+    from cpuft.config.conflicts import refuse_unused_data_options
 
     configs = [apply_assignment(base, assignment) for assignment in assignments]
     if len(tasks := list(dict.fromkeys(config.task for config in configs))) > 1:
         raise CpuftError(
-            f"--task {','.join(tasks)}: a sweep compares all its runs by one metric, and metrics of different tasks "
-            "cannot be compared: start a sweep for each task"
+            f"--task {','.join(tasks)}: metrics of different tasks cannot be compared: start a sweep for each task"
         )
     for assignment, config in zip(assignments, configs, strict=True):
         try:
@@ -220,9 +217,8 @@ def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], give
             refuse_conflicts(config)
             for one, other in ALTERNATIVES:
                 if {one, other} <= {*given, *assignment}:
-                    raise CpuftError(
-                        f"{format_flag(one)} and {format_flag(other)} exclude each other: leave out one of them"
-                    )
+                    both = f"{format_flag(one)} and {format_flag(other)}"
+                    raise CpuftError(f"{both} exclude each other: leave out one of them")
         except CpuftError as error:
             raise CpuftError(f"{describe_values(assignment)}: {error}") from None
 

@@ -152,6 +152,7 @@ class Sweep:
 
     def __init__(self, journal: _Journal, folder: str) -> None:
         self._optuna, self.journal, self.folder = import_optuna(), journal, folder
+        self._states, self._create = self._optuna.trial.TrialState, self._optuna.trial.create_trial
         self._storage = self._optuna.storages.JournalStorage(journal)
         self.study = self._optuna.load_study(study_name=_STUDY, storage=self._storage)
         self._study_id = self._storage.get_study_id_from_name(_STUDY)
@@ -172,8 +173,8 @@ class Sweep:
 
     def _read(self, trial: Any) -> Configuration | None:
         """Return the configuration of a trial; None if Optuna had chosen one that was there already."""
-        told, states = trial.user_attrs, self._optuna.trial.TrialState
-        value = load(float, trial.value) if trial.state == states.COMPLETE else None
+        told = trial.user_attrs
+        value = load(float, trial.value) if trial.state == self._states.COMPLETE else None
         curve = {load(int, update): load(float, reached) for update, reached in trial.intermediate_values.items()}
         pruned = load(str, told.get(_PRUNED, ""))
         one = Configuration(trial.number, [], pruned, curve, value, trial.state.is_finished())
@@ -195,10 +196,8 @@ class Sweep:
         found += [name for one in values for name in one if name not in training]
         found += [one.folder for run in self.runs for one in run.attempts if not _FOLDER.fullmatch(one.folder)]
         if found:
-            raise CpuftError(
-                f"{self.folder}/{FILE_NAME} holds {found[0]!r:.80}, which no sweep writes: give a folder that cpuft "
-                "sweep has made"
-            )
+            advice = "give a folder that cpuft sweep has made"
+            raise CpuftError(f"{self.folder}/{FILE_NAME} holds {found[0]!r:.80}, which no sweep writes: {advice}")
         is_whole = [run.number for run in self.runs] == [*range(1, len(self.runs) + 1)]
         is_known = told.search in SWEEP_SEARCHES and told.pruner in SWEEP_PRUNERS and 0 < told.seeds <= 10**6
         has_hosts = told.hosts_per_run > 0 and 0 < told.host_share <= 1
@@ -216,6 +215,10 @@ class Sweep:
         seconds = sum(one.seconds * one.host_share for run in self.runs for one in run.attempts)
         return seconds * self.settings.hosts_per_run / 3600
 
+    def find_log(self, folder: str) -> Path:
+        """Return the path of the log of the launches whose run is in `folder`, relative to that of the sweep."""
+        return Path(self.folder, "logs", f"{folder}.log")
+
     def list_runs(self, *statuses: str) -> list[Run]:
         """Return the runs with one of these statuses, by their numbers."""
         return [run for run in self.runs if run.status in statuses]
@@ -225,13 +228,12 @@ class Sweep:
         distributions, groups = make_distributions(runs), dict[Key, list[Assignment]]()
         for run in runs:
             groups.setdefault(make_key(run), []).append(run)
+        is_text = self._optuna.distributions.CategoricalDistribution
         for key, group in groups.items():
             used = {name: distributions[name] for name, _ in key}
-            is_text = self._optuna.distributions.CategoricalDistribution
             params = {name: text if isinstance(used[name], is_text) else float(text) for name, text in key}
-            told = {"params": params, "distributions": used}
-            waiting, attributes = self._optuna.trial.TrialState.WAITING, {_RUNS: self._number(group)}
-            self.study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=attributes, **told))
+            told = {"params": params, "distributions": used, "user_attrs": {_RUNS: self._number(group)}}
+            self.study.add_trial(self._create(state=self._states.WAITING, **told))
             self._add(len(self.configurations))
 
     def choose_next(self) -> Configuration:
@@ -243,10 +245,9 @@ class Sweep:
 
     def forget_proposals(self) -> None:
         """End trials that Optuna has begun, but whose runs were not stored before the sweep was killed."""
-        states = self._optuna.trial.TrialState
-        for trial in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+        for trial in self.study.get_trials(deepcopy=False, states=(self._states.RUNNING,)):
             if _RUNS not in trial.user_attrs:
-                self.study.tell(trial.number, state=states.FAIL)
+                self.study.tell(trial.number, state=self._states.FAIL)
 
     def _number(self, runs: Sequence[Assignment]) -> dict[str, Assignment]:
         return {str(number): values for number, values in enumerate(runs, start=len(self.runs) + 1)}
@@ -286,32 +287,30 @@ class Sweep:
         self._storage.set_trial_user_attr(self._open_trial(configuration), _PRUNED, reason)
 
     def _open_trial(self, one: Configuration) -> int:
-        """Return the identifier of the trial of a configuration, which can be changed, because it is running.
+        """Return the identifier of a running trial of a configuration.
 
-        A trial that has ended cannot be changed, so that a run that is tried again makes another one, as Optuna's
-        RetryFailedTrialCallback does.
+        One that has ended cannot be changed: a run that is tried again makes another, as RetryFailedTrialCallback does.
         """
-        states, create = self._optuna.trial.TrialState, self._optuna.trial.create_trial
         trial = self._storage.get_trial(self._find_trial(one.trial))
         if trial.state.is_finished():
-            told = {name: getattr(trial, name) for name in ("params", "distributions", "user_attrs")}
-            self.study.add_trial(create(state=states.RUNNING, intermediate_values=trial.intermediate_values, **told))
+            kept = ("params", "distributions", "user_attrs", "intermediate_values")
+            told = {name: getattr(trial, name) for name in kept}
+            self.study.add_trial(self._create(state=self._states.RUNNING, **told))
             one.trial, one.value, one.is_told = self._storage.get_n_trials(self._study_id) - 1, None, False
         found = self._find_trial(one.trial)
-        if trial.state == states.WAITING:
-            self._storage.set_trial_state_values(found, states.RUNNING)
+        if trial.state == self._states.WAITING:
+            self._storage.set_trial_state_values(found, self._states.RUNNING)
         return found
 
     def conclude(self, one: Configuration) -> None:
         """Tell Optuna how a configuration has ended: the mean over its runs, without those that failed."""
-        states = self._optuna.trial.TrialState
         self._open_trial(one)
         found = [run.last.metrics[self.metric] for run in one.runs if run.last and self.metric in run.last.metrics]
         value = statistics.fmean(found) if found else math.nan
         if one.pruned:
-            self.study.tell(one.trial, state=states.PRUNED)
+            self.study.tell(one.trial, state=self._states.PRUNED)
         elif math.isnan(value):  # Optuna accepts no NaN.
-            self.study.tell(one.trial, state=states.FAIL)
+            self.study.tell(one.trial, state=self._states.FAIL)
         else:
             one.value = value
             self.study.tell(one.trial, value)
@@ -329,10 +328,9 @@ def import_optuna() -> Any:
 
 
 class _Journal:
-    """The lines of a sweep's file, which are a backend of Optuna's JournalStorage; without a path, there is no file.
+    """The lines of a sweep's file, if any, as a backend of Optuna's JournalStorage; `open_sweep` keeps others out.
 
-    Optuna's own backend has locks that stay behind when a process is killed, and its next start waits half a minute
-    for them. `open_sweep` keeps other sweeps out.
+    After a kill, the next start of Optuna's own backend waits half a minute for the lock that the dead process had.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -417,9 +415,7 @@ def read_sweep(folder: str) -> Sweep:
     """Return the sweep in a folder, without a line cut off at the end. Raises CpuftError: it is missing or damaged."""
     path = Path(folder, FILE_NAME)
     if not path.is_file():
-        raise CpuftError(
-            f"there is no sweep in {folder}, because it has no file {FILE_NAME}: give the folder that cpuft sweep named"
-        )
+        raise CpuftError(f"there is no {FILE_NAME} in {folder}: give the folder that cpuft sweep named")
     try:
         return Sweep(_Journal(path), folder)
     except OSError as error:
@@ -457,9 +453,9 @@ def is_active(folder: str) -> bool:
 
 @contextmanager
 def _lock(folder: str, mode: str) -> Iterator[None]:
-    """Open the file of a sweep, and lock it inside the `with` block; with `mode` "rb" for readers, who may be many.
+    """Open and lock the file of a sweep inside the `with` block; with `mode` "rb" for readers, who may be many.
 
-    On a file system without locks, processes of this user on this machine are still kept out.
+    On a file system without locks, `lock_run` still keeps out processes of this user on this machine.
     """
     busy = CpuftError(
         f"another cpuft sweep is working on {folder}, here or on another host: wait until it has ended, or stop it, "

@@ -61,7 +61,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("CPUFT-034", {"open_files": 64}),
     ("CPUFT-038", {"host": Host("node3", slots=1), "lscpu": "".join(f"{n},{n},{n // 4},{n // 4}\n" for n in range(8))}),
-    ("CPUFT-032", {"leftovers": ["pid 12: python -m cpuft.rank", "/var/tmp/cpuft-0123456789ab"]}),
+    ("CPUFT-032", {"leftovers": ["pid 12: python -m cpuft.rank", "/var/tmp/cpuft-0/0123456789ab"]}),
     ("CPUFT-035", {"listening": {"hydra_pmi_proxy (pid 9), port 40000": "0.0.0.0"}}),
     ("CPUFT-037", {"kernels": ""}),
     ("CPUFT-035", {"listening": {"python (pid 9), port 6006": "8.8.4.4"}}),
@@ -92,7 +92,7 @@ def test_a_host_name_behind_a_bastion_is_not_a_public_address() -> None:
 
 
 def test_only_valid_process_ids_and_paths_become_part_of_the_fix() -> None:
-    said = ["pid 12: cpuft.rank", "pid 1; reboot: cpuft.rank", "/var/tmp/cpuft-0123456789ab; cd; rm -r *"]
+    said = ["pid 12: cpuft.rank", "pid 1; reboot: cpuft.rank", "/var/tmp/cpuft-0/0123456789ab; cd; rm -r *"]
     said += ["/var/tmp/cpuft-0/0123456789ab", "/var/tmp/cpuft-0/../../home", "/var/tmp/cpuft-0", "/home"]
     (finding,) = find_all(plant(healthy(), 3, leftovers=said))
     kill = "for pid in 12; do ! grep -qs cpuft /proc/$pid/cmdline || kill -KILL $pid; done"

@@ -178,7 +178,7 @@ def test_ports_behind_a_firewall_are_no_finding(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(examine, "_read_routes", lambda: ROUTES)
     monkeypatch.setattr(examine, "is_outside", lambda address, routes: True)
     monkeypatch.setattr(examine, "PORT_SECONDS", 0.5)
-    monkeypatch.setattr(examine, "_reach", lambda address, port, greeting, ended: not ended.wait(20))
+    monkeypatch.setattr(examine, "_reach", lambda address, order, ended: not ended.wait(20))
     state = examine_hosts((Host("node1"),), Access(OtherTransport()), try_outside=True)
     assert state.hosts[0].failure == ""
     assert find_all(replace(state, hosts=(replace(state.hosts[0], health=None),))) == []

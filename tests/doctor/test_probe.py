@@ -17,8 +17,15 @@ from cpuft.doctor import probe
 from cpuft.doctor.probe import find_leftovers, read_mpi, sample_cpu
 from tests.provision.simulated import needs_root
 
-RUNS = ("cpuft-0123456789ab", "cpuft-0/0123456789ab", "cpuft-0/0123456789ab.sent")
-OTHERS = ("cpuft-inputs", "cpuft-0/inputs", "cpuft-0", "cpuft-0123456789ab; cd; rm -r *", "cpuft-0/0123456789ab.d")
+RUNS = ("cpuft-0/0123456789ab", "cpuft-0/0123456789ab.sent")
+OTHERS = (
+    "cpuft-inputs",
+    "cpuft-0/inputs",
+    "cpuft-0",
+    "cpuft-0123456789ab",
+    "cpuft-0/0123456789ab; cd; rm -r *",
+    "cpuft-0/0123456789ab.d",
+)
 
 
 def make(root: Path, names: tuple[str, ...], hours: float = 25) -> None:
@@ -66,7 +73,7 @@ def test_the_modules_of_a_run_exist(module: str) -> None:
 
 def test_folders_of_runs_are_left_over_after_a_day(tmp_path: Path) -> None:
     make(tmp_path, (*RUNS, *OTHERS))
-    make(tmp_path, ("cpuft-ba9876543210",), hours=23)
+    make(tmp_path, ("cpuft-0/ba9876543210",), hours=23)
     assert left(tmp_path) == sorted(f"{tmp_path}/{name}" for name in RUNS)
 
 
@@ -150,6 +157,6 @@ def test_logins_to_many_hosts_wait_until_their_probes_have_started(
     monkeypatch.setattr(probe, "try_ssh", log_in)
     monkeypatch.setattr(probe, "try_ports", try_ports)
     names = [f"n{number}" for number in range(peers)]
-    asked = {"port": 0, "peers": [], "seconds": 1.0, "ssh_options": [], "ssh_peers": names, "kernels": False}
-    assert probe.examine(asked)["ssh"] == dict.fromkeys(names, "")
+    asked = {"port": 0, "peers": [], "seconds": 1.0, "greeting": "", "ssh_options": [], "ssh_peers": names}
+    assert probe.examine(asked | {"kernels": False})["ssh"] == dict.fromkeys(names, "")
     assert seen == order

@@ -156,7 +156,7 @@ def test_a_directory_that_is_a_link_stays(root: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "/", "opt/cpuft", "~/cpuft", "/opt/", "/opt/../home", "/opt/a b", "/opt/$HOME"])
 def test_a_prefix_is_a_plain_path(prefix: str) -> None:
     check_prefix("/opt/cpuft-1.0/a_b")
-    with pytest.raises(CpuftError, match=r"give a folder that only cpuft uses, such as /opt/cpuft$"):
+    with pytest.raises(CpuftError, match=r"give a new one, such as /opt/cpuft$"):
         check_prefix(prefix)
 
 

@@ -265,12 +265,6 @@ def test_the_registry_entry_is_read_back(tmp_path: Path) -> None:
     assert entry.options["nodes"] == "2"
 
 
-def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    entry = make_entry(tmp_path)
-    older = replace(entry, options=entry.options | {"without_root": "False", "recipe": ""})
-    assert SimulatedCluster.from_entry(older, {"CPUFT_STATE": str(tmp_path)}).config == CONFIG
-
-
 @pytest.mark.parametrize(
     ("environ", "cache"),
     [

@@ -115,14 +115,14 @@ def test_another_attempt_goes_on(attempt: str, told: list[str]) -> None:
             "no container image is given: add --image NAME, an image",
         ),
         (replace(SITE, queue=""), WORK, "no job queue is given: add --queue NAME"),
-        (replace(SITE, secret=""), WORK, "the job's nodes recognize each other by a secret: add --secret ARN"),
-        (replace(SITE, role=""), WORK, "the job's nodes recognize each other by a secret: add --secret ARN"),
+        (replace(SITE, secret=""), WORK, "several nodes need a secret: add --secret ARN"),
+        (replace(SITE, role=""), WORK, "several nodes need a secret: add --secret ARN"),
         (
             SITE,
             make_launch("Ref::a"),
-            "the launch contains Ref::, which AWS Batch replaces",
+            "the launch contains Ref::, which AWS Batch would replace",
         ),
-        (replace(SITE, nodes=9), WORK, "--nodes 9 does not agree with --np 8 and --ppn 2: leave --nodes out"),
+        (replace(SITE, nodes=9), WORK, "--nodes 9 contradicts --np 8 and --ppn 2: leave --nodes out"),
     ],
 )
 def test_what_batch_would_refuse(config: BatchOptions, launch: JobLaunch, said: str) -> None:

@@ -39,10 +39,10 @@ def test_a_nodes_place_is_read() -> None:
 @pytest.mark.parametrize(
     "environ, said",
     [
-        ({}, "this is not a node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE_INDEX='', "),
-        (CHILD | {"AWS_BATCH_JOB_ID": ""}, "this is not a node of a multi-node job of AWS Batch"),
-        (CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "-1"}, "this is not a node of a multi-node job of AWS Batch"),
-        (CHILD | {"AWS_BATCH_JOB_NUM_NODES": "9" * 5000}, "this is not a node of a multi-node job of AWS Batch"),
+        ({}, "this is not a node of a job of AWS Batch (AWS_BATCH_JOB_NODE_INDEX='', "),
+        (CHILD | {"AWS_BATCH_JOB_ID": ""}, "this is not a node of a job of AWS Batch"),
+        (CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "-1"}, "this is not a node of a job of AWS Batch"),
+        (CHILD | {"AWS_BATCH_JOB_NUM_NODES": "9" * 5000}, "this is not a node of a job of AWS Batch"),
         (
             CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "3"},
             "AWS Batch's variables contradict each other (AWS_BATCH_JOB_NODE_INDEX",
@@ -60,7 +60,7 @@ def test_a_nodes_place_is_read() -> None:
             CHILD | {"CPUFT_BATCH_TOKEN": ""},
             "CPUFT_BATCH_TOKEN is not set: give cpuft submit batch --secret a secret of 32",
         ),
-        (CHILD | {"CPUFT_BATCH_TOKEN": "a"}, "CPUFT_BATCH_TOKEN is too short: give cpuft submit batch"),
+        (CHILD | {"CPUFT_BATCH_TOKEN": "a"}, "CPUFT_BATCH_TOKEN is too short: submit with --secret"),
         (CHILD | {"CPUFT_MEET_SECONDS": "0"}, "CPUFT_MEET_SECONDS='0': give a whole number of seconds"),
     ],
 )
@@ -147,9 +147,7 @@ def test_a_node_that_dies_ends_the_job(tmp_path: Path) -> None:
         wait_until_said(job, "begun")
         job.send(2, signal.SIGKILL)
         assert job.end() == [75, 75, -signal.SIGKILL]
-    assert job.said(0).splitlines()[1:] == [
-        "cpuft: node 2 of the job has gone: the job ends, and another attempt resumes the run"
-    ]
+    assert job.said(0).splitlines()[1:] == ["cpuft: node 2 has gone: the job ends, and another attempt resumes the run"]
 
 
 @pytest.mark.proof
@@ -189,7 +187,7 @@ def test_a_node_gives_up_without_a_main_node(tmp_path: Path) -> None:
             (),
             "cpuft: error: give a folder and a command: python -m cpuft.schedulers.aws_batch_node FOLDER COMMAND...\n",
         ),
-        (("/proc/x", "true"), "cpuft: error: this is not a node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE"),
+        (("/proc/x", "true"), "cpuft: error: this is not a node of a job of AWS Batch (AWS_BATCH_JOB_NODE"),
     ],
 )
 def test_wrong_calls_are_answered_in_one_line(words: tuple[str, ...], said: str) -> None:

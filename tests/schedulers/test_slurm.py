@@ -89,8 +89,8 @@ def test_hosts_and_ranks(np: int, ppn: int, nodes: int, hosts: int, ranks: int) 
 @pytest.mark.parametrize(
     "np, ppn, nodes, said",
     [
-        (2, 0, 4, "--nodes 4 does not agree with --np 2 and --ppn 0: leave --nodes out"),
-        (8, 2, 3, "--nodes 3 does not agree with --np 8 and --ppn 2: leave --nodes out"),
+        (2, 0, 4, "--nodes 4 contradicts --np 2 and --ppn 0: leave --nodes out"),
+        (8, 2, 3, "--nodes 3 contradicts --np 8 and --ppn 2: leave --nodes out"),
     ],
 )
 def test_hosts_that_cannot_be(np: int, ppn: int, nodes: int, said: str) -> None:

@@ -129,7 +129,7 @@ def test_a_sweep_that_would_end_in_its_job_is_not_submitted(
 ) -> None:
     words = ("slurm", "--nodes", "3", "--", "sweep", *more)
     if more:
-        said = "cpuft: error: there is no sweep in runs/old, because it has no file sweep.jsonl: give the folder that "
+        said = "cpuft: error: there is no sweep.jsonl in runs/old: give the folder that "
         code, _, errors = run(capsys, *words)
         assert (code, errors.startswith(said)) == (2, True)
     monkeypatch.setitem(sys.modules, "optuna", None)
@@ -235,7 +235,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
             "cpuft submit cannot read here how many ranks the run in runs/x has, and reserves hosts for them: add --np",
         ),
         (("slurm", "--", "launch", "--iface", "\udc80"), "the launch contains bytes that are not UTF-8, which no"),
-        (("slurm", "--", "sweep", "--task", "mrpc"), "a sweep trains on as many hosts as its job has: add --nodes N,"),
+        (("slurm", "--", "sweep", "--task", "mrpc"), "a sweep needs --nodes N: --hosts-per-run times"),
         (
             ("slurm", "--nodes", "2", "--", "sweep", "--hosts-per-run", "3"),
             "--nodes 2 is less than --hosts-per-run 3: raise --nodes",
@@ -246,7 +246,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         ),
         (
             ("slurm", "--array", "0-3", "--", "launch", "--np", "2", "--resume", "runs/x"),
-            "all jobs of --array would resume the same run, runs/x: leave out --array, and submit a job for each run",
+            "all jobs of --array would resume runs/x: submit a job for each run instead",
         ),
         (("slurm", *LAUNCH, "--detach"), "a job goes on when you log out: leave out --detach"),
         (
@@ -270,7 +270,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
             ("slurm", "--partitoin", "a", *LAUNCH),
             "No such option '--partitoin'. Did you mean '--partition'? (see",
         ),
-        (("slurm", "--nodes", "3", *LAUNCH), "--nodes 3 does not agree with --np 2 and --ppn 0: leave --nodes out"),
+        (("slurm", "--nodes", "3", *LAUNCH), "--nodes 3 contradicts --np 2 and --ppn 0: leave --nodes out"),
         (("slurm", "--partition", "a b", *LAUNCH), "'--partition=a b' cannot stand in a job script: write"),
         (("slurm", "--config", "none.yaml", *LAUNCH), "--config none.yaml: there is no such file"),
         (("kubernetes", *LAUNCH), "no container image is given: add --image NAME, an image that has cpuft and sshd"),

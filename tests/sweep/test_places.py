@@ -53,10 +53,10 @@ def test_each_run_sees_its_share_of_the_quota_of_this_machine() -> None:
 @pytest.mark.parametrize(
     ("names", "hosts_per_run", "parallel", "problem"),
     [
-        ((), 2, 0, "--hosts-per-run 2 needs more hosts than this machine"),
-        ((), 1, 3, "--parallel 3 is more than the 2 cores of this machine"),
-        (("a1",), 2, 0, "--hosts-per-run 2 is more than the 1 host that there are"),
-        (("a1", "a2"), 1, 3, "--parallel 3 is more than the 2 groups of 1 that the hosts make"),
+        ((), 2, 0, "--hosts-per-run 2 needs hosts: name them"),
+        ((), 1, 3, "--parallel 3 is too many for 2 cores"),
+        (("a1",), 2, 0, "--hosts-per-run 2 is too many for 1 host"),
+        (("a1", "a2"), 1, 3, "--parallel 3 is more than the 2 groups of 1: give fewer"),
     ],
 )
 def test_places_that_do_not_exist(

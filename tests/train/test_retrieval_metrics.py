@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpuft.judge.search_metrics import average_searches
+from cpuft.judge.metrics import average_searches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray

@@ -46,23 +46,16 @@ def is_ready(image: Image | None, name: str) -> bool:
     if not image:
         return False
     if Tag.IMAGE not in read_tags(image):
-        raise CpuftError(
-            f"AMI {image['ImageId']} has the name {name}, but cpuft did not make it: deregister it, or give it another "
-            "name"
-        )
+        raise CpuftError(f"AMI {image['ImageId']} has the name {name}, but cpuft did not make it: deregister it")
     if image["State"] not in (READY, PENDING):
         raise CpuftError(
-            f"AMI {name} could not be made (its state is {image['State']!r}): delete it with `cpuft provision image "
-            f"--delete {name}`"
+            f"AMI {name} could not be made ({image['State']}): delete it with `cpuft provision image --delete {name}`"
         )
     return bool(image["State"] == READY)
 
 
 def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> CallStep:
-    """Return the call that makes an AMI of an instance, and tags it and its snapshots.
-
-    AWS shuts the instance down meanwhile, so that its disk is consistent.
-    """
+    """Return the call that makes a tagged AMI of an instance, which AWS shuts down first."""
     tags = {Tag.IMAGE: recipe, Tag.ENVIRONMENT: environment, Tag.OWNER: owner, "Name": name}
     parameters = {
         "InstanceId": instance,
@@ -74,10 +67,9 @@ def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: st
 
 
 def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted: str, region: str) -> Plan:
-    """Return the steps that delete the AMI with the name or id `wanted`, if it is among `images`, then its snapshots.
+    """Return the steps that delete the AMI with the name or id `wanted`, then its snapshots: id -> name of the AMI.
 
-    `snapshots` has the name of the AMI of each snapshot, by id. Raises CpuftError: nothing is called `wanted`, or it is
-    a snapshot of an AMI that exists.
+    Raises CpuftError: nothing is called `wanted`, or it is a snapshot of an AMI that exists.
     """
     if (name := snapshots.get(wanted)) in {one["Name"] for one in images}:
         raise CpuftError(
@@ -97,10 +89,7 @@ def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted:
 
 
 def describe_images(images: Sequence[Image], snapshots: Mapping[str, str], region: str) -> str:
-    """Return a line for each AMI, `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, and for snapshots without one.
-
-    Without any, the only line says so.
-    """
+    """Return lines for AMIs, `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, and for snapshots without one."""
     lines = [
         f"{one['Name']}  {one['ImageId']}  {one['State']}, {find_disk_size(one)} GB, "
         f"made {one['CreationDate'][:16].replace('T', ' ')} UTC"
@@ -117,19 +106,12 @@ def describe_images(images: Sequence[Image], snapshots: Mapping[str, str], regio
 
 
 class AmiBuilder:
-    """Makes an AMI from a recipe, unless one exists.
-
-    It rents a cluster of one instance, installs the recipe on it, tests that it can train, removes everything that
-    makes the host unique, and makes an AMI of its disk. The instance is terminated, whatever happens.
-    """
+    """Makes an AMI from a recipe, on a cluster of one instance, which is terminated, whatever happens."""
 
     def __init__(self, config: ImageConfig, environ: Mapping[str, str], services: Services | None = None) -> None:
         self.recipe, self.environ, self.services = read_recipe(config.recipe), environ, services or Services()
         if self.recipe.base.suite != _SUITE:
-            raise CpuftError(
-                f"AMIs are made from Debian {_SUITE}, and {config.recipe} asks for {self.recipe.base.suite}: set its "
-                f"suite to {_SUITE}"
-            )
+            raise CpuftError(f"AMIs are made from Debian {_SUITE} only: set the suite in {config.recipe} to {_SUITE}")
         cluster = AwsConfig(
             nodes=1,
             name=f"image{self.recipe.digest[:8]}",
@@ -149,10 +131,9 @@ class AmiBuilder:
         self.cluster = Aws(cluster, environ, services=self.services)
 
     def make(self, say: Say, ask: Ask) -> str:
-        """Make the AMI if it does not exist, and wait until AWS has finished it, for an hour at most.
+        """Make the AMI unless it exists, and wait up to an hour for AWS to finish it; return a sentence for the user.
 
-        Wheels are downloaded to this machine first, because the AMI's name depends on them. Returns a sentence for the
-        user.
+        Wheels are downloaded to this machine first, because the AMI's name depends on them.
         """
         stamp = _make_stamp(reconcile(self._gather_supply, _plan_supply, say))
         name = name_image(self.recipe.digest, stamp)
@@ -181,9 +162,9 @@ class AmiBuilder:
         if is_ready(self._find_image(name), name):
             return Plan()
         later = [step.why for stage in plan_finish(self.recipe, "", ("",)).stages for step in stage]
+        later += [f"make AMI {name}", "terminate the instance, even after an error"]
         plan = self.cluster.show()
-        notes = [f"then: {why}" for why in (*later, f"make AMI {name}", "terminate the instance, even after an error")]
-        return replace(plan, notes=(*plan.notes, *notes))
+        return replace(plan, notes=(*plan.notes, *(f"then: {why}" for why in later)))
 
     def _find_image(self, name: str) -> Image | None:
         return next(iter(find_images(self.cluster.client, "name", name)), None)
@@ -193,10 +174,7 @@ class AmiBuilder:
         return gather_supply(folder, wheels, self.recipe.environment.python, self.environ)
 
     def _remove_instance(self, say: Say, ready: bool = False) -> None:
-        """Remove the cluster of one instance, if this machine made it.
-
-        Raises CpuftError when another machine made it and still uses it, which it does until the AMI is `ready`.
-        """
+        """Remove the cluster if this machine made it; CpuftError if another one did, and its AMI is not `ready` yet."""
         facts = self.cluster.gather_remains()
         if is_ours(facts.files, facts.directory):
             say(self.cluster.down(say))
@@ -212,9 +190,8 @@ class AmiBuilder:
         instance, region = resources.live[0], self.cluster.config.region
         if self.services.uses_ssh:
             transport = SshTransport(str(self.cluster.directory / "ssh_config"), here="")
-            run_stages(
-                plan_finish(self.recipe, instance.private, transport.command_prefix(Host(instance.private))), say
-            )
+            prefix = transport.command_prefix(Host(instance.private))
+            run_stages(plan_finish(self.recipe, instance.private, prefix), say)
         step = _plan_ami(instance.id, name, self.recipe.digest, stamp, resources.caller, region)
         self.cluster.run(Plan(((step,),)), say)
 
@@ -222,8 +199,7 @@ class AmiBuilder:
         end = self.services.now() + _IMAGE_SECONDS
         while not is_ready(self._find_image(name), name):
             if self.services.now() > end:
-                minutes = f"{_IMAGE_SECONDS / 60:.0f} minutes"
-                raise CpuftError(f"AMI {name} is not ready after {minutes}: run the command again to continue waiting")
+                raise CpuftError(f"AMI {name} is not ready after an hour: run the command again to continue waiting")
             self.services.sleep(_POLL_SECONDS)
 
 
@@ -238,18 +214,15 @@ def _make_stamp(supply: Supply) -> str:
 def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan:
     """Return the steps that turn a host with an installed environment into the source of an image, one step per stage.
 
-    The security group lets the host reach nobody, so apt downloads packages through the ssh connection and this
-    machine. A shell line completes `ssh_command`.
+    The security group lets the host reach nobody: apt downloads through the connection of `ssh_command`.
     """
     assert ssh_command, "these steps must not run on this machine: they remove its keys"
     line = shlex.join(("sh", "-c", _APT_PROXY, "apt_proxy", _PORT, format_install(recipe)))
     forward = ("-o", "ExitOnForwardFailure=yes", "-R", f"127.0.0.1:{_PORT}")
     clean = ("sh", "-c", _CLEAN, "clean", "/", recipe.environment.prefix, WORK_ROOT)
+    install = (*ssh_command[:-1], *forward, *ssh_command[-1:], line)
     steps = (
-        Step(
-            "install the recipe, with packages downloaded through this machine",
-            (*ssh_command[:-1], *forward, *ssh_command[-1:], line),
-        ),
+        Step("install the recipe, with packages downloaded through this machine", install),
         Step(CHECK, ("sh", "-c", PROVE, "prove", environment_python(recipe)), host=host),
         Step("remove keys, names and logs of the host", clean, host=host),
     )
@@ -263,10 +236,7 @@ def list_images(region: str, services: Services | None = None) -> str:
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
-    """Delete the AMI with the name or id `wanted` and its snapshots, unless `dry_run`; return the plan.
-
-    Raises CpuftError: cpuft has made no such AMI.
-    """
+    """Delete the AMI with the name or id `wanted` and its snapshots, unless `dry_run`; return the plan."""
     client = (services or Services()).open_client(region)
     plan = plan_deletion(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), wanted, client.region)
     for step in () if dry_run else (step for stage in plan.stages for step in stage):

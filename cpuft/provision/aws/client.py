@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError, install_command, suggest_names
+from cpuft.errors import CpuftError, describe_error, install_command, suggest_names
 from cpuft.steps import Step
 
 
@@ -62,8 +62,7 @@ class CallStep(Step):
 def plan_call(method: str, why: str, region: str, parameters: Mapping[str, Any]) -> CallStep:
     """Return the step that makes a call, with the `aws` command that does the same.
 
-    `region` is in the printed command only: the client that executes the step has its own. Plans print the parameters,
-    so none of them is a secret.
+    `region` is in the command only: the client that executes the step has its own. No parameter is a secret.
     """
     command = ["aws", _SERVICES.get(method, "ec2"), method.replace("_", "-"), "--region", region]
     command += ["--cli-input-json", json.dumps(parameters)]
@@ -108,30 +107,16 @@ _ALREADY_DONE = {
 }
 """Ends of codes that say that a call took effect before; InvalidInput is IAM's for a role that exists already."""
 _TRANSIENT_CODES = (
-    "InternalError",
-    "ServiceUnavailable",
-    "Unavailable",
-    "RequestLimitExceeded",
-    "Throttling",
-    "ThrottlingException",
-    "InvalidGroup.NotFound",
-    "InvalidPlacementGroup.Unknown",
-    "DependencyViolation",
-    "InvalidPlacementGroup.InUse",
-    "InvalidSnapshot.InUse",
+    "InternalError ServiceUnavailable Unavailable RequestLimitExceeded Throttling ThrottlingException "
+    "InvalidGroup.NotFound InvalidPlacementGroup.Unknown DependencyViolation InvalidPlacementGroup.InUse "
+    "InvalidSnapshot.InUse"
 )
 """Codes beside HTTP 5xx after which a call is repeated: AWS is busy, or a resource is not visible yet or in use."""
 _QUOTA_CODES = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded")
 _FORBIDDEN_CODES = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 _CREDENTIAL_CODES = (
-    "AuthFailure",
-    "InvalidClientTokenId",
-    "UnrecognizedClientException",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "RequestExpired",
-    "OptInRequired",
+    "AuthFailure InvalidClientTokenId UnrecognizedClientException SignatureDoesNotMatch ExpiredToken "
+    "ExpiredTokenException RequestExpired OptInRequired"
 )
 _GIVE_CREDENTIALS = (
     "put an access key and its secret into ~/.aws/credentials or the environment, or log in with the AWS command line"
@@ -139,22 +124,21 @@ _GIVE_CREDENTIALS = (
 
 
 class CallError(CpuftError):
-    """A call to AWS did not succeed.
+    """A call to AWS did not succeed. `code` and `message` are those of AWS.
 
-    `code` and `message` are those of AWS; `is_transient` says whether repeating the call may help. `permission` is what
-    the call needs, as an IAM policy names it, and `status` that of HTTP; 0 for no answer.
+    `permission` is what the call needs, as an IAM policy names it, and `status` that of HTTP; 0 for no answer.
     """
 
     def __init__(self, permission: str, code: str, message: str, status: int = 400) -> None:
         message = message.strip().rstrip(".")
-        is_fault = not status or status >= 500 or code in _TRANSIENT_CODES
+        is_fault = not status or status >= 500 or code in _TRANSIENT_CODES.split()
         self.code, self.message, self.is_transient = code, message, is_fault and code not in CAPACITY_CODES
         if code in _FORBIDDEN_CODES:
             text = (
                 f"your AWS credentials lack the permission {permission}: add the policy that `cpuft provision aws "
                 "--policy` prints to your IAM user or role"
             )
-        elif code in _CREDENTIAL_CODES:
+        elif code in _CREDENTIAL_CODES.split():
             text = f"AWS does not accept your credentials ({code}): {_GIVE_CREDENTIALS}"
         elif code in _QUOTA_CODES:
             text = (
@@ -197,10 +181,9 @@ class AwsClient:
         self._sleep = sleep
 
     def _get_client(self, method: str) -> Any:
-        """Return boto3's client for a method.
+        """Return boto3's client for a method. It repeats only calls that read.
 
-        botocore repeats only calls that read. It would also repeat RunInstances when a zone has no capacity, because
-        that error comes as HTTP 500.
+        botocore would repeat RunInstances, too, when a zone has no capacity, because that error comes as HTTP 500.
         """
         from botocore.config import Config
 
@@ -226,9 +209,7 @@ class AwsClient:
         except (faults.NoCredentialsError, faults.PartialCredentialsError, faults.CredentialRetrievalError) as error:
             raise CpuftError(f"there are no AWS credentials ({error}): {_GIVE_CREDENTIALS}") from None
         except faults.ParamValidationError as error:
-            raise CpuftError(
-                f"AWS does not accept these values ({' '.join(str(error).split())}): correct the options"
-            ) from None
+            raise CpuftError(f"AWS does not accept a value ({describe_error(error)}): correct the options") from None
         except faults.BotoCoreError as error:
             raise CallError(permission, "", str(error), 0) from None
 
@@ -252,10 +233,9 @@ class AwsClient:
         return {}
 
     def dry_run(self, call: CallStep) -> None:
-        """Check that AWS would allow a call, without making it.
+        """Check that AWS would allow a call, without making it. Only EC2 can check calls; those of others pass.
 
-        A call that has taken effect before passes, too, and one about an instance that does not exist. Only EC2 can
-        check calls; those of other services pass.
+        A call that has taken effect before passes, too, and one about an instance that does not exist.
         """
         if call.method in _SERVICES:
             return

@@ -243,16 +243,13 @@ def find_own_address() -> str:
         with urllib.request.urlopen(_ADDRESS_SERVICE, timeout=10) as answer:
             return str(answer.read(100).decode(errors="replace")).strip()
     except (OSError, urllib.error.URLError) as error:
-        raise CpuftError(
-            f"{_ADDRESS_SERVICE} does not say the public address of this machine ({error}): give it with --ssh-from"
-        ) from None
+        raise CpuftError(f"{_ADDRESS_SERVICE} does not say your address ({error}): give it with --ssh-from") from None
 
 
 def find_resources(client: AwsClient, name: str, now: float) -> Resources:
     """Return what carries the tag of the cluster `name` in the client's region, seen at `now`.
 
-    Left out are attached volumes, deleted placement groups, and terminated instances of an earlier cluster. Raises
-    CpuftError: AWS refuses a request or does not answer.
+    Left out are attached volumes, deleted placement groups, and terminated instances of an earlier cluster.
     """
     filters = [{"Name": f"tag:{Tag.CLUSTER}", "Values": [name]}]
     places = client.query("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
@@ -285,13 +282,11 @@ def _find_clusters(client: AwsClient, filters: list[dict[str, Any]], now: float)
 def find_host_key(client: AwsClient, instance: str) -> str:
     """Return the host key "ssh-ed25519 AAAA..." that cloud-init wrote to the console of an instance; "" before it has.
 
-    Only AWS and the instance itself write there, so the first connection to the instance can be strict. Raises
-    CallError.
+    Only AWS and the instance itself write there, so the first connection to the instance can be strict.
     """
+    answer = client.find("get_console_output", "UnsupportedOperation", InstanceId=instance, Latest=True)
     # Types before the Nitro system show their console only some minutes after the boot.
-    answer = client.find(
-        "get_console_output", "UnsupportedOperation", InstanceId=instance, Latest=True
-    ) or client.query("get_console_output", InstanceId=instance)
+    answer = answer or client.query("get_console_output", InstanceId=instance)
     found = _HOST_KEY.findall(answer.get("Output", ""))
     return found[-1] if found else ""
 
@@ -299,9 +294,8 @@ def find_host_key(client: AwsClient, instance: str) -> str:
 def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     """Return what AWS offers of the instance type that the options ask for.
 
-    The AMI is that of --image or the newest one of its recipe, otherwise Debian 12's. Spot prices and the role for spot
-    instances are looked up only if spot instances are wanted. Raises CpuftError: the type or the AMI is unknown, or the
-    region has no default network.
+    The AMI is that of --image or the newest one of its recipe, otherwise Debian 12's. Raises CpuftError: the type or
+    the AMI is unknown, or the region has no default network.
     """
     found = _find_type(client, config.type)
     subnets = client.query("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
@@ -333,11 +327,9 @@ def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
 def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
     """Return the present price of a spot instance in dollars per hour, by name of the zone."""
     products = ["Linux/UNIX", "Linux/UNIX (Amazon VPC)"]
-    response = client.query(
-        "describe_spot_price_history", InstanceTypes=[instance_type], ProductDescriptions=products, MaxResults=100
-    )
+    asked = {"InstanceTypes": [instance_type], "ProductDescriptions": products, "MaxResults": 100}
     # The newest price comes first; the last one that is written into the dictionary stays.
-    history: Sequence[dict[str, Any]] = response["SpotPriceHistory"]
+    history: Sequence[dict[str, Any]] = client.query("describe_spot_price_history", **asked)["SpotPriceHistory"]
     return {one["AvailabilityZone"]: float(one["SpotPrice"]) for one in reversed(history)}
 
 
@@ -352,8 +344,7 @@ def _find_base_image(client: AwsClient, image: str) -> Image:
     found: Sequence[Image] = client.find("describe_images", "InvalidAMIID", ImageIds=[wanted]).get("Images", ())
     if not found:
         raise CpuftError(
-            f"region {client.region} has no AMI {image!r:.60} that you can use: an AMI belongs to one region, and its "
-            "id begins with ami-"
+            f"region {client.region} has no AMI {image!r:.60} that you can use: give an id of this region, ami-..."
         )
     return found[0]
 

@@ -10,75 +10,20 @@ import json
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.serialization import is_count
 
-UNTIL_FILE = "/var/lib/cpuft/until"
-"""On every instance: the end of its lease, in seconds since the epoch."""
-_LIMIT_FILE = "/var/lib/cpuft/limit"
-"""On every instance: the time to which a running job may extend the lease."""
-_ARM = "/usr/local/sbin/cpuft-lease"
-RENEW_COMMAND = f"{_ARM} renew"
+RENEW_COMMAND = "/usr/local/sbin/cpuft-lease renew"
 """A running job extends the lease by this command, which prints the new end of the lease and its limit."""
-_RENEWED_SECONDS = 900
-"""How far from now a renewal moves the end of the lease. Jobs renew every five minutes."""
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 _SHORTEST, _LONGEST = 600, 30 * 86400
-
-ARM_SCRIPT = f"""#!/bin/sh
-# cpuft-lease [renew]: schedules the shutdown at the end of the lease. With `renew` it first extends the lease, as far
-# as the limit allows, and prints the end of the lease and the limit.
-until=$(cat {UNTIL_FILE}) now=$(date +%s)
-if [ "${{1:-}}" = renew ]; then
-    limit=$(cat {_LIMIT_FILE} 2>/dev/null || echo "$until")
-    wanted=$(( now + {_RENEWED_SECONDS} < limit ? now + {_RENEWED_SECONDS} : limit ))
-    [ "$wanted" -gt "$until" ] || {{ echo "$until $limit"; exit 0; }}
-    echo "$wanted" >{UNTIL_FILE}.new && mv {UNTIL_FILE}.new {UNTIL_FILE} || exit 1
-    until=$wanted
-    echo "$until $limit"
-fi
-# `shutdown` takes whole minutes: rounding down makes the instance terminate before its lease ends, never after it.
-left=$(( (until - now) / 60 ))
-shutdown -c 2>/dev/null
-[ "$left" -gt 0 ] || exec shutdown -P now
-exec shutdown -P "+$left"
-"""
-_UNIT_FILE = "/etc/systemd/system/cpuft-lease.service"
-_UNIT = f"""[Unit]
-Description=End of the lease of this instance
-After=systemd-logind.service dbus.service
-
-[Service]
-Type=oneshot
-ExecStart={_ARM}
-
-[Install]
-WantedBy=multi-user.target
-"""
-
-
-CHECK_TIMER = f"""
-echo "until $(cat {UNTIL_FILE} 2>/dev/null)"
-sed -n 's/^USEC=/usec /p; s/^MODE=/mode /p' /run/systemd/shutdown/scheduled 2>/dev/null
-[ ! -e /etc/systemd/system/multi-user.target.wants/cpuft-lease.service ] || echo "enabled yes"
-"""
-"""Prints what `parse_timer` reads. systemd's file `scheduled` exists only while a shutdown is scheduled."""
-_INSTALL = """set -eu
-put() {
-    mkdir -p "${1%/*}"
-    printf '%s\\n' "$2" >"$1.new"
-    chmod "$3" "$1.new"
-    mv -f "$1.new" "$1"
-}
-put "$1" "$2" 644
-put "$3" "$4" 644
-put "$5" "$6" 755
-put "$7" "$8" 644
-systemctl daemon-reload
-systemctl enable "${7##*/}"
-exec "$5"
-"""
+_HERE = Path(__file__)
+ARM_SCRIPT = _HERE.with_name("lease_arm.sh").read_text(encoding="utf-8")
+CHECK_TIMER = _HERE.with_name("lease_check.sh").read_text(encoding="utf-8")
+"""Prints what `parse_timer` reads."""
+_INSTALL = _HERE.with_name("lease_install.sh").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -111,8 +56,7 @@ def parse_timer(text: str) -> Timer:
 
 def make_schedule_command(until: int, limit: int) -> tuple[str, ...]:
     """Return a command that installs both times (seconds since the epoch) on an instance and plans its shutdown."""
-    files = (UNTIL_FILE, str(until), _LIMIT_FILE, str(limit), _ARM, ARM_SCRIPT, _UNIT_FILE, _UNIT)
-    return ("sh", "-c", _INSTALL, "arm", *files)
+    return ("sh", "-c", _INSTALL, "arm", str(until), str(limit), ARM_SCRIPT)
 
 
 def parse_lease(text: str, flag: str = "--lease") -> int:

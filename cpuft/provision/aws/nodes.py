@@ -91,27 +91,18 @@ class Nodes(Servers):
         return f"{member.address}: {fault}, after scheduling it ended with exit code {answer.exit_code} ({said})"
 
     def connect(
-        self,
-        find_key: Callable[[str], str],
-        seconds: float,
-        now: Callable[[], float],
-        sleep: Callable[[float], None],
+        self, find_key: Callable[[str], str], seconds: float, now: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
-        """Find the host keys that the cluster's known_hosts file does not have, and log in to all instances.
+        """Find unknown host keys by the ids of instances, and log in to all, every 2 s for `seconds`, at least once.
 
-        Both are tried every 2 s for `seconds`, at least once. `find_key` returns the host key of the instance with an
-        id, and "" while it is unknown. Raises CpuftError after that time, or at once if a host key is another one.
+        Raises CpuftError after that time, or at once if a host key is another one.
         """
         end = now() + seconds
         while errors := self._try_connections(find_key):
-            key_errors = [
-                one for one in errors if isinstance(one, HostError) and one.kind in (KEY_CHANGED, KEY_UNKNOWN)
-            ]
-            if key_errors or now() >= end:
-                reasons = "; ".join(str(one) for one in key_errors or errors)
-                raise CpuftError(
-                    f"{reasons}. The instances cost money: remove them with `cpuft provision down {self.name}`"
-                )
+            wrong = [one for one in errors if isinstance(one, HostError) and one.kind in (KEY_CHANGED, KEY_UNKNOWN)]
+            if wrong or now() >= end:
+                advice = f"The instances cost money: remove them with `cpuft provision down {self.name}`"
+                raise CpuftError(f"{'; '.join(map(str, wrong or errors))}. {advice}")
             sleep(_POLL_SECONDS)
 
     def _try_connections(self, find_key: Callable[[str], str]) -> list[CpuftError]:

@@ -17,15 +17,7 @@ from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
 from cpuft.provision.aws.client import SPOT_SERVICE, CallStep, Tag, make_tags, plan_call, specify_tags
-from cpuft.provision.aws.facts import (
-    QUOTA_CODES,
-    Offer,
-    Resources,
-    Rule,
-    SecurityGroup,
-    find_disk_size,
-    is_standard,
-)
+from cpuft.provision.aws.facts import QUOTA_CODES, Offer, Resources, Rule, SecurityGroup, find_disk_size, is_standard
 from cpuft.provision.aws.lease import (
     RENEW_COMMAND,
     format_time,
@@ -80,9 +72,7 @@ def parse_ssh_from(text: str) -> str:
     try:
         found = ipaddress.IPv4Network(text.strip())
     except ValueError:
-        raise CpuftError(
-            f"--ssh-from {text!r:.60} is not an IPv4 address: give your own address, such as 203.0.113.7"
-        ) from None
+        raise CpuftError(f"--ssh-from {text!r:.60} is not an IPv4 address, such as 203.0.113.7: give yours") from None
     if found.prefixlen < _SHORTEST_PREFIX:
         raise CpuftError(f"--ssh-from {text} would let almost everybody reach ssh: give your own address")
     return str(found)
@@ -106,10 +96,8 @@ def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: s
             f"no zone of {region} with a default subnet offers {config.type}: try another --type or --region"
         )
     if config.zone and config.zone not in offer.zones:
-        raise CpuftError(
-            f"region {region} has no zone {config.zone!r:.60} that offers {config.type}: "
-            f"{suggest_names(config.zone, offer.zones)}"
-        )
+        names = suggest_names(config.zone, offer.zones)
+        raise CpuftError(f"region {region} has no zone {config.zone!r:.60} that offers {config.type}: {names}")
     _check_quota(config, offer, missing)
 
 
@@ -119,11 +107,10 @@ def _check_quota(config: AwsConfig, offer: Offer, missing: int) -> None:
     wanted = missing * each
     if offer.quota is None or not is_standard(config.type) or wanted <= offer.quota:
         return
-    possible = int(offer.quota) // each
+    fewer = f"use --nodes {int(offer.quota) // each}, or " if offer.quota >= each else ""
     raise CpuftError(
-        f"{missing} x {config.type} need {wanted} vCPUs, but your quota is {offer.quota:.0f} vCPUs: "
-        f"{f'use --nodes {possible}, or ' if possible else ''}request a higher quota {QUOTA_CODES[config.spot]} in the "
-        "Service Quotas console"
+        f"{missing} x {config.type} need {wanted} vCPUs, but your quota is {offer.quota:.0f} vCPUs: {fewer}request a "
+        f"higher quota {QUOTA_CODES[config.spot]} in the Service Quotas console"
     )
 
 
@@ -162,9 +149,9 @@ def needs_offer(config: AwsConfig, resources: Resources) -> bool:
 def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
     """Return the steps that create what is missing in AWS, and the cluster's files on this machine.
 
-    All missing instances, or none, are started in one zone, as soon as the security group and the key exist; until
-    then, a note names them. Raises CpuftError when the cluster can never become what the options ask for or its key is
-    on another machine, and NoCapacityError when every zone has refused.
+    All missing instances are started in one zone, once the security group and the key exist; until then, a note names
+    them. Raises CpuftError when the cluster can never become what the options ask for or its key is on another machine,
+    and NoCapacityError when every zone has refused.
     """
     resources = facts.resources
     check_rental(config, resources)
@@ -300,9 +287,8 @@ def choose_zone(
 ) -> tuple[str, str]:
     """Return the zone to start instances in, and the market, "spot" or "on-demand"; not again a pair in `refused`.
 
-    All instances of a cluster are in one zone: that of the instances that exist, otherwise --zone, otherwise the
-    cheapest for spot instances, otherwise the first by name. With --market spot-first, on-demand instances are chosen
-    when no zone is left for spot instances. Raises NoCapacityError when no zone is left.
+    The zone is that of the instances that exist, otherwise --zone, otherwise the cheapest for spot instances, otherwise
+    the first by name. Raises NoCapacityError when no zone is left.
     """
     used = {one.zone for one in resources.live}
     zones = [zone for zone in sorted(offer.zones) if zone in (used or {config.zone or zone})]
@@ -322,9 +308,8 @@ def _plan_launch(
 ) -> list[list[Step]]:
     """Plan one call that starts all missing instances or none.
 
-    The call's ClientToken is made from the security group, the generation and the zone, so that repeating the call,
-    after a response was lost, starts nothing again. A new generation begins when the present one has instances or is
-    stale.
+    By its ClientToken, of security group, generation and zone, a call that is repeated after a lost response starts
+    nothing again. A new generation begins when the present one has instances or is stale.
     """
     resources, region = facts.resources, facts.region
     missing, stages = config.nodes - len(resources.live), list[list[Step]]()
@@ -352,10 +337,7 @@ def _plan_launch(
 
 
 def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: str, count: int) -> dict[str, Any]:
-    """Return the parameters of RunInstances for `count` instances that do not depend on other resources of the cluster.
-
-    AWS can check them in a dry run before anything exists. An instance that shuts down terminates.
-    """
+    """Return the parameters of RunInstances for `count` instances that a dry run can check before anything exists."""
     disk: dict[str, Any] = {"VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     disk["VolumeSize"] = max(config.disk, find_disk_size(offer.image))
     has_efa = offer.type.get("NetworkInfo", {}).get("EfaSupported")
@@ -388,8 +370,7 @@ def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: st
 def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     """Return the steps that delete everything with the cluster's tag, in the order that AWS allows, then its record.
 
-    As long as instances are not terminated, the only step is their termination. Raises CpuftError when somebody else
-    made the cluster.
+    While instances are not terminated, that is the only step. Raises CpuftError when somebody else made the cluster.
     """
     resources, region = facts.resources, facts.region
     _check_owner(name, resources)
@@ -410,10 +391,9 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
 
 
 def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
-    """Return the steps that let the lease end at `until` (seconds since the epoch), on AWS, instances and here.
+    """Return the steps that move the end of the lease, and an earlier limit, to `until`: on AWS, instances and here.
 
-    The limit becomes `until` as well if that is later. Raises CpuftError when the cluster has no instances any more or
-    somebody else made it.
+    Raises CpuftError when the cluster has no instances any more or somebody else made it.
     """
     _check_owner(name, facts.resources)
     group, live = facts.resources.group, facts.resources.live

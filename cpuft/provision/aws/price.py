@@ -51,10 +51,7 @@ def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
 
 
 def describe_price(price: Price, config: AwsConfig, missing: int, now: float, until: float, limit: float) -> str:
-    """Return sentences, without the last full stop, on what `missing` instances will cost in an hour, lease and limit.
-
-    The times are in seconds since the epoch: `until` is the end of the lease, to `limit` running jobs may extend it.
-    """
+    """Return sentences, without the last full stop, on what `missing` instances cost in an hour, lease and limit."""
     spot, hourly = price.spot_by_zone.values(), price.on_demand or 0.0
     each = f"about ${hourly:.3f} per hour ({price.source})"
     if not hourly:
@@ -66,11 +63,10 @@ def describe_price(price: Price, config: AwsConfig, missing: int, now: float, un
     hourly *= missing
     hours, longest = max(0.0, until - now) / 3600, max(0.0, limit - now) / 3600
     end = f"the lease ends at {format_time(until)} (in {format_span(until - now)})"
+    total = f"${hourly:.2f} per hour, ${hourly * hours:.2f}" if hourly else "an unknown price"
     sentences = [
         f"{missing} x {config.type} {'spot' if config.spot else 'on demand'}: each instance costs {each}",
-        f"All together cost ${hourly:.2f} per hour, ${hourly * hours:.2f} until {end}"
-        if hourly
-        else f"All together cost an unknown price until {end}",
+        f"All together cost {total} until {end}",
     ]
     if limit > until:
         cost = f", for ${hourly * longest:.2f}" if hourly else ""
@@ -93,10 +89,7 @@ def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> st
 
 
 def _count_seconds(one: Instance, now: float) -> float:
-    """Return for how many seconds an instance has been paid for so far.
-
-    If it ended at an unknown time, that counts as the end of its lease, or as `now` if that is earlier.
-    """
+    """Return for how many seconds an instance was paid; an unknown end is that of its lease, `now` at the latest."""
     end = now if one.state in BILLED else one.ended or max(one.launched, min(now, float(one.until or now)))
     return max(0.0, end - one.launched)
 

@@ -43,13 +43,7 @@ from cpuft.provision.aws.plan import (
     plan_rental,
     plan_rental_down,
 )
-from cpuft.provision.aws.price import (
-    describe_cost,
-    describe_instances,
-    describe_price,
-    find_price,
-    find_price_of,
-)
+from cpuft.provision.aws.price import describe_cost, describe_instances, describe_price, find_price, find_price_of
 from cpuft.provision.base import Ask, Provider, Say, run_stages
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.servers import ClusterFacts
@@ -129,9 +123,9 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def gather(self) -> RentalFacts:
         """Return what exists in AWS; when nothing is missing there, also what the instances say.
 
-        `make` waits here until the instances run and accept ssh connections, 5 minutes for each, and schedules
-        shutdowns that are missing; other commands do not. Raises NoCapacityError when every zone has refused,
-        LeaseError when instances would not terminate themselves, and CpuftError when AWS has ended one during `make`.
+        `make` waits here until the instances run and accept ssh connections, and schedules missing shutdowns. Raises
+        NoCapacityError when every zone has refused, LeaseError when instances would not terminate themselves, and
+        CpuftError when AWS has ended one.
         """
         facts = self._gather_rental()
         while self._waits and (starting := self._find_starting(facts.resources)):
@@ -198,10 +192,9 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         return found
 
     def _wait_for(self, state: str, wanted: set[str], seconds: float) -> None:
-        """Wait until AWS lists all instances with the ids `wanted` in a state: "running" or "terminated".
+        """Wait until AWS lists all instances with the ids `wanted` as "running", or as "terminated" or not at all.
 
-        An instance that is not listed any more is terminated. Raises CpuftError when AWS has ended one instead, as it
-        does when it may not use the key of their disks.
+        Raises CpuftError when AWS has ended one instead, as it does when it may not use the key of their disks.
         """
 
         def find_lacking(found: Resources) -> set[str]:
@@ -220,14 +213,13 @@ class Aws(Provider[AwsConfig, RentalFacts]):
             if one.id in wanted and one.state != state:
                 raise CpuftError(
                     f"AWS has ended instance {one.id} of {self.name} ({one.reason or 'it does not say why'}): correct "
-                    "the cause and run the same command again, or remove the cluster with `cpuft provision down "
-                    f"{self.name}`"
+                    f"the cause and run the same command again, or `cpuft provision down {self.name}`"
                 )
 
     def confirm(self, ask: Ask) -> None:
-        """Check by dry runs the permissions for what has to be rented, then ask whether the user agrees to the price.
+        """Check by dry runs the permissions for what has to be rented, then ask the user about its price, if any.
 
-        Nothing is asked if no instance is missing. With --yes, the price is shown and nothing is asked.
+        With --yes, the price is shown and nothing is asked.
         """
         facts = self._gather_rental()
         self._known = {one.id for one in facts.resources.live}
@@ -264,7 +256,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def run(self, plan: Plan, say: Say) -> None:
         """Execute a plan; calls to AWS are made one after another.
 
-        A zone without capacity is no error: the next plan takes another one. Raises CpuftError: a step fails otherwise.
+        A zone without capacity is no error: the next plan takes another one.
         """
         for are_calls, stages in itertools.groupby(plan.stages, lambda stage: isinstance(stage[0], CallStep)):
             if are_calls:
@@ -299,9 +291,8 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def make(self, say: Say, ask: Ask) -> str:
         """Make or repair the cluster, and wait until it is ready.
 
-        When no zone has capacity (NoCapacityError) and nothing runs yet, all that was made is removed. When instances
-        would not terminate themselves at the end of their lease, they are terminated, because they would cost money
-        forever.
+        When no zone has capacity (NoCapacityError) and nothing runs yet, all that was made is removed. Instances that
+        would not terminate themselves at the end of their lease are terminated.
         """
         self._waits, self._say = True, say
         try:
@@ -312,9 +303,8 @@ class Aws(Provider[AwsConfig, RentalFacts]):
                 self.down(say)
             except CpuftError as failure:
                 raise CpuftError(f"{error}. They cost money and could not be terminated: {failure}") from None
-            raise CpuftError(
-                f"{error}. All instances of {self.name} were terminated: check systemd and cloud-init in the AMI"
-            ) from None
+            ended = f"All instances of {self.name} were terminated: check systemd and cloud-init in the AMI"
+            raise CpuftError(f"{error}. {ended}") from None
         except NoCapacityError:
             if not self._find_resources().live:
                 self.down(say)
@@ -330,10 +320,8 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def down(self, say: Say) -> str:
         """Remove the cluster, including instances that appear late; wait until they are terminated, up to 10 minutes.
 
-        The sentence for the user says what the cluster has cost if it had instances. If this machine has recorded
-        another cluster of this name, that is left alone, and the sentence says so. Raises CpuftError: AWS refuses a
-        request, somebody else made the cluster, the instances do not end in time, or another process has been changing
-        it for 30 s.
+        The sentence for the user says what the cluster has cost. If this machine has recorded another cluster of this
+        name, that is left alone. Raises CpuftError: somebody else made the cluster, or instances do not end in time.
         """
         mine = {one.id for one in self._find_with_late_instances().instances}
         sentence = super().down(say)
@@ -352,21 +340,14 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         generation = found.group.generation if found.group else 0
         if self._refused or found.now - max(recorded, generation) > _YOUNG_SECONDS:
             return found
-
-        def have_appeared(found: Resources) -> bool:
-            return any(one.generation == generation for one in found.instances)
-
-        return self._wait_until(have_appeared, _APPEAR_SECONDS)
+        return self._wait_until(lambda now: generation in {one.generation for one in now.instances}, _APPEAR_SECONDS)
 
     def plan_down(self, facts: RentalFacts) -> Plan:
         """Plan the deletion of what is left in AWS and here. Raises CpuftError: somebody else made the cluster."""
         return plan_rental_down(self.name, facts)
 
     def plan_extension(self, lease: str) -> Plan:
-        """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before.
-
-        Raises CpuftError: `lease` is not valid, the cluster has no instances any more, or somebody else made it.
-        """
+        """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before."""
         facts = self.gather_remains()
         until = int(facts.resources.now) + parse_lease(lease)
         plan = plan_lease_extension(self.name, facts, until)
@@ -384,8 +365,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def describe_hosts(self) -> list[str]:
         """Return a line about the lease and the cost, and one for each instance as AWS lists it."""
         resources = self._find_resources()
-        price = find_price_of(self.client, resources.instances)
-        return describe_instances(resources, price)
+        return describe_instances(resources, find_price_of(self.client, resources.instances))
 
 
 def describe_region(region: str, services: Services | None = None) -> str:
