@@ -70,8 +70,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
                     f"--{flag} {text[:80]!r}: use at most {most} small letters, digits and dashes, a letter first"
                 )
         lines = launch.to_shell(options.name, '$(has_begun "$run")', *_DEFAULTS)
-        setup, _, supervise = read_template("kubernetes.sh").partition("# LAUNCH\n")
-        script = f"cpuft={cpuft}\n{setup}{lines}{supervise}"
+        script = f"cpuft={cpuft}\n{read_template('has_begun.sh')}{lines}{read_template('kubernetes.sh')}"
         claim = {"claimName": options.claim} if options.claim else None
         values: dict[str, Any] = {
             "hosts": hosts,
