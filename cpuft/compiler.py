@@ -36,7 +36,8 @@ SOURCES = tuple(
 # -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. -ffast-math is not used, because
 # linking with it makes all threads of the process flush denormals, also torch's.
 FLAGS = (
-    *("-O3", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math"),
+    *("-O3", "-fno-math-errno", "-fno-trapping-math"),
+    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),  # GCC for Arm refuses this option
     *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
 )
 """Compiler options for every target; `Target.options` come before them."""

@@ -61,14 +61,18 @@ def find_program(name: str) -> str:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin") or ""
 
 
-def run_command(command: Sequence[str], seconds: float, stdin: str = "") -> Answer:
-    """Run a command with this process's environment, wait for it, and return its exit code and its output.
+def run_command(
+    command: Sequence[str], seconds: float, stdin: str = "", environ: Mapping[str, str] | None = None
+) -> Answer:
+    """Run a command, with this process's environment unless given, wait for it, and return its exit code and output.
 
     The exit code is 127 if there is no such program, 126 if it cannot be started or takes longer than `seconds` (its
     output is lost then), and -N if signal N ended it.
     """
     try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds, input=stdin.encode(), check=False)
+        done = subprocess.run(
+            command, capture_output=True, timeout=seconds, input=stdin.encode(), env=environ, check=False
+        )
     except FileNotFoundError:
         return Answer(127, "", f"no such program: {command[0]}")
     except BlockingIOError:

@@ -174,6 +174,8 @@ def test_every_file_is_installed_with_its_package() -> None:
 
 
 TESTED_ELSEWHERE = {
+    "schedulers/dstack.py": "schedulers/test_clouds.py",
+    "schedulers/skypilot.py": "schedulers/test_clouds.py",
     "cli/attach.py": "launch/test_detached.py",
     "cli/bench.py": "comm/test_bench.py",
     "cli/common.py": "cli/test_main.py",

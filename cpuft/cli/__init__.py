@@ -42,7 +42,7 @@ VERBS = {
     "stacks": "Show what every rank of an active run is doing, and which rank the others wait for.",
     "stop": "Ask a detached run to save a checkpoint and end.",
     "sweep": "Train with many combinations of options, on all hosts at the same time, and compare the results.",
-    "submit": "Submit a launch to Slurm, Kubernetes or AWS Batch, as a job that resumes after interruptions.",
+    "submit": "Submit a launch to Slurm, Kubernetes or a cloud, as a job that resumes after interruptions.",
 }
 """Each verb's first sentence of help, so that `cpuft --help` imports no verb. NAME is in the module cpuft.cli.NAME."""
 

@@ -29,7 +29,7 @@ _NODES_WITH_SWEEPS = "Number of hosts, required for a sweep (default for a launc
 
 @click.group(cls=Verbs)
 def submit() -> None:
-    """Submit a launch to Slurm, Kubernetes or AWS Batch, as a job that resumes after interruptions.
+    """Submit a launch to Slurm, Kubernetes or a cloud, as a job that resumes after interruptions.
 
     Slurm and Kubernetes also take a sweep: cpuft submit slurm --nodes 4 -- sweep --task rte --seed 1..5.
     """

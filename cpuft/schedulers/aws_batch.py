@@ -1,6 +1,6 @@
 """AWS Batch: a multi-node parallel job as two calls of AWS's API, and a client that makes them.
 
-Where a job's hosts are, and what its nodes run: cpuft/schedulers/aws_batch_node.py.
+Where a job's hosts are, and what its nodes run: cpuft/schedulers/job_node.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from typing import Any
 
 from cpuft.config.fields import option
 from cpuft.errors import CpuftError, install_command
-from cpuft.schedulers.base import ContainerOptions, JobLaunch, JobStatus, JobSweep, Scheduler, fill_template
+from cpuft.schedulers.base import (
+    JOB_SECRET,
+    NODE_COMMAND,
+    ContainerOptions,
+    JobLaunch,
+    JobStatus,
+    Scheduler,
+    fill_template,
+    refuse_sweep,
+)
 
-NODE_COMMAND = ("python", "-m", "cpuft.schedulers.aws_batch_node", "/work")
-"""Beginning of every node's command, up to the folder to work in; the main node runs the rest when all nodes are up."""
-_SECRET = "CPUFT_BATCH_TOKEN"
-"""Environment variable in which Batch gives the job's secret to every node."""
 _DEFAULTS = ("--grace-period", "20")
 """Seconds for a checkpoint: Batch sends SIGKILL 30 s after SIGTERM."""
 
@@ -52,11 +57,7 @@ class AwsBatch(Scheduler[BatchOptions]):
         """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`.
         Raises CpuftError: the launch is a sweep or has Ref::, --nodes does not fit, or an option is missing.
         """
-        if isinstance(launch, JobSweep):
-            raise CpuftError(
-                "cpuft submit batch takes no sweep, because the job ends when one of its nodes is lost: use slurm or "
-                "kubernetes, or rent a cluster with cpuft provision aws and run cpuft sweep --cluster NAME"
-            )
+        refuse_sweep("batch", launch)
         lines = launch.to_shell(options.name, "${AWS_BATCH_JOB_ATTEMPT#1}", *_DEFAULTS)
         if not options.queue:
             raise CpuftError("no job queue is given: add --queue NAME")
@@ -70,7 +71,7 @@ class AwsBatch(Scheduler[BatchOptions]):
             "hosts": hosts,
             "command": [*NODE_COMMAND, "sh", "-c", f'cpuft={cpuft}\n{lines}launch "$@"\n'],
             "role": options.role or None,
-            "secrets": [{"name": _SECRET, "valueFrom": options.secret}] if options.secret else None,
+            "secrets": [{"name": JOB_SECRET, "valueFrom": options.secret}] if options.secret else None,
             "cores": str(options.cores),
             "memory": str(options.memory << 10),
             "shm": options.memory << 8,

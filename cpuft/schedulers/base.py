@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import secrets
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -24,6 +26,11 @@ ANSWER_SECONDS = 120.0
 _POLL_SECONDS, _MOST_FAILURES = 5.0, 20
 """Pause between two looks at a job that is followed, and how many looks in a row may fail."""
 _FOLDER = Path(__file__).parent
+NODE_COMMAND = ("python", "-m", "cpuft.schedulers.job_node", "/work")
+"""Beginning of the command of every node where cpuft itself joins the nodes, up to the folder to work in; the main node
+runs the rest when all nodes are up."""
+JOB_SECRET = "CPUFT_JOB_TOKEN"
+"""Environment variable with the secret by which such nodes recognize each other."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,13 @@ class ContainerOptions(JobOptions):
     cores: int = option(4, "CPU cores of each host, as the scheduler counts them", least=1, most=10_000)
     memory: int = option(16, "Memory of each host in GiB; a quarter of it is for /dev/shm", least=1, most=100_000)
     seconds: int = option(0, "Time limit of the job in seconds (default: no limit)", least=0, most=10**8)
+
+
+@dataclass(frozen=True)
+class CloudOptions(ContainerOptions):
+    """Options of tools that rent the hosts of a job."""
+
+    spot: bool = option(False, "Rent cheaper hosts that may be taken away; the job then resumes on others")
 
 
 @dataclass(frozen=True)
@@ -204,9 +218,37 @@ class Scheduler(ABC, Generic[Options]):
         """Return whether `cpuft submit` has submitted a job; only those may be cancelled."""
 
 
-def run_client(*argv: str, stdin: str = "") -> str:
+def refuse_sweep(scheduler: str, launch: JobLaunch) -> None:
+    """Raise CpuftError if the launch is a sweep: cpuft itself joins the nodes, and the job ends with any of them."""
+    if isinstance(launch, JobSweep):
+        raise CpuftError(
+            f"cpuft submit {scheduler} takes no sweep, because the job ends when one of its nodes is lost: use slurm "
+            "or kubernetes, or rent a cluster with cpuft provision aws and run cpuft sweep --cluster NAME"
+        )
+
+
+def make_node_command(
+    scheduler: str, options: ContainerOptions, launch: JobLaunch, cpuft: str, job_id: str
+) -> tuple[int, list[str]]:
+    """Return (number of hosts, what each of them runs) for a service that starts the same command on all hosts.
+
+    `job_id` is shell for an identifier that all starts of the job share, and no other job. Raises CpuftError: the
+    launch is a sweep, or --nodes does not fit.
+    """
+    refuse_sweep(scheduler, launch)
+    begin = f"cpuft={cpuft} CPUFT_JOB_UID={job_id}\n{read_template('has_begun.sh')}"
+    lines = launch.to_shell(options.name, '$(has_begun "$run")', "--grace-period", "20")
+    return launch.count_hosts(options.nodes)[0], [*NODE_COMMAND, "sh", "-c", f'{begin}{lines}launch "$@"\n']
+
+
+def run_with_secret(*argv: str, stdin: str = "") -> str:
+    """Run a scheduler's client as `run_client` does, with a new secret for the nodes of the job in its environment."""
+    return run_client(*argv, stdin=stdin, environ={**os.environ, JOB_SECRET: secrets.token_hex(32)})
+
+
+def run_client(*argv: str, stdin: str = "", environ: Mapping[str, str] | None = None) -> str:
     """Run a scheduler's client, and return its standard output. Raises CpuftError: it fails, or takes over 120 s."""
-    answer = run_command(argv, ANSWER_SECONDS, stdin)
+    answer = run_command(argv, ANSWER_SECONDS, stdin, environ)
     if answer.exit_code:
         message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
         raise CpuftError(f"{argv[0]} failed ({message}): correct that and run the command again")

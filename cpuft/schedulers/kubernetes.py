@@ -35,6 +35,7 @@ class KubernetesOptions(ContainerOptions):
     """Options of `cpuft submit kubernetes`."""
 
     namespace: str = option("", "Namespace (default: kubectl's own)", takes="NAME")
+    queue: str = option("", "Local queue of Kueue, which starts the job when its quota allows", takes="NAME")
     claim: str = option(
         "", "Persistent volume claim that keeps the runs (default: they are deleted with the job)", takes="NAME"
     )
@@ -63,6 +64,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         for flag, text, label in (
             ("name", options.name, last_host),
             ("namespace", options.namespace, options.namespace or "a"),
+            ("queue", options.queue, options.queue or "a"),
         ):
             if not _LABEL.fullmatch(label):
                 most = 63 - len(label) + len(text)
@@ -70,7 +72,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
                     f"--{flag} {text[:80]!r}: use at most {most} small letters, digits and dashes, a letter first"
                 )
         lines = launch.to_shell(options.name, '$(has_begun "$run")', *_DEFAULTS)
-        script = f"cpuft={cpuft}\n" + read_template("kubernetes.sh").replace("# LAUNCH\n", lines)
+        script = f"cpuft={cpuft}\n{read_template('has_begun.sh')}{lines}{read_template('kubernetes.sh')}"
         claim = {"claimName": options.claim} if options.claim else None
         values: dict[str, Any] = {
             "hosts": hosts,
@@ -82,6 +84,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
             "memory": f"{options.memory}Gi",
             "shm": f"{options.memory << 8}Mi",
             "namespace": options.namespace or None,
+            "queue": options.queue or None,
             "seconds": options.seconds or None,
         }
         return fill_template("kubernetes.yaml", options, values)

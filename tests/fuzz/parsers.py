@@ -56,7 +56,7 @@ from cpuft.record import (
 from cpuft.report.estimate import INSTANCE_COLUMNS, Estimate, parse_instance_types
 from cpuft.report.page import read_estimates
 from cpuft.schedulers import parse_job
-from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
+from cpuft.schedulers.job_node import parse_node, parse_registration
 from cpuft.sweep.parallel import parse_parallel, read_steps
 from cpuft.sweep.queue import format_status
 from cpuft.sweep.results import format_sweep
@@ -87,7 +87,7 @@ from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
 from tests.launch.test_stack_dumps import DUMP, found
 from tests.records import make_record, make_state
-from tests.schedulers.test_aws_batch_node import CHILD
+from tests.schedulers.test_job_node import CHILD
 from tests.train.decoders import CHATML, MARKED
 
 Texts = st.SearchStrategy[str]

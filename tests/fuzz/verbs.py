@@ -35,7 +35,9 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("provision", "hosts"): [["--dry-run", "--accept-host-keys", "--hosts=127.0.0.1"]],
     ("provision", "image"): [["--dry-run", "--output=out", "--wheels=wheels"]],
     ("submit", "batch"): [["--dry-run", "--image=i", "--queue=q", "--secret=s", "--role=r"]],
+    ("submit", "dstack"): [["--dry-run", "--image=i"]],
     ("submit", "kubernetes"): [["--dry-run", "--image=i"]],
+    ("submit", "skypilot"): [["--dry-run", "--image=i"]],
     ("submit", "slurm"): [["--dry-run"]],
     ("sweep",): [["--dry-run"]],
     ("provision", "local"): [

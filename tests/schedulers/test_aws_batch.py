@@ -16,8 +16,8 @@ import yaml
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError
-from cpuft.schedulers.aws_batch import NODE_COMMAND, AwsBatch, BatchOptions
-from cpuft.schedulers.base import JobLaunch
+from cpuft.schedulers.aws_batch import AwsBatch, BatchOptions
+from cpuft.schedulers.base import NODE_COMMAND, JobLaunch
 from tests.conftest import Golden
 from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_launch, run_script, told_of, words_said
 from tests.test_steps import AWKWARD

@@ -28,6 +28,7 @@ SITE = KubernetesOptions(
     cores=16,
     memory=64,
     claim="runs",
+    queue="cpu",
     seconds=3600,
 )
 WORK = JobLaunch(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
@@ -65,7 +66,11 @@ REPLICAS = {
 MPIJOB = {
     "apiVersion": re.compile(r"kubeflow\.org/v2beta1"),
     "kind": re.compile("MPIJob"),
-    "metadata": {"name": LABEL, "namespace?": LABEL, "labels": {"app.kubernetes.io/managed-by": LABEL}},
+    "metadata": {
+        "name": LABEL,
+        "namespace?": LABEL,
+        "labels": {"app.kubernetes.io/managed-by": LABEL, "kueue.x-k8s.io/queue-name?": LABEL},
+    },
     "spec": {
         "mpiImplementation": re.compile("OpenMPI|Intel|MPICH"),
         "slotsPerWorker": range(1, 10**6),
@@ -108,7 +113,7 @@ def test_the_manifest(golden: Golden) -> None:
 CONFIGS = [
     SITE,
     KubernetesOptions(name="a", image="i"),
-    replace(SITE, claim="", seconds=0, namespace=""),
+    replace(SITE, claim="", queue="", seconds=0, namespace=""),
     replace(SITE, nodes=8),
 ]
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import yaml
 
-from cpuft.schedulers.aws_batch import NODE_COMMAND, AwsBatch, BatchOptions
-from cpuft.schedulers.base import JobLaunch
+from cpuft.schedulers.aws_batch import AwsBatch, BatchOptions
+from cpuft.schedulers.base import NODE_COMMAND, JobLaunch
 
 SECRET = "0123456789abcdef" * 2
-_START = "import sys; from cpuft.schedulers.aws_batch_node import run_node as run; import os"
+_START = "import sys; from cpuft.schedulers.job_node import run_node as run; import os"
 _START += "; sys.exit(run(sys.argv[2:], os.environ, int(sys.argv[1])))"
 
 
@@ -32,6 +32,25 @@ def command_of(launch: JobLaunch, cpuft: str, folder: Path, name: str = "x") -> 
     return [str(folder), *container["command"][len(NODE_COMMAND) :]]
 
 
+def variables_of(service: str, index: int, count: int, address: str) -> dict[str, str]:
+    """By which a service tells a node its place."""
+    if service == "dstack":
+        known = {"DSTACK_RUN_NAME": "a-run", "DSTACK_MASTER_NODE_IP": address}
+        return known | {"DSTACK_NODE_RANK": str(index), "DSTACK_NODES_NUM": str(count)}
+    if service == "skypilot":
+        known = {"SKYPILOT_TASK_ID": "sky-managed-2026-11-29-06-00-00_a_12-0", "SKYPILOT_NODE_RANK": str(index)}
+        addresses = "\n".join([address, *(f"10.0.0.{number}" for number in range(1, count))])
+        return known | {"SKYPILOT_NUM_NODES": str(count), "SKYPILOT_NODE_IPS": addresses}
+    return {
+        "AWS_BATCH_JOB_ID": f"7f#{index}",
+        "AWS_BATCH_JOB_ATTEMPT": "1",
+        "AWS_BATCH_JOB_NODE_INDEX": str(index),
+        "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+        "AWS_BATCH_JOB_NUM_NODES": str(count),
+        "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": address,
+    }
+
+
 @dataclass
 class Job:
     """A job's nodes, of which each is started once, here or in `inside` (words before a command, by a node's index)."""
@@ -42,18 +61,15 @@ class Job:
     command: Sequence[str]
     count: int = 3
     seconds: int = 60
+    service: str = "batch"
+    """Whose variables the nodes get."""
     inside: Callable[[int], Sequence[str]] = lambda index: ()
     nodes: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(self, index: int, **more: str) -> None:
         environ = dict(os.environ) | {
-            "AWS_BATCH_JOB_ID": f"7f#{index}",
-            "AWS_BATCH_JOB_ATTEMPT": "1",
-            "AWS_BATCH_JOB_NODE_INDEX": str(index),
-            "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
-            "AWS_BATCH_JOB_NUM_NODES": str(self.count),
-            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": self.address,
-            "CPUFT_BATCH_TOKEN": SECRET,
+            **variables_of(self.service, index, self.count, self.address),
+            "CPUFT_JOB_TOKEN": SECRET,
             "CPUFT_MEET_SECONDS": str(self.seconds),
             "OMP_NUM_THREADS": "1",  # three hosts are one machine here
             "PYTHONPATH": str(Path(__file__).parents[2]),

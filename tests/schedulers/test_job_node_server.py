@@ -16,9 +16,9 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import find_free_port
-from cpuft.schedulers.aws_batch_node import _SESSION, Keys, serve
+from cpuft.schedulers.job_node import _SESSION, Keys, serve
 from tests.conftest import wait_until
-from tests.schedulers.test_aws_batch_node import NODE
+from tests.schedulers.test_job_node import NODE
 
 pytestmark = pytest.mark.real
 KEYS = Keys(NODE)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cpuft.record import read_record
-from cpuft.schedulers.aws_batch_node import PORT
 from cpuft.schedulers.base import JobLaunch
+from cpuft.schedulers.job_node import PORT
 from tests.provision.simulated import Simulated, needs_root, simulate
-from tests.schedulers.batch_job import Job, command_of, open_job, wait_until_said
+from tests.schedulers.jobs import Job, command_of, open_job, wait_until_said
 
 pytestmark = needs_root
 TRAINING = (
@@ -54,14 +54,17 @@ def enter(cluster: Simulated, index: int) -> tuple[str, ...]:
     return ("setpriv", "--pdeathsig", "KILL", "nsenter", "--target", child, "--all", "--wd=/")
 
 
-def test_ranks_run_on_all_its_nodes(cluster: Simulated) -> None:
+@pytest.mark.parametrize("service", ["batch", "dstack", "skypilot"])
+def test_ranks_run_on_all_its_nodes(cluster: Simulated, service: str) -> None:
     logs = [cluster.folder / "state" / cluster.name / "nodes" / str(number) / "log" for number in (1, 2, 3)]
     names = [cluster.on(number, "hostname") for number in (1, 2, 3)]
     before = [log.stat().st_size for log in logs]
     (cluster.folder / "hello.py").write_text(HELLO, encoding="utf-8")
-    with open_job(make_job(cluster, "says", "--independent", script=("--", str(cluster.folder / "hello.py")))) as job:
+    name = f"says-{service}"
+    job = make_job(cluster, name, "--independent", script=("--", str(cluster.folder / "hello.py")))
+    with open_job(replace(job, service=service)):
         assert job.end(200) == [0, 0, 0], job.said(0)
-    outputs = sorted((job.folder / "work" / "runs" / "says" / "logs").glob("rank-*.out"))
+    outputs = sorted((job.folder / "work" / "runs" / name / "logs").glob("rank-*.out"))
     assert [path.read_text().split() for path in outputs] == [[str(rank), "3", names[rank]] for rank in range(3)]
     assert [log.stat().st_size for log in logs] == before
 

@@ -13,9 +13,9 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import find_free_port
-from cpuft.schedulers.aws_batch_node import Keys, Node, parse_node, parse_registration
 from cpuft.schedulers.base import JobLaunch
-from tests.schedulers.batch_job import SECRET, Job, command_of, open_job, shell, wait_until_said
+from cpuft.schedulers.job_node import Keys, Node, parse_node, parse_registration
+from tests.schedulers.jobs import SECRET, Job, command_of, open_job, shell, variables_of, wait_until_said
 
 CHILD = {
     "AWS_BATCH_JOB_ID": "7f#2",
@@ -23,7 +23,7 @@ CHILD = {
     "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
     "AWS_BATCH_JOB_NUM_NODES": "3",
     "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.7",
-    "CPUFT_BATCH_TOKEN": SECRET,
+    "CPUFT_JOB_TOKEN": SECRET,
 }
 MAIN = CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "0", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": ""}
 NODE = Node("7f", 2, 0, 3, "10.0.0.7", 600, SECRET)
@@ -32,22 +32,25 @@ NODE = Node("7f", 2, 0, 3, "10.0.0.7", 600, SECRET)
 def test_a_nodes_place_is_read() -> None:
     assert parse_node(CHILD) == NODE
     assert parse_node(MAIN | {"CPUFT_MEET_SECONDS": "9"}) == replace(NODE, index=0, address="", seconds=9)
-    alone = {"AWS_BATCH_JOB_NUM_NODES": "1", "CPUFT_BATCH_TOKEN": ""}
+    for service in ("dstack", "skypilot"):
+        found = parse_node(variables_of(service, 2, 3, "10.0.0.7") | {"CPUFT_JOB_TOKEN": SECRET})
+        assert replace(found, job="7f") == NODE
+    alone = {"AWS_BATCH_JOB_NUM_NODES": "1", "CPUFT_JOB_TOKEN": ""}
     assert parse_node(MAIN | alone) == replace(NODE, index=0, count=1, address="", token="")
 
 
 @pytest.mark.parametrize(
     "environ, said",
     [
-        ({}, "this is not a node of a job of AWS Batch (AWS_BATCH_JOB_NODE_INDEX='', "),
+        ({}, "this is not a node of a job of AWS Batch, dstack, SkyPilot: start it by cpuft submit"),
         (CHILD | {"AWS_BATCH_JOB_ID": ""}, "this is not a node of a job of AWS Batch"),
-        (CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "-1"}, "this is not a node of a job of AWS Batch"),
-        (CHILD | {"AWS_BATCH_JOB_NUM_NODES": "9" * 5000}, "this is not a node of a job of AWS Batch"),
+        (CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "-1"}, "this is not a node of a job with several nodes (AWS_BATCH"),
+        (CHILD | {"AWS_BATCH_JOB_NUM_NODES": "9" * 5000}, "this is not a node of a job with several nodes (AWS_BATCH"),
         (
             CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "3"},
-            "AWS Batch's variables contradict each other (AWS_BATCH_JOB_NODE_INDEX",
+            "the variables of AWS Batch contradict each other (AWS_BATCH_JOB_NODE_INDEX",
         ),
-        (CHILD | {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "3"}, "AWS Batch's variables contradict each other"),
+        (CHILD | {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "3"}, "the variables of AWS Batch contradict each other"),
         (
             MAIN | {"AWS_BATCH_JOB_NODE_INDEX": "1"},
             "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='' is not the address",
@@ -57,10 +60,10 @@ def test_a_nodes_place_is_read() -> None:
             "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='0.0.0.0' is not the address of a main node",
         ),
         (
-            CHILD | {"CPUFT_BATCH_TOKEN": ""},
-            "CPUFT_BATCH_TOKEN is not set: give cpuft submit batch --secret a secret of 32",
+            CHILD | {"CPUFT_JOB_TOKEN": ""},
+            "CPUFT_JOB_TOKEN is not set: submit the job by cpuft submit",
         ),
-        (CHILD | {"CPUFT_BATCH_TOKEN": "a"}, "CPUFT_BATCH_TOKEN is too short: submit with --secret"),
+        (CHILD | {"CPUFT_JOB_TOKEN": "a"}, "CPUFT_JOB_TOKEN is too short: submit the job by cpuft submit"),
         (CHILD | {"CPUFT_MEET_SECONDS": "0"}, "CPUFT_MEET_SECONDS='0': give a whole number of seconds"),
     ],
 )
@@ -131,10 +134,10 @@ def test_all_end_as_the_command_of_the_jobs_definition_does(code: int, tmp_path:
 
 def test_a_node_with_another_secret_is_refused_and_missing_nodes_are_named(tmp_path: Path) -> None:
     with open_job(make_job(tmp_path, shell(WAITS, tmp_path), seconds=6), nodes=(0, 1)) as job:
-        job.start(2, CPUFT_BATCH_TOKEN="b" * 32)
+        job.start(2, CPUFT_JOB_TOKEN="b" * 32)
         assert job.nodes[2].wait(60) == 2
         assert job.end() == [75, 75, 2]
-    said = "cpuft: error: node 2 and the main node have different secrets: give all nodes the same CPUFT_BATCH_TOKEN\n"
+    said = "cpuft: error: node 2 and the main node have different secrets: give all nodes the same CPUFT_JOB_TOKEN\n"
     assert job.said(2) == said
     (last,) = job.said(0).splitlines()
     assert last.startswith("cpuft: error: node 2 did not register within 6 s: see the log there")
@@ -185,13 +188,13 @@ def test_a_node_gives_up_without_a_main_node(tmp_path: Path) -> None:
     [
         (
             (),
-            "cpuft: error: give a folder and a command: python -m cpuft.schedulers.aws_batch_node FOLDER COMMAND...\n",
+            "cpuft: error: give a folder and a command: python -m cpuft.schedulers.job_node FOLDER COMMAND...\n",
         ),
-        (("/proc/x", "true"), "cpuft: error: this is not a node of a job of AWS Batch (AWS_BATCH_JOB_NODE"),
+        (("/proc/x", "true"), "cpuft: error: this is not a node of a job of AWS Batch, dstack, SkyPilot: start it"),
     ],
 )
 def test_wrong_calls_are_answered_in_one_line(words: tuple[str, ...], said: str) -> None:
-    command = [sys.executable, "-m", "cpuft.schedulers.aws_batch_node", *words]
+    command = [sys.executable, "-m", "cpuft.schedulers.job_node", *words]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr[: len(said)], done.stderr.count("\n")) == (2, "", said, 1)

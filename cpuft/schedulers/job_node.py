@@ -1,14 +1,16 @@
-"""What every node of an AWS Batch job runs: all meet, the main node runs the launch, and all end as it does.
+"""What every node of a job of AWS Batch, dstack or SkyPilot runs: all meet, the main node runs the launch, and all end
+as it does.
 
-Batch tells the nodes nothing about each other but the address of the main node. So every other node starts an sshd, for
-the main node to use, and registers it with the main node over ssh. When all have registered, the main node writes the
-ssh files of a cluster and starts the command, in which `cpuft launch` finds that cluster. The sessions stay open to the
-end: they show which nodes are alive, and bring each node the exit code.
+All that these services tell a node alike is its number and the address of the main node. So every other node starts an
+sshd, for the main node to use, and registers it with the main node over ssh. When all have registered, the main node
+writes the ssh files of a cluster and starts the command, in which `cpuft launch` finds that cluster. The sessions stay
+open to the end: they show which nodes are alive, and bring each node the exit code.
 
 All keys are made of the job's secret, so no host key is accepted unseen. The main node runs nothing for other nodes but
 the registration (`register`), whatever they ask for.
 
-Source of the variables: the user guide of AWS Batch, "Multi-node parallel job environment variables".
+Sources of the variables: the user guide of AWS Batch, "Multi-node parallel job environment variables"; dstack's
+documentation, "Distributed tasks"; SkyPilot's, "Distributed multi-node jobs".
 """
 
 from __future__ import annotations
@@ -42,31 +44,27 @@ from cpuft.errors import RESUMABLE, CpuftError, TransientError
 from cpuft.files import hash_text, is_locked, write_text
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.cluster import JOB
+from cpuft.schedulers.base import JOB_SECRET
 from cpuft.serialization import is_count
 from cpuft.terminal import detect_dead_peer
 from cpuft.transfer import open_locked
 
 Say = Callable[[str], object]
-TOKEN = "CPUFT_BATCH_TOKEN"
-"""Environment variable with the job's secret, which Batch gets from Secrets Manager."""
 SECONDS = "CPUFT_MEET_SECONDS"
 """Environment variable: seconds in which all nodes must register. An image of some GB may take long to reach a node."""
-_MODULE = "cpuft.schedulers.aws_batch_node"
+_MODULE = "cpuft.schedulers.job_node"
 PORT = 7077
 """Port of the main node; the other nodes use any free port."""
 _DEFAULT_SECONDS, _MOST_SECONDS = "600", 86400
-_NUMBERS = ("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES")
-_ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
-_JOB = "AWS_BATCH_JOB_ID"
 _SHORTEST_SECRET = 32
 _REGISTRATION = re.compile(r"([0-9.]{7,15}) ([0-9.]{7,15}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,4}) (yes|no)", re.ASCII)
 _LEAVING = "leaving"
-"""What a node sends to the main node when Batch has sent it SIGTERM."""
+"""What a node sends to the main node when it has received SIGTERM."""
 _MAIN, _IS_LEAVING, _CODE = "main", ".leaving", ".code"
 """In the folder of the registrations: a file that the main node holds the lock of, and what stands in place of .node in
 the name of a registration for a file that says that the node is leaving, and for a link to its exit code."""
 _EVERYWHERE = "0.0.0.0"
-"""Batch does not tell the main node its own address."""
+"""AWS Batch does not tell the main node its own address."""
 _CONNECT_SECONDS, _RETRY_SECONDS, _POLL_SECONDS = 10.0, 0.5, 0.2
 _INTERRUPT_SECONDS, _LEAVE_SECONDS = 30.0, 30.0
 """Time limits for a launch to end after Ctrl-C, and for the other nodes to end after the launch."""
@@ -85,8 +83,36 @@ _SESSION = '[ "$SSH_ORIGINAL_COMMAND" ] || exit 1\nexec setpriv --pdeathsig TERM
 
 
 @dataclass(frozen=True)
+class _Service:
+    """Names of the variables by which a service tells a node its place in its job."""
+
+    name: str
+    job: str
+    index: str
+    count: str
+    address: str
+    """Of the address of the main node, in its first line; AWS Batch does not tell it to the main node itself."""
+    main: str = ""
+    """Of the index of the main node; "" where that is 0."""
+
+
+_SERVICES = (
+    _Service(
+        "AWS Batch",
+        "AWS_BATCH_JOB_ID",
+        "AWS_BATCH_JOB_NODE_INDEX",
+        "AWS_BATCH_JOB_NUM_NODES",
+        "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS",
+        "AWS_BATCH_JOB_MAIN_NODE_INDEX",
+    ),
+    _Service("dstack", "DSTACK_RUN_NAME", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP"),
+    _Service("SkyPilot", "SKYPILOT_TASK_ID", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+)
+
+
+@dataclass(frozen=True)
 class Node:
-    """A node's place in its job, as Batch's variables have it."""
+    """A node's place in its job."""
 
     job: str
     index: int
@@ -95,33 +121,44 @@ class Node:
     count: int
     """Number of nodes."""
     address: str
-    """Address of the main node; empty on the main node itself, to which Batch does not tell it."""
+    """Address of the main node; it may be empty on the main node itself."""
     seconds: int
     """Seconds within which all nodes must have registered."""
     token: str = field(repr=False)
 
 
 def parse_node(environ: Mapping[str, str]) -> Node:
-    """Return this node's place in its job, from the variables of Batch, CPUFT_BATCH_TOKEN and CPUFT_MEET_SECONDS.
-    Raises CpuftError: one is missing or not valid, or several nodes have no secret or a short one.
+    """Return this node's place in its job, from the variables of its service, CPUFT_JOB_TOKEN and CPUFT_MEET_SECONDS.
+    Raises CpuftError: no service has set its variables, one is not valid, or several nodes have no secret or a short
+    one.
     """
-    shown = ", ".join(f"{name}={environ.get(name, '')[:40]!r}" for name in _NUMBERS)
-    # A node's own identifier is that of its job, followed by # and its index.
-    job, texts = environ.get(_JOB, "").partition("#")[0], [environ.get(name, "") for name in _NUMBERS]
-    if not job or not all(is_count(text, 0, 99_999) for text in texts):
-        raise CpuftError(f"this is not a node of a job of AWS Batch ({shown}): start it by cpuft submit batch")
-    index, main, count = map(int, texts)
+    service = next((one for one in _SERVICES if environ.get(one.job)), None)
+    if service is None:
+        services = ", ".join(one.name for one in _SERVICES)
+        raise CpuftError(f"this is not a node of a job of {services}: start it by cpuft submit")
+    names = [name for name in (service.index, service.count, service.main) if name]
+    shown = ", ".join(f"{name}={environ.get(name, '')[:40]!r}" for name in names)
+    if not all(is_count(environ.get(name, ""), 0, 99_999) for name in names):
+        raise CpuftError(f"this is not a node of a job with several nodes ({shown}): start it by cpuft submit")
+    index, count, main = (int(environ[name]) if name else 0 for name in (service.index, service.count, service.main))
     if max(index, main) >= count:
-        raise CpuftError(f"AWS Batch's variables contradict each other ({shown}): check which of them the job sets")
-    address, token, seconds = environ.get(_ADDRESS, ""), environ.get(TOKEN, ""), environ.get(SECONDS, _DEFAULT_SECONDS)
+        raise CpuftError(f"the variables of {service.name} contradict each other ({shown}): check which the job sets")
+    address = environ.get(service.address, "").partition("\n")[0]
     if not _is_address(address) if address else index != main:
-        raise CpuftError(f"{_ADDRESS}={address[:40]!r} is not the address of a main node: leave it to AWS Batch")
+        raise CpuftError(
+            f"{service.address}={address[:40]!r} is not the address of a main node: leave it to {service.name}"
+        )
+    token, seconds = environ.get(JOB_SECRET, ""), environ.get(SECONDS, _DEFAULT_SECONDS)
     if count > 1 and len(token) < _SHORTEST_SECRET:
         what = "is too short" if token else "is not set"
-        raise CpuftError(f"{TOKEN} {what}: submit with --secret, of {_SHORTEST_SECRET} characters or more")
+        raise CpuftError(
+            f"{JOB_SECRET} {what}: submit the job by cpuft submit, with --secret on AWS Batch, which takes a secret of "
+            f"{_SHORTEST_SECRET} characters or more"
+        )
     if not is_count(seconds, most=_MOST_SECONDS):
         raise CpuftError(f"{SECONDS}={seconds[:40]!r}: give a whole number of seconds, at most {_MOST_SECONDS}")
-    return Node(job, index, main, count, address, int(seconds), token)
+    # On AWS Batch, a node's identifier is that of its job, followed by # and its index.
+    return Node(environ[service.job].partition("#")[0], index, main, count, address, int(seconds), token)
 
 
 def _is_address(text: str) -> bool:
@@ -283,7 +320,7 @@ class Registry:
         return sorted(index for index, other in self.nodes.items() if other.is_gone)
 
     def find_leaving(self) -> list[int]:
-        """Return the indexes of the nodes that Batch has sent SIGTERM, sorted."""
+        """Return the indexes of the nodes that have received SIGTERM, sorted."""
         return sorted(index for index, other in self.nodes.items() if other.path.with_suffix(_IS_LEAVING).exists())
 
     def wait(self) -> None:
@@ -357,7 +394,7 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
     sent: set[int] = set()
 
     def send(number: int, frame: FrameType | None = None) -> None:
-        """Send a signal once: Batch signals all nodes, and a second SIGTERM would leave no time for a checkpoint."""
+        """Send a signal once: a service signals all nodes, and a second one would leave no time for a checkpoint."""
         if number not in sent:
             sent.add(number)
             process.send_signal(number)
@@ -412,7 +449,9 @@ def _dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, p
     """Log in to the main node, which may start later than this one; return (connection, session)."""
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # its threads log tracebacks of errors handled here
     end = time.monotonic() + node.seconds
-    differs = CpuftError(f"node {node.index} and the main node have different secrets: give all nodes the same {TOKEN}")
+    differs = CpuftError(
+        f"node {node.index} and the main node have different secrets: give all nodes the same {JOB_SECRET}"
+    )
     while True:
         try:
             connection = socket.create_connection((node.address, port), timeout=_CONNECT_SECONDS)
@@ -447,7 +486,7 @@ def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) 
             raise CpuftError(f"give a folder and a command: python -m {_MODULE} FOLDER COMMAND...")
         node = parse_node(environ)
         _enter_folder(argv[0])
-        rest = {name: value for name, value in environ.items() if name != TOKEN}
+        rest = {name: value for name, value in environ.items() if name != JOB_SECRET}
         if node.count == 1:
             return run_command(argv[1:], rest, _print)
         if node.index == node.main:

@@ -1,0 +1,108 @@
+"""SkyPilot, which rents hosts of many clouds: a managed job, and SkyPilot's client.
+
+How the nodes of a job find each other: cpuft/schedulers/job_node.py. Sources: SkyPilot's reference, "SkyPilot YAML",
+and its client's help (version 0.14).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpuft.config.fields import option
+from cpuft.errors import CpuftError
+from cpuft.schedulers.base import (
+    JOB_SECRET,
+    CloudOptions,
+    JobLaunch,
+    JobStatus,
+    Scheduler,
+    fill_template,
+    make_node_command,
+    run_client,
+    run_with_secret,
+)
+
+_NAME = re.compile("[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_JOB_ID = re.compile(r"\bJob ID: (\d+)")
+
+
+@dataclass(frozen=True)
+class SkyPilotOptions(CloudOptions):
+    """Options of `cpuft submit skypilot`."""
+
+    infra: str = option("", "Cloud and region, such as gcp/us-central1 (default: the cheapest)", takes="NAME")
+    bucket: str = option(
+        "",
+        "URL of a bucket that keeps the runs, such as s3://runs (default: they are deleted with the job)",
+        takes="URL",
+    )
+
+
+class SkyPilot(Scheduler[SkyPilotOptions]):
+    """SkyPilot. Its methods raise CpuftError if the client `sky` fails."""
+
+    name = "skypilot"
+    options = SkyPilotOptions
+    help = "Submit a launch to SkyPilot, which rents hosts of many clouds, as a managed job."
+    takes_sweeps = False
+
+    def render(self, options: SkyPilotOptions, launch: JobLaunch, cpuft: str) -> str:
+        """Return the YAML of a task. Raises CpuftError: the launch is a sweep, --nodes does not fit, a name is not
+        valid, or there is no image.
+        """
+        hosts, command = make_node_command(self.name, options, launch, cpuft, '"$SKYPILOT_TASK_ID"')
+        if not _NAME.fullmatch(options.name):
+            raise CpuftError(f"--name {options.name[:80]!r}: use letters, digits, dots and dashes, a letter first")
+        run = shlex.join(command)
+        values: dict[str, Any] = {
+            "hosts": hosts,
+            "infra": options.infra or None,
+            "cpus": f"{options.cores}+",
+            "ram": f"{options.memory}+",
+            "container": f"docker:{options.image}",
+            "secrets": {JOB_SECRET: ""} if hosts > 1 else None,
+            "mounts": {"/work": {"source": options.bucket, "mode": "MOUNT_CACHED"}} if options.bucket else None,
+            "script": f"timeout {options.seconds} {run}\n" if options.seconds else f"{run}\n",
+        }
+        return fill_template("skypilot.yaml", options, values)
+
+    def submit(self, text: str) -> str:
+        """Submit a managed job by `sky jobs launch`; return its number, such as "12"."""
+        with tempfile.TemporaryDirectory(prefix="cpuft-") as folder:
+            path = Path(folder, "task.yaml")
+            path.write_text(text, encoding="utf-8")
+            secret = (f"--secret={JOB_SECRET}",) if JOB_SECRET in text else ()
+            said = run_with_secret("sky", "jobs", "launch", "--yes", "--detach-run", *secret, str(path))
+        if not (found := _JOB_ID.search(said)):
+            raise CpuftError(f"sky did not say the number of the job ({said.strip()[-300:]}): see sky jobs queue")
+        return found[1]
+
+    def cancel(self, job: str) -> None:
+        """End a managed job by `sky jobs cancel`."""
+        run_client("sky", "jobs", "cancel", "--yes", job)
+
+    def is_ours(self, job: str) -> bool:
+        """Return whether the job has the label of cpuft's tasks, managed-by: cpuft."""
+        return (self._find(job).get("labels") or {}).get("managed-by") == "cpuft"
+
+    def status(self, job: str) -> JobStatus:
+        """Return the state of a managed job, with its log.
+
+        The exit code is 0 for SUCCEEDED, 1 for CANCELLED and all FAILED states (SkyPilot shows no other), else None.
+        """
+        state = str(self._find(job)["status"])
+        has_ended = state in ("SUCCEEDED", "CANCELLED") or state.startswith("FAILED")
+        log = "" if state in ("PENDING", "STARTING") else run_client("sky", "jobs", "logs", "--no-follow", job)
+        return JobStatus(state, int(state != "SUCCEEDED") if has_ended else None, log)
+
+    def _find(self, job: str) -> dict[str, Any]:
+        for one in json.loads(run_client("sky", "jobs", "queue", "--all", "--output", "json")):
+            if str(one.get("job_id")) == job:
+                return dict(one)
+        raise CpuftError(f"SkyPilot has no managed job {job}: see sky jobs queue --all")
