@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpuft.judge.metrics import average_searches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from cpuft.judge.metrics import average_searches
 from cpuft.train import retrieval_metrics
 from cpuft.train.retrieval_metrics import measure_queries, rank_documents
 
