@@ -270,6 +270,6 @@ class LiveStatus:
         self._lines, self._drawn = 0, 0.0
 
     def say(self, line: str) -> None:
-        """Print a line above the state."""
+        """Remove the state and print a line; the next `show` draws the state below it."""
         self.clear()
         say(line)

@@ -162,7 +162,8 @@ def choose_peers(addresses: Sequence[str], own: str, full: bool) -> list[str]:
     """Return the addresses to which the host `own` tries to connect; they try to connect to it, too.
 
     With `full` or up to 16 hosts these are all others. Of more hosts they are those that are 1, 2, 4, 8 ... places
-    before and behind it: the pairs of rings, trees and recursive doubling, by which ranks exchange data.
+    before and behind it: the pairs of rings, trees and recursive doubling, by which ranks exchange data. There are none
+    if `own` is not among the addresses, such as "" for a host without one.
     """
     count = len(addresses)
     if own not in addresses or full or count <= _ALL_PAIRS:

@@ -29,7 +29,7 @@ class Differences:
         return self.found[0]
 
     def count(self, number: int) -> str:
-        """Return a number of rows as words, such as "408 rows"; of queries where one is scored as a whole."""
+        """Return a number with its unit: "408 rows", or in tasks of search, which score whole queries, "408 queries"."""
         if self.kind in QUERY_KINDS:
             return "1 query" if number == 1 else f"{number} queries"
         return counted(number, "row")

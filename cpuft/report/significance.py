@@ -20,7 +20,9 @@ validation set."""
 
 
 def find_quantile(freedom: int) -> float:
-    """Return the 0.975 quantile of Student's t, which is a little too large for more than 30 degrees of freedom."""
+    """Return the 0.975 quantile of Student's t for one or more degrees of freedom; for more than 30 that of 30, which
+    is a little too large.
+    """
     return _STUDENT_T[min(freedom, len(_STUDENT_T)) - 1]
 
 

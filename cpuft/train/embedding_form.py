@@ -129,7 +129,9 @@ def has_form(source: str) -> bool:
 
 
 def read_settings(source: str) -> dict[str, Any] | None:
-    """Return what sentence-transformers has stored with a model; None without it. Raises CpuftError: it is damaged."""
+    """Return the content of a model's config_sentence_transformers.json; `source` is a folder or a hub name, of which
+    it is downloaded. None: there is no such file, or the hub does not answer. Raises CpuftError: it is damaged.
+    """
     settings: dict[str, Any] | None = _read(source, _MODEL_SETTINGS, dict[str, Any])
     return settings
 

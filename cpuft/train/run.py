@@ -217,12 +217,12 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
 
 
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:
-    """Compile or load the C++ kernels on every rank, before anything is timed; return `describe_kernels`, or empty
-    texts if neither layers nor gradients may need kernels. Collective.
+    """Compile or load the C++ kernels on every rank, before anything is timed. Return ("compiled" or "absent", a warning
+    or ""), or ("", "") if neither layers nor gradients may need kernels. Collective.
 
     Ranks that train together must round alike in an update, or their parameters drift apart. So if a rank has no
-    kernels, the caller lets no rank use them, and if then torch uses other instructions on a rank, CpuftError is raised
-    on all.
+    kernels, the caller lets no rank use them. Raises CpuftError, on all ranks: torch makes updates that must be the
+    same on all ranks, without kernels or the fast path, and uses other instructions on some of them.
     """
     uses_fast_path = config.fast_path and not config.compile and config.engine == "torch"
     may_encode = len(ranks) > 1 and config.grad_compression in ("auto", *COMPRESSIONS_WITH_FEEDBACK)

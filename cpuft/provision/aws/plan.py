@@ -72,7 +72,10 @@ def parse_ssh_from(text: str) -> str:
     try:
         found = ipaddress.IPv4Network(text.strip())
     except ValueError:
-        raise CpuftError(f"--ssh-from {text!r:.60} is not an IPv4 address, such as 203.0.113.7: give yours") from None
+        raise CpuftError(
+            f"--ssh-from {text!r:.60} is neither an IPv4 address, such as 203.0.113.7, nor a range, such as "
+            "203.0.113.0/24: give yours"
+        ) from None
     if found.prefixlen < _SHORTEST_PREFIX:
         raise CpuftError(f"--ssh-from {text} would let almost everybody reach ssh: give your own address")
     return str(found)

@@ -67,7 +67,9 @@ def can_freeze_embedding(module: Any) -> bool:
 
 
 def freeze_embedding(module: nn.Embedding) -> None:
-    """Make an embedding a FrozenEmbedding in place; its class stays a subclass of the model's own."""
+    """Make an embedding for which `can_freeze_embedding` is true a FrozenEmbedding in place: its weight gets no gradient,
+    and its outputs are fp32. Its class stays a subclass of the model's own.
+    """
     module.weight.requires_grad_(False)
     own = type(module)
     bases = (FrozenEmbedding,) if own is nn.Embedding else (FrozenEmbedding, own)
@@ -129,7 +131,9 @@ class FrozenWeight:
         return whole
 
     def find_head(self) -> Tensor | None:
-        """Return the weight if it is that of a language model's head, which would make the buffer large; else None."""
+        """Return the weight if it looks like a language model's head (one layer, not int8, with far more outputs than
+        inputs), whose expanded copy would be large; else None.
+        """
         first = self.layers[0]
         is_head = len(first.weight) > max(_HEAD_ROWS, _LAYER_RATIO * first.in_features)
         return first.weight.detach() if is_head and len(self.layers) == 1 and first.scales is None else None
