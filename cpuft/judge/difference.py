@@ -29,7 +29,7 @@ class Differences:
         return self.found[0]
 
     def count(self, number: int) -> str:
-        """Return a number with its unit: "408 rows", or in tasks of search, which score whole queries, "408 queries"."""
+        """Return a number with its unit: "408 rows", or "408 queries" in tasks of search, which score queries."""
         if self.kind in QUERY_KINDS:
             return "1 query" if number == 1 else f"{number} queries"
         return counted(number, "row")

@@ -217,8 +217,8 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
 
 
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:
-    """Compile or load the C++ kernels on every rank, before anything is timed. Return ("compiled" or "absent", a warning
-    or ""), or ("", "") if neither layers nor gradients may need kernels. Collective.
+    """Compile or load the C++ kernels on every rank, before anything is timed. Return ("compiled" or "absent", a
+    warning or ""), or ("", "") if neither layers nor gradients may need kernels. Collective.
 
     Ranks that train together must round alike in an update, or their parameters drift apart. So if a rank has no
     kernels, the caller lets no rank use them. Raises CpuftError, on all ranks: torch makes updates that must be the

@@ -67,8 +67,8 @@ def can_freeze_embedding(module: Any) -> bool:
 
 
 def freeze_embedding(module: nn.Embedding) -> None:
-    """Make an embedding for which `can_freeze_embedding` is true a FrozenEmbedding in place: its weight gets no gradient,
-    and its outputs are fp32. Its class stays a subclass of the model's own.
+    """Make an embedding for which `can_freeze_embedding` is true a FrozenEmbedding in place: its weight gets no
+    gradient, and its outputs are fp32. Its class stays a subclass of the model's own.
     """
     module.weight.requires_grad_(False)
     own = type(module)
