@@ -155,11 +155,12 @@ def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
 
 
 def read_windows(
-    table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = _WINDOW_TEXTS
+    table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = 0
 ) -> Iterator[Window]:
-    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts`. Raises
+    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts` (0: 8192). Raises
     CpuftError: a cell is no text, or there are no rows.
     """
+    limit = window_texts or _WINDOW_TEXTS
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
     for where, cells in table.rows:
         is_empty = False
@@ -172,7 +173,7 @@ def read_windows(
         size += len(texts[-1])
         if id_column:
             ids.append(str(cells[id_column]))
-        if len(texts) == window_texts or size >= window_texts * _TEXT_CHARACTERS:
+        if len(texts) == limit or size >= limit * _TEXT_CHARACTERS:
             yield Window(texts, ids)
             texts, ids, size = [], [], 0
     if is_empty:
@@ -329,7 +330,7 @@ def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> N
         pass  # the parent has ended
 
 
-def open_windows(request: PredictConfig, window_texts: int = _WINDOW_TEXTS) -> Iterator[Window]:
+def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Window]:
     """Return the windows of the file of a request; the first one has been read, so that an empty file is found here.
     Raises CpuftError: the file, a column or the prompt is missing.
     """
