@@ -14,8 +14,9 @@ namespace {
 
 #ifdef __AMX_BF16__
 
-// The largest number of tokens of an example. Backward has two arrays of the square of this with 2 bytes each.
-constexpr int64_t MOST_TOKENS = 256;
+// The largest number of tokens of an example. Backward has two arrays of the square of this with 2 bytes each, which
+// take half of the second-level cache.
+constexpr int64_t MOST_TOKENS = 512;
 // If a sum of exponentials is between these, none of its large summands has been rounded to zero or to infinity.
 constexpr float LEAST_SUM = 1e-18f, MOST_SUM = 1e18f;
 // The lowest bias of a key, to which lower ones, also -inf, are raised; and the bias where there is no key.
@@ -100,6 +101,12 @@ class NextRows {
     }
 };
 
+// The number of the first head after those that `schedule(static)` gives to this thread, of `count` heads.
+inline int64_t end_of_share(int64_t count) {
+    int64_t next = omp_get_thread_num() + 1, threads = omp_get_num_threads();
+    return count / threads * next + std::min(next, count % threads);
+}
+
 // What is added to the scores of the keys of an example, as a power of two.
 inline void take_bias(const Heads &g, int64_t n, int64_t used, int64_t length, float *to) {
     const float *bias = g.bias_of(n, 0, 0);
@@ -146,6 +153,7 @@ inline void attend_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, cons
         });
         KeptBits kept(g);
         Tiles<bf16> tiles;
+        const int64_t end = end_of_share(g.batch * g.heads);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t h = 0; h < g.heads; h++) {
@@ -157,7 +165,7 @@ inline void attend_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, cons
                 pair_rows(rows, values, length, size);
                 collect_all(g.query_rows(q, g.query_stride, n, h), asked, filled_up(asked, TALL), size, queries);
                 take_bias(g, n, used, length, bias);
-                bool is_last = n + 1 == g.batch;
+                bool is_last = (n + 1) * g.heads >= end;
                 NextRows next(is_last ? nullptr : g.key_rows(k, n + 1, 0)[0], g.key_stride, g.heads);
                 NextRows next_written(is_last ? nullptr : g.query_rows(context, g.heads * size, n + 1, 0)[0],
                                       g.heads * size, g.heads);
@@ -281,6 +289,7 @@ inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16
         KeptBits kept(g);
         float *mine = column_sums ? lines.of(omp_get_thread_num()) : nullptr;
         Tiles<bf16> tiles;
+        const int64_t end = end_of_share(g.batch * g.heads);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t h = 0; h < g.heads; h++) {
@@ -298,7 +307,7 @@ inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16
                 collect_all(g.key_rows(k, n, h), used, length, size, keys);
                 pair_rows(keys, key_pairs, length, size);
                 take_bias(g, n, used, length, bias);
-                bool is_last = n + 1 == g.batch;
+                bool is_last = (n + 1) * g.heads >= end;
                 NextRows next(is_last ? nullptr : g.key_rows(k, n + 1, 0)[0], g.key_stride, g.heads);
                 NextRows next_grads(is_last ? nullptr : g.query_rows(grad, g.heads * size, n + 1, 0)[0], g.heads * size,
                                     g.heads);
@@ -323,6 +332,9 @@ inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16
                         }
                         column.write_slopes(g, total, product, dropped + first + half, slopes + first + half, tall);
                     }
+                    // What another example left there may be infinite, and would be multiplied by zeros.
+                    for (int64_t j = used; j < length; j++)
+                        std::memset(slopes + j * tall + first, 0, TALL * sizeof(bf16));
                     for (int64_t j = 0; j < length; j += 2)
                         pair_row(slopes + j * tall + first, tall, mixed + j / 2 * TALL, TALL);
                     exchange(mixed, TALL, slope_rows, length / 2, length / 2, TALL);

@@ -183,10 +183,10 @@ def check_whole_heads(size: int, longest: int, queries: int, shift: float, mask:
     check(Heads(2, size, size**-0.5), grid, min(queries, longest), mask, torch.bfloat16, bias)
 
 
-# With tiles, heads of up to 256 tokens are computed as a whole, 32 queries at a time. If all scores are near 100,
+# With tiles, heads of up to 512 tokens are computed as a whole, 32 queries at a time. If all scores are near 100,
 # exponentials are too large; if they are near -100, too small: then the highest score is subtracted first.
 @pytest.mark.parametrize("size", [32, 64, 96])
-@pytest.mark.parametrize("longest", [1, 15, 32, 54, 100, 256, 257])
+@pytest.mark.parametrize("longest", [1, 15, 32, 54, 100, 256, 512, 513])
 @pytest.mark.parametrize(
     ("queries", "shift", "mask"), [(0, 0.0, MASK), (0, 100.0, MASK), (0, -100.0, NO_MASK), (33, 0.0, MASK)]
 )
@@ -206,6 +206,20 @@ def test_whole_heads_repeat_bit_by_bit(threads: int) -> None:
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_what_is_not_finite_stays_in_its_example(one_thread: None) -> None:
+    packed = torch.randn(64 + 40, 3 * 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    grid = Grid.of(2, 64, torch.arange(64 + 40))
+    for way in each_way():
+        found = []
+        with way:
+            for value in (1.0, math.nan):
+                weights = torch.ones(64 + 40, 64).bfloat16()
+                weights[:64] = value
+                context = attention(None, packed, key_bias(grid), Heads(2, 32, 0.2), MASK, grid)
+                found += torch.autograd.grad(context, packed, weights)
+        assert torch.equal(found[0][64:], found[1][64:])
 
 
 def test_keys_outside_of_a_window_get_no_gradient() -> None:
