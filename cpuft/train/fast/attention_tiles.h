@@ -146,7 +146,7 @@ inline void attend_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, cons
         });
         KeptBits kept(g);
         Tiles<bf16> tiles;
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t h = 0; h < g.heads; h++) {
                 int64_t used = Heads::count(g.key_places, n, g.keys);
@@ -281,7 +281,7 @@ inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16
         KeptBits kept(g);
         float *mine = column_sums ? lines.of(omp_get_thread_num()) : nullptr;
         Tiles<bf16> tiles;
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t h = 0; h < g.heads; h++) {
                 int64_t used = Heads::count(g.key_places, n, g.keys);
