@@ -8,6 +8,7 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#include <memory>
 #include <vector>
 
 namespace {
@@ -234,20 +235,29 @@ struct Lanes {
 // order of the threads. So sums have the same bits in every run with as many threads, whichever thread ends first.
 class ThreadSums {
     size_t length;
-    std::vector<float> lines;
+    std::unique_ptr<float[]> lines;
+    std::vector<char> is_used;  // by thread: OpenMP may give fewer threads than were asked for
 
   public:
     ThreadSums(int threads, int64_t columns)
         // Lines are a cache line apart, so that no two threads write to the same one.
-        : length((size_t(columns) + 31) / 16 * 16), lines(length * size_t(threads)) {}
+        : length((size_t(columns) + 31) / 16 * 16), lines(new float[length * size_t(threads)]),
+          is_used(size_t(threads)) {}
 
-    // The line of a thread: zeros at first.
-    float *of(int thread) { return lines.data() + size_t(thread) * length; }
+    // The line of a thread, which calls this once: zeros. So the thread that adds to the memory is the first to use it.
+    float *of(int thread) {
+        is_used[size_t(thread)] = 1;
+        float *line = lines.get() + size_t(thread) * length;
+        std::memset(line, 0, length * sizeof(float));
+        return line;
+    }
 
     // Add the sums of `count` columns from `first` on to `sums`, which may be null: there is nothing to do then.
     void add_to(float *sums, size_t first, size_t count) const {
-        for (size_t line = first; sums && line < lines.size(); line += length)
-            for (size_t j = 0; j < count; j++) sums[j] += lines[line + j];
+        for (size_t thread = 0; sums && thread < is_used.size(); thread++) {
+            const float *line = lines.get() + thread * length + first;
+            for (size_t j = 0; j < (is_used[thread] ? count : 0); j++) sums[j] += line[j];
+        }
     }
 };
 

@@ -120,7 +120,7 @@ void attend(const Heads &g, const T *q, const T *k, const T *v, T *context, int 
         Desk<T> desk(g);
         const word *values = nullptr;
         int64_t there = -1;  // which keys and values are on the desk: often, a thread takes the heads of a group in a row
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t h = 0; h < g.heads; h++) {
                 int64_t used = Heads::count(g.key_places, n, g.keys);
@@ -217,7 +217,7 @@ bool attend_backward(const Heads &g, const T *q, const T *k, const T *v, const T
     {
         Desk<T> desk(g);
         // One thread adds up the gradients of a head of keys and values, over all query heads that share it.
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t shared = 0; shared < g.key_heads; shared++) {
                 int64_t used = Heads::count(g.key_places, n, g.keys);

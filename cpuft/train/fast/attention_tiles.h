@@ -154,7 +154,7 @@ inline void attend_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, cons
         KeptBits kept(g);
         Tiles<bf16> tiles;
         const int64_t end = end_of_share(g.batch * g.heads);
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t h = 0; h < g.heads; h++) {
                 int64_t used = Heads::count(g.key_places, n, g.keys);
@@ -290,7 +290,7 @@ inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16
         float *mine = column_sums ? lines.of(omp_get_thread_num()) : nullptr;
         Tiles<bf16> tiles;
         const int64_t end = end_of_share(g.batch * g.heads);
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t n = 0; n < g.batch; n++)
             for (int64_t h = 0; h < g.heads; h++) {
                 int64_t used = Heads::count(g.key_places, n, g.keys);

@@ -150,7 +150,7 @@ void disentangled_forward(const T *q, const T *k, const T *v, const T *position_
     {
         DisentangledDesk<T> desk(g, false);
         int64_t width = desk.width, across = desk.across;
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t h = 0; h < heads; h++)
             for (int64_t n = 0; n < batch; n++) {
                 take_positions(g, desk, h, false);
@@ -291,7 +291,7 @@ void disentangled_backward(const T *q, const T *k, const T *v, const T *position
             Rows<float> to{grads + group * distances * g.row_size() + h * size, g.row_size(), nullptr, 0};
             deliver(desk.rest + g.first_column() * width, width, to, 0, distances, size);
         };
-#pragma omp for collapse(2) schedule(dynamic)
+#pragma omp for collapse(2) schedule(dynamic) nowait
         for (int64_t h = 0; h < heads; h++)
             for (int64_t group = 0; group < groups; group++) {
                 take_positions(g, desk, h, true);

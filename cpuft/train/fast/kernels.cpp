@@ -30,7 +30,7 @@ void dropout(const T *x, T *y, int64_t n, uint64_t seed, uint32_t threshold, flo
 #pragma omp parallel num_threads(threads)
     {
         Lanes lanes(BLOCK);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t start = 0; start < n; start += BLOCK) {
             int64_t count = n - start < BLOCK ? n - start : BLOCK;
             const uint16_t *bits = lanes.fill(seed, start, count);
@@ -63,7 +63,7 @@ void gelu_backward(const T *dy, const T *slope, T *dx, float *dbias, int64_t row
 #pragma omp parallel num_threads(threads)
     {
         float *mine = line.of(omp_get_thread_num());
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0, at = i * cols; j < cols; j += W, at += W) {
                 int64_t m = lanes_of(j, cols);
@@ -206,7 +206,7 @@ void rotate_backward(const T *dy, const T *x, const float *cos, const float *sin
 #pragma omp parallel num_threads(threads)
     {
         float *line = sums.of(omp_get_thread_num()), *dquery = line + size, *dkey = dquery + size;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < rows; i++) {
             const T *dyi = dy + i * width, *xi = x ? x + i * width : dyi;
             T *dxi = dx + i * width;

@@ -17,7 +17,7 @@ void norm_forward(const T *x, const T *shift, const T *residual, const float *we
 #pragma omp parallel num_threads(threads)
     {
         Lanes lanes(cols);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < rows; i++) {
             const T *xi = x + i * cols, *si = sum ? sum + i * cols : xi;
             T *yi = y + i * cols;
@@ -62,7 +62,7 @@ void norm_backward(const T *dy, const T *dsum, const T *sum, const float *mean, 
     {
         Lanes lanes(cols);
         float *dw = line.of(omp_get_thread_num()), *db = dw + cols, *ds = db + cols;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < rows; i++) {
             const T *dyi = dy + i * cols, *si = sum + i * cols;
             T *dxi = dx + i * cols, *dri = dresidual + i * cols;
@@ -106,7 +106,7 @@ template <class T> void column_sums(const T *x, float *sums, int64_t rows, int64
 #pragma omp parallel num_threads(threads)
     {
         float *mine = line.of(omp_get_thread_num());
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);

@@ -32,7 +32,9 @@
 #include "epilogue.h"
 #include "products.h"
 #include <algorithm>
+#include <array>
 #include <cstdlib>
+#include <map>
 #include <omp.h>
 
 namespace {
@@ -49,6 +51,9 @@ constexpr int64_t MOST_INNER = 1024, SPLIT_INNER = 384;
 // The largest number of sums of a part of a weight's gradient. They take 1.8 MB; with parts of 0.8 or 1.2 MB, a step of
 // MiniLM or BERT-base was not faster.
 constexpr int64_t PART_SUMS = 450000;
+// The largest number of threads that each pack the factors of their own parts of a weight's gradient: on two cores, this
+// is faster (0.73 to 0.97 of the time), but the smaller the parts are, the more of them need the same numbers.
+constexpr int64_t MOST_OWN_FACTORS = 8;
 
 // Memory for packed factors and sums, which stays for the next call and grows.
 class Scratch {
@@ -235,7 +240,7 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
         _mm_sfence();  // what was written past the caches is visible to the other threads from here on
         if (of_columns) {
 #pragma omp barrier
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
             for (int64_t p = 0; p < panels; p++)
                 for (int64_t part = 0; part < parts; part++)
                     for (int64_t j = p * BLOCK_COLS; j < std::min(cols, (p + 1) * BLOCK_COLS); j++)
@@ -250,9 +255,12 @@ struct Parts {
     int64_t of_rows, of_cols;
 };
 // The division that probably takes least time. For each token, a thread reads the numbers of A and of B that belong to
-// the columns of its part; one of them is estimated to take as long as 200 multiplications.
+// the columns of its part; one of them is estimated to take as long as 200 multiplications. Divisions are remembered: a
+// model has few sizes, and one of BERT-large has 4,096 divisions to try, for which all other threads would wait.
 inline Parts choose_parts(int64_t rows, int64_t cols, int64_t threads) {
-    Parts best{};
+    static thread_local std::map<std::array<int64_t, 3>, Parts> known;
+    Parts &best = known[{rows, cols, threads}];
+    if (best.of_rows) return best;
     double least = INFINITY;
     for (int64_t m = 1; m <= ceil_div(rows, BLOCK_ROWS); m++)
         for (int64_t n = 1; n <= ceil_div(cols, BLOCK_COLS); n++) {
@@ -267,8 +275,8 @@ inline Parts choose_parts(int64_t rows, int64_t cols, int64_t threads) {
 
 // C (rows, cols) = A^T B for A (inner, rows) and B (inner, cols): the gradient of a weight, a sum over all tokens. Each
 // thread makes parts of C. It packs the numbers of a few hundred tokens at a time, and adds their products to the sums
-// of its part, which mostly stay in the second-level cache. Returns false if there is no memory for sums and packed
-// numbers.
+// of its part, which mostly stay in the second-level cache. Many threads pack all numbers together first. Returns false
+// if there is no memory for sums and packed numbers.
 bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, int64_t cols, int64_t inner,
                          int threads) {
     Epilogue epilogue{};
@@ -277,14 +285,32 @@ bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, in
     int64_t high = filled_up(ceil_div(rows, parts.of_rows), BLOCK_ROWS), blocks = high / BLOCK_ROWS;
     int64_t wide = filled_up(ceil_div(cols, parts.of_cols), BLOCK_COLS), panels = wide / BLOCK_COLS;
     int64_t tokens = filled_up(ceil_div(inner, ceil_div(inner, SPLIT_INNER)), STEP), words = tokens / 2;
-    int64_t of_thread = high * wide + high * words + words * wide;
+    // Packed numbers are strips of 32 rows of A or 32 columns of B for so many tokens: those of A come first.
+    bool is_shared = threads > MOST_OWN_FACTORS;
+    int64_t strip = BLOCK_ROWS * words, all_blocks = ceil_div(rows, BLOCK_ROWS), all_panels = ceil_div(cols, BLOCK_COLS);
+    int64_t of_tokens = (all_blocks + all_panels) * strip, shared = is_shared ? ceil_div(inner, tokens) * of_tokens : 0;
+    int64_t of_thread = high * wide + (is_shared ? 0 : (blocks + panels) * strip);
     static thread_local Scratch scratch;
-    word *memory = scratch.get(threads * of_thread);
+    word *memory = scratch.get(shared + threads * of_thread);
     if (!memory) return false;
 #pragma omp parallel num_threads(threads)
     {
-        word *own = memory + omp_get_thread_num() * of_thread, *turned = own + high * wide;
-        word *packed = turned + high * words;
+        auto turn = [&](int64_t block, int64_t token, int64_t k, word *to) {
+            transpose_step(a, inner, rows, block * BLOCK_ROWS, token / 2 + k, to + k, words);
+        };
+        auto zip = [&](int64_t panel, int64_t token, int64_t k, word *to) {
+            zip_step(b, inner, cols, panel * BLOCK_COLS, token / 2 + k, to + k * BLOCK_COLS);
+        };
+        if (is_shared) {
+#pragma omp for collapse(2) schedule(static)
+            for (int64_t step = 0; step < ceil_div(inner, STEP); step++)
+                for (int64_t number = 0; number < all_blocks + all_panels; number++) {
+                    int64_t token = step * STEP / tokens * tokens, k = (step * STEP - token) / 2;
+                    word *to = memory + token / tokens * of_tokens + number * strip;
+                    number < all_blocks ? turn(number, token, k, to) : zip(number - all_blocks, token, k, to);
+                }
+        }
+        word *own = memory + shared + omp_get_thread_num() * of_thread, *packed = own + high * wide;
         float *sums = reinterpret_cast<float *>(own);
         Tiles<bf16> tiles;
 #pragma omp for schedule(dynamic, 1) nowait
@@ -295,13 +321,17 @@ bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, in
             Rounding before;
             for (int64_t token = 0; token < inner; token += tokens) {
                 int64_t count = std::min(words, filled_up(inner - token, STEP) / 2);
-                for (int64_t k = 0; k < count; k += W) {
-                    for (int64_t p = 0; p < last_panel; p++)
-                        zip_step(b, inner, cols, left + p * BLOCK_COLS, token / 2 + k,
-                                 packed + (p * words + k) * BLOCK_COLS);
-                    for (int64_t i = 0; i < last_block; i++)
-                        transpose_step(a, inner, rows, top + i * BLOCK_ROWS, token / 2 + k,
-                                       turned + i * BLOCK_ROWS * words + k, words);
+                word *left_strips = packed, *right_strips = packed + blocks * strip;
+                if (is_shared) {
+                    left_strips = memory + token / tokens * of_tokens + top / BLOCK_ROWS * strip;
+                    right_strips = memory + token / tokens * of_tokens + (all_blocks + left / BLOCK_COLS) * strip;
+                } else {
+                    for (int64_t k = 0; k < count; k += W) {
+                        for (int64_t p = 0; p < last_panel; p++)
+                            zip(left / BLOCK_COLS + p, token, k, right_strips + p * strip);
+                        for (int64_t i = 0; i < last_block; i++)
+                            turn(top / BLOCK_ROWS + i, token, k, left_strips + i * strip);
+                    }
                 }
                 for (int64_t i = 0; i < last_block; i++)
                     for (int64_t p = 0; p < last_panel; p++) {
@@ -309,8 +339,8 @@ bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, in
                         Rounding after;
                         if (token + tokens >= inner)
                             after = {to, c, epilogue, top + i * BLOCK_ROWS, left + p * BLOCK_COLS, rows, cols};
-                        multiply_with_panel(turned + i * BLOCK_ROWS * words, words, packed + p * words * BLOCK_COLS,
-                                            to, count, token > 0, before, after);
+                        multiply_with_panel(left_strips + i * strip, words, right_strips + p * strip, to, count,
+                                            token > 0, before, after);
                         before = after;
                     }
             }

@@ -20,6 +20,7 @@ from tests.train.fast.encoders import relative_error
 from tests.train.fast.test_attention import MASK, check_whole_heads
 from tests.train.fast.test_gradient_places import check_places
 from tests.train.fast.test_kernels import build_for
+from tests.train.fast.test_threads import check_threads
 
 HEADER = Path(__file__).with_name("emulated_cpu.h")
 
@@ -124,6 +125,15 @@ def test_halves_with_tiles_write_gradients_into_buckets(emulated: Kernels, monke
         monkeypatch.setattr(products, limit, 0)
     with use_kernels(emulated):
         check_places("bert", "bf16")
+
+
+def test_steps_with_tiles_are_the_same_with_any_number_of_threads(
+    emulated: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("_MIN_ROWS", "_MIN_TOKENS", "_MIN_WORK"):
+        monkeypatch.setattr(products, limit, 0)
+    with use_kernels(emulated):
+        check_threads("bert", "bf16", same_bits=True)
 
 
 @pytest.mark.parametrize("shift", [0.0, 100.0])
