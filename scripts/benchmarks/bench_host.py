@@ -228,7 +228,7 @@ def measure(is_short: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the record of this host. It names neither the host nor its user."""
     facts, models = read_facts(), SHORT if is_short else MODELS
     cpus = [core.threads[0] for core in facts.cores]
-    record = {
+    record: dict[str, Any] = {
         **FORMAT,
         "cpuft": __version__,
         "time": time.time(),
@@ -242,8 +242,8 @@ def measure(is_short: bool, say: Callable[[str], None]) -> dict[str, Any]:
         "numa_nodes": facts.numa_nodes,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_before": os.getloadavg()[0],
-        "limits": list[dict[str, float]](),
-        "points": list[dict[str, Any]](),
+        "limits": [],
+        "points": [],
     }
     for count in count_cores(len(cpus)):
         record["limits"].append(measure_cores(cpus[:count]))
