@@ -31,7 +31,7 @@ from cpuft.hosts.facts import gather
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.record import Record, read_record
 from cpuft.report import plots
-from cpuft.report.plots import Line, draw_lines
+from cpuft.report.plots import Line, Panel, draw
 from cpuft.terminal import format_table
 from scripts.benchmarks.roofline import measure_limits
 
@@ -351,7 +351,7 @@ def draw_host(record: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         "Memory.": (("cores", "GB/s"), memory),
     }
-    return [(told, draw_lines(told, axes, lines, "o", counts=True)) for told, (axes, lines) in found.items()]
+    return [draw(Panel(told, told, axes, lines, "o", counts=True)) for told, (axes, lines) in found.items()]
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -212,7 +212,7 @@ def test_what_is_not_finite_stays_in_its_example(one_thread: None) -> None:
     packed = torch.randn(64 + 40, 3 * 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     grid = Grid.of(2, 64, torch.arange(64 + 40))
     for way in each_way():
-        found = []
+        found = list[torch.Tensor]()
         with way:
             for value in (1.0, math.nan):
                 weights = torch.ones(64 + 40, 64).bfloat16()
