@@ -121,7 +121,7 @@ def test_only_the_same_job_goes_on_with_its_run(scheduler: Scheduler[Any], optio
 def test_what_cannot_be_a_job(scheduler: Scheduler[Any], options: Any) -> None:
     for changed, launch, said in (
         (replace(options, image=""), WORK, "no container image is given: add --image NAME"),
-        (replace(options, nodes=9), WORK, "--nodes 9 does not agree with --np 8 and --ppn 2: leave --nodes out"),
+        (replace(options, nodes=9), WORK, "--nodes 9 contradicts --np 8 and --ppn 2: leave --nodes out"),
         (replace(options, name="_a"), WORK, "--name '_a': use "),
         (options, JobSweep(("--task", "rte")), f"cpuft submit {scheduler.name} takes no sweep"),
     ):
