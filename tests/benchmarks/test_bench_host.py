@@ -97,6 +97,7 @@ def test_what_is_no_record_is_named(text: str, tmp_path: Path, capsys: pytest.Ca
     assert f"bench-host: {path} is no record of scripts/bench-host" in capsys.readouterr().err
 
 
+@pytest.mark.proof
 def test_a_short_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.benchmarks.bench_host", "--short", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -123,10 +123,10 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
         (("--parallel", "-1"), "--parallel '-1' is not a number of runs"),
         (("--conditions", "none.yaml"), "--conditions none.yaml cannot be read"),
         (("--hosts-per-run", "2"), "--hosts-per-run 2 needs hosts: name them"),
-        (("--resume", "none"), "there is no sweep in"),
+        (("--resume", "none"), "there is no sweep.jsonl in"),
         (("--resume", "none", "--seed", "1"), "--seed is not for --resume, which takes it from the sweep"),
         (("status",), "cpuft sweep takes no arguments but `status FOLDER`"),
-        (("status", "none"), "there is no sweep in none"),
+        (("status", "none"), "there is no sweep.jsonl in none"),
         (("--warmup-ratio", "0.1", "--lr-schedule", "cosine,constant"), "lr-schedule constant: --lr-schedule constant"),
     ],
 )
