@@ -487,7 +487,7 @@ def test_a_kubernetes_job_is_cancelled(capsys: pytest.CaptureFixture[str]) -> No
     assert Path("said").read_text().endswith("delete mpijob x ")
 
 
-SCHEDULERS = "cpuft.schedulers cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.schedulers.job_node"
+SCHEDULERS = "cpuft.schedulers cpuft.schedulers.job_node"
 
 
 def test_a_plain_launch_imports_nothing_of_it() -> None:
