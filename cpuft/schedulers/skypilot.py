@@ -36,6 +36,13 @@ _JOB_ID = re.compile(r"\bJob ID: (\d+)")
 class SkyPilotOptions(CloudOptions):
     """Options of `cpuft submit skypilot`."""
 
+    retries: int = option(
+        1,
+        "0: a job that was interrupted or has lost a host ends, unless its hosts were taken away. Else SkyPilot starts "
+        "it again each time",
+        least=0,
+        most=1,
+    )
     infra: str = option("", "Cloud and region, such as gcp/us-central1 (default: the cheapest)", takes="NAME")
     bucket: str = option(
         "",
@@ -66,6 +73,7 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
             "cpus": f"{options.cores}+",
             "ram": f"{options.memory}+",
             "container": f"docker:{options.image}",
+            "codes": [75] if options.retries else None,
             "secrets": {JOB_SECRET: ""} if hosts > 1 else None,
             "mounts": {"/work": {"source": options.bucket, "mode": "MOUNT_CACHED"}} if options.bucket else None,
             "script": f"timeout {options.seconds} {run}\n" if options.seconds else f"{run}\n",

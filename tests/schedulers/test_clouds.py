@@ -36,7 +36,10 @@ FULL: tuple[tuple[Scheduler[Any], Any], ...] = (
     (Dstack(), replace(DSTACK, spot=True, seconds=3600, volume="runs-${{ dstack.node_rank }}")),
     (SkyPilot(), replace(SKY, spot=True, seconds=3600, infra="gcp/us-central1", bucket="s3://runs")),
 )
-SMALL: tuple[tuple[Scheduler[Any], Any], ...] = ((Dstack(), replace(DSTACK, retries=0)), (SkyPilot(), SKY))
+SMALL: tuple[tuple[Scheduler[Any], Any], ...] = (
+    (Dstack(), replace(DSTACK, retries=0)),
+    (SkyPilot(), replace(SKY, retries=0)),
+)
 WORK = JobLaunch(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
 
 
@@ -115,6 +118,13 @@ def test_only_the_same_job_goes_on_with_its_run(scheduler: Scheduler[Any], optio
     assert words_said()[9:11] == ["--resume", "runs/mrpc-np8"]
     assert run_script("sh", script, **OTHER).returncode == 0
     assert words_said()[9:11] == ["--run-dir", "runs/mrpc-np8"]
+
+
+def test_without_retries_an_interrupted_job_is_not_started_again() -> None:
+    texts = [yaml.safe_load(scheduler.render(options, WORK, "cpuft")) for scheduler, options in SMALL + FULL]
+    assert ["retry" in text for text in texts[::2]] == [False, True]
+    codes = [text["resources"]["job_recovery"].get("recover_on_exit_codes") for text in texts[1::2]]
+    assert codes == [None, [75]]
 
 
 @pytest.mark.parametrize("scheduler, options", SMALL)
