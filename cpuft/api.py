@@ -531,9 +531,11 @@ def _check_thread() -> None:
 
 
 def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
-    """Write examples to predict as JSON lines, and return the names of the text columns, for dicts ().
+    """Write examples to predict as JSON lines, and return the names of their text columns.
 
-    Raises CpuftError: rows are of different kinds, or JSON cannot hold a value.
+    These are ("text",) for texts, ("tokens",) for lists of words, ("text1", "text2") for tuples of two texts, and ()
+    for dicts, which have names of their own. Raises CpuftError: rows are of different or of other kinds, or JSON
+    cannot hold a value.
     """
     columns: tuple[str, ...] = ()
     if all(isinstance(row, Mapping) for row in rows):

@@ -316,7 +316,7 @@ def _wait(processes: Sequence[Process], watch: Callable[[], None], seconds: floa
 
 
 def stop_processes(processes: Sequence[Process]) -> None:
-    """End processes, which must lead their process groups, with these: SIGTERM, and SIGKILL 3 s later if needed."""
+    """End processes and the groups that they lead by SIGTERM, and 3 s later by SIGKILL; return when all have ended."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         left = [process for process in processes if _signal(process, signal_number)]
         end = time.monotonic() + _GRACE_SECONDS

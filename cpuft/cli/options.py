@@ -70,7 +70,11 @@ class FieldOption(click.Option):
         self.section, self.is_rare = section, is_rare
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return the flag with its placeholder, and the help, with the default in brackets unless it names it."""
+        """Return (the flag with its placeholder, the help text with the default in brackets).
+
+        An empty default, or one that the text tells in words, "(default: ...)", is not added. Of options without a
+        value, only those that are on are --[no-]NAME, with the default yes.
+        """
         flag, text = self.opts[0], str(self.help)
         if self.is_flag:
             return (f"--[no-]{flag[2:]}", f"{text} [yes]") if self.default else (flag, text)

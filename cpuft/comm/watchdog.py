@@ -184,8 +184,9 @@ def find_missing_ranks(
 ) -> dict[int, str]:
     """Return the ranks that keep an operation from ending, by world rank, each with its state; {} if all have arrived.
 
-    If ranks are lost, only they are returned, and otherwise only those that are furthest behind, because others wait
-    for them. `answers` is the progress of all ranks that have answered.
+    If ranks are lost (in `gone`, or without an answer in `answers`), only they are returned, and otherwise only those
+    that are furthest behind, because others wait for them. If not even the answer of `rank`, this rank, is there, only
+    rank 0 is returned, which relays all answers.
     """
     if rank and rank not in answers:  # rank 0 relays all messages: not even this rank's own answer came back
         return {0: _ENDED if 0 in gone else _SILENT}

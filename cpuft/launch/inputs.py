@@ -148,11 +148,12 @@ def _note_file(run_dir: str, environ: Mapping[str, str]) -> Path:
 def pack_training(
     cluster: Cluster, train: TrainConfig, allowed: Collection[str] | None = None
 ) -> tuple[TrainConfig, tuple[Bundle, ...]]:
-    """Return the training options with the paths on hosts that have disks of their own, and the bundles to send.
+    """Return the training options with the hosts' paths of local files, and the bundles to send; `train` and () if the
+    hosts share this machine's files.
 
-    A file that an earlier launch of the run sent has a bundle without sources. Some options may come from a record,
-    which a host may have written: then only paths in `allowed` may be sent. Raises CpuftError: a path is not allowed;
-    else as `make_bundle`.
+    Names without a local file, such as those of the hub, stay. A file that an earlier launch of the run sent has a
+    bundle without sources. Some options may come from a record, which a host may have written: then only paths in
+    `allowed` may be sent. Raises CpuftError: a path is not allowed; else as `make_bundle`.
     """
     if not cluster.has_own_disks:
         return train, ()

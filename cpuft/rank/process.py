@@ -216,9 +216,9 @@ def format_failure(world: World, hostname: str, code: int, missing: Collection[i
     return " ".join([f"{FAILED_MARK} rank {world.rank} on {hostname} exit code {code}", *map(str, sorted(missing))])
 
 
-def format_steps(world: World, hostname: str, has_ended: bool, steps: int) -> str:
+def format_steps(world: World, hostname: str, has_succeeded: bool, steps: int) -> str:
     """Return the line that tells the launcher after how many optimizer steps a rank's script has ended or failed."""
-    return f"{STEPS_MARK} rank {world.rank} on {hostname} {'ended' if has_ended else 'failed'} after {steps}"
+    return f"{STEPS_MARK} rank {world.rank} on {hostname} {'ended' if has_succeeded else 'failed'} after {steps}"
 
 
 def parse_steps(text: str) -> tuple[int, bool, int] | None:

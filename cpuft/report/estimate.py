@@ -198,7 +198,7 @@ class Job:
         return self.parameters, tokens * self.row
 
     def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return `sent_numbers` in bytes, both as the payload of an all-reduce."""
+        """Return the bytes of (gradients or their factors, embedding rows) of an update, as payloads of all-reduces."""
         layers, words = self.sent_numbers(hosts, sent_as)
         facts, sent = COMPRESSION_FACTS[sent_as], self.factors if sent_as == "powersgd" else layers
         each, of_rows = facts.bytes_per_number, facts.row_bytes_per_number or facts.bytes_per_number

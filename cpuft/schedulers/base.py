@@ -215,7 +215,7 @@ class Scheduler(ABC, Generic[Options]):
 
     @abstractmethod
     def is_ours(self, job: str) -> bool:
-        """Return whether `cpuft submit` has submitted a job; only those may be cancelled."""
+        """Return whether `cpuft submit` has submitted a job; only those may be cancelled. CpuftError: it is unknown."""
 
 
 def refuse_sweep(scheduler: str, launch: JobLaunch) -> None:

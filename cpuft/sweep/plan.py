@@ -118,7 +118,11 @@ def _choose_pruner(config: SweepConfig, configs: Sequence[TrainConfig]) -> str:
 
 
 def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
-    """Count this machine's cores; return the places of a sweep's runs. CpuftError: hosts or cores are too few."""
+    """Return the places of a sweep's runs, each a group of hosts or a part of this machine's cores.
+
+    `parallel` 0 stands for one run on each group of hosts, or for one on this machine. CpuftError: hosts or cores are
+    too few.
+    """
     facts = gather_facts((LOCAL,), Access())[0]
     return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
 

@@ -78,7 +78,7 @@ class Bucket:
         return self._is_last
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Return views of the part of each parameter, in its shape, of a tensor as long as the buffer."""
+        """Return, for a tensor as long as the buffer, the part of each parameter as a view in the parameter's shape."""
         *found, _ = torch.split(whole, [*self._sizes, self._length - sum(self._sizes)])
         return [value.view(parameter.shape) for value, parameter in zip(found, self._parameters, strict=True)]
 

@@ -9,9 +9,10 @@ import torch
 
 
 def optimize_by_ort(model: Any) -> None:
-    """Let ONNX Runtime compute the passes of a model in training mode, in place, with as many threads as torch has.
+    """Put a model into training mode and let ONNX Runtime compute its passes, in place.
 
-    It must run before the exchange is made. Parameters, and what is saved, stay the model's own.
+    From then on, all its sessions in this process have as many threads as torch. Call this before the exchange is made.
+    The parameters, and what is saved, stay the model's own.
     """
     import onnxruntime
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel, ORTModule

@@ -165,7 +165,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def is_adapted(layer: Any) -> bool:
-    """Return whether this is peft's LoRA around a frozen linear layer, without dropout, bias, variant or merging."""
+    """Return whether this is a frozen linear layer with one active LoRA adapter of peft, without dropout or bias."""
     if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return False
     names, base = layer.active_adapters, layer.base_layer

@@ -42,7 +42,7 @@ class Batch:
 
 
 def pad(values: NDArray[Any], mask: NDArray[np.bool_], filler: int = 0) -> torch.Tensor:
-    """Return one value for each true place of a mask, row by row, and `filler` elsewhere; int64, its shape."""
+    """Return int64 numbers in the mask's shape: the next of `values` at each true place, row by row, else `filler`."""
     padded = np.full(mask.shape, filler, np.int64)
     padded[mask] = values
     return torch.from_numpy(padded)
