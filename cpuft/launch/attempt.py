@@ -25,7 +25,8 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
 from cpuft.launch.checkpoint_copies import CheckpointCopier
-from cpuft.launch.inputs import keep_bundles, secrets_on_hosts
+from cpuft.launch.inputs import keep_bundles
+from cpuft.launch.rank_secrets import secrets_on_hosts
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
 from cpuft.launch.resume import find_newest_checkpoint, remove_empty_run
 from cpuft.launch.run_state import (

@@ -29,10 +29,10 @@ from cpuft.launch.inputs import (
     pack_script,
     pack_training,
     plan_data_copies,
-    plan_secrets,
     plan_sending,
 )
 from cpuft.launch.leases import RENEWAL_SECONDS
+from cpuft.launch.rank_secrets import plan_secrets
 from cpuft.launch.results import plan_partial_cleanup, plan_results
 from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun, check_newest_checkpoint
 from cpuft.launch.run_folder import plan_claim, plan_run_folder

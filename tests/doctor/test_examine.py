@@ -19,8 +19,9 @@ from cpuft.doctor.checks import find_all
 from cpuft.doctor.examine import choose_peers, examine_hosts, is_outside
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.hosts.cluster import Access, Assignment, gather_cluster
+from cpuft.hosts.cluster import Access, gather_cluster
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.transport import SshTransport
 from tests.conftest import run_shell
 from tests.doctor.planted import healthy, plant

@@ -10,18 +10,10 @@ import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import (
-    LOCAL,
-    Access,
-    Assignment,
-    Cluster,
-    assign_ranks,
-    choose_ranks,
-    gather_cluster,
-    gather_facts,
-)
+from cpuft.hosts.cluster import LOCAL, Access, Cluster, gather_cluster, gather_facts
 from cpuft.hosts.hostfile import Host, parse_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
+from cpuft.hosts.rank_counts import Assignment, assign_ranks, choose_ranks
 from cpuft.hosts.registry import Entry
 from cpuft.hosts.transport import SshTransport
 from tests.conftest import make_facts

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import Assignment, Cluster
+from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.rank_counts import Assignment
 from cpuft.launch.active_runs import find_active_run, lock_run, register_run
 from tests.conftest import run_cpuft
 

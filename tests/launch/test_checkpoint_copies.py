@@ -14,8 +14,9 @@ import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import Access, Assignment, Cluster
+from cpuft.hosts.cluster import Access, Cluster
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.rank_counts import Assignment
 from cpuft.launch import plan as planning
 from cpuft.launch.checkpoint_copies import CheckpointCopier, check_copy, choose_copy_seconds, pack_checkpoints
 from cpuft.launch.plan import Job, plan_run

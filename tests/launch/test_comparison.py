@@ -17,10 +17,11 @@ from cpuft.config.compare import CompareConfig
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import Assignment, Cluster
+from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.facts import gather
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.topology import HostFacts, parse_lscpu
 from cpuft.launch.comparison import limit_cores, order_runs, refuse_different_precisions
 from cpuft.launch.settings import plan_settings

@@ -42,7 +42,8 @@ from cpuft.launch.detached import (
     refuse_jobs,
 )
 from cpuft.launch.detached_head import Description, Event, Order
-from cpuft.launch.inputs import LaunchNote, plan_secrets, save_note
+from cpuft.launch.inputs import LaunchNote, save_note
+from cpuft.launch.rank_secrets import plan_secrets
 from cpuft.launch.run_state import RunState, write_state
 from cpuft.record import read_record
 from tests.conftest import wait_until

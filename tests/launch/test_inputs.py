@@ -27,12 +27,13 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, TransientError
 from cpuft.execute import Answer, run_stage
 from cpuft.hosts import cluster as clusters
-from cpuft.hosts.cluster import Access, Assignment, Cluster
+from cpuft.hosts.cluster import Access, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
-from cpuft.launch import inputs
+from cpuft.launch import inputs, rank_secrets
 from cpuft.launch.inputs import (
     LaunchNote,
     list_input_paths,
@@ -43,10 +44,10 @@ from cpuft.launch.inputs import (
     pack_training,
     plan_sending,
     save_note,
-    secrets_on_hosts,
 )
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.plan import Job, add_transfers
+from cpuft.launch.rank_secrets import secrets_on_hosts
 from cpuft.launch.relay import RelayOrder
 from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
@@ -644,7 +645,7 @@ def test_an_active_launcher_keeps_secret_files_from_being_removed(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preparing the examples may take longer than ten minutes, and ranks start after that."""
-    monkeypatch.setattr(inputs, "_REFRESH_SECONDS", 0.1)
+    monkeypatch.setattr(rank_secrets, "_REFRESH_SECONDS", 0.1)
     with sent(cluster) as path:
         age(path, 9)
         end = time.monotonic() + 10

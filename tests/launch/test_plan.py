@@ -12,9 +12,10 @@ import pytest
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.host_memory import HostMemory, RunMemory, split_run_memory
-from cpuft.hosts.cluster import Access, Assignment, Cluster
+from cpuft.hosts.cluster import Access, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.launch.plan import add_call, plan_launch, plan_training
 from cpuft.launch.resume import ResumedRun

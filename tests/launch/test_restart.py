@@ -17,8 +17,9 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
-from cpuft.hosts.cluster import Assignment, Cluster, gather_cluster
+from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.rank_counts import Assignment
 from cpuft.launch import restart
 from cpuft.launch.failures import Failure
 from cpuft.launch.plan import Job, Launch, plan_run
