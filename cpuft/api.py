@@ -41,7 +41,7 @@ from cpuft.errors import (
 )
 from cpuft.execute import open_memory_file, run_step
 from cpuft.hosts.cluster import Cluster
-from cpuft.launch.comparison import parse_numbers, plan_comparison, run_comparison
+from cpuft.launch.compare import parse_numbers, plan_comparison, run_comparison
 from cpuft.launch.failures import explain_exit, read_failures
 from cpuft.launch.progress_bar import choose_progress, is_notebook
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, plan_request, run_launch

@@ -174,12 +174,16 @@ def test_every_file_is_installed_with_its_package() -> None:
 
 
 TESTED_ELSEWHERE = {
+    "hosts/rank_counts.py": "hosts/test_cluster.py",
+    "launch/rank_secrets.py": "launch/test_inputs.py",
+    "train/checkpoint/resume.py": "train/checkpoint/test_policy.py",
+    "train/checkpoint/writer.py": "train/checkpoint/test_policy.py",
     "schedulers/dstack.py": "schedulers/test_clouds.py",
     "schedulers/skypilot.py": "schedulers/test_clouds.py",
     "cli/attach.py": "launch/test_detached.py",
     "cli/bench.py": "comm/test_bench.py",
     "cli/common.py": "cli/test_main.py",
-    "cli/compare.py": "launch/test_comparison.py",
+    "cli/compare.py": "launch/test_compare.py",
     "cli/detached.py": "launch/test_detached.py",
     "cli/doctor.py": "doctor/test_doctor.py",
     "cli/env.py": "launch/test_plan.py",
@@ -199,7 +203,7 @@ TESTED_ELSEWHERE = {
     "comm/watched_group.py": "comm/test_watchdog.py",
     "compressions.py": "comm/compression/test_table.py",
     "config/bench.py": "comm/test_bench.py",
-    "config/compare.py": "launch/test_comparison.py",
+    "config/compare.py": "launch/test_compare.py",
     "config/export.py": "cli/test_export.py",
     "config/fields.py": "cli/test_options.py",
     "config/launch.py": "cli/test_options.py",

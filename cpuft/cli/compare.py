@@ -38,7 +38,7 @@ def compare(dry_run: bool, detach: bool, **values: Any) -> None:
     Jinja2 are installed. With --seeds, the reports also say whether all numbers of ranks reach the same metric. If a
     run fails, the command ends with its exit code, without the other runs and without a report.
     """
-    from cpuft.launch.comparison import parse_numbers, plan_comparison, run_comparison
+    from cpuft.launch.compare import parse_numbers, plan_comparison, run_comparison
     from cpuft.launch.progress_bar import choose_progress
     from cpuft.launch.run_folder import choose_run_dir
     from cpuft.report.page import write_all

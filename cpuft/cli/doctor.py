@@ -37,7 +37,7 @@ def doctor(as_json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: b
     """
     from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_kernel_builds
     from cpuft.doctor.examine import examine_hosts, run_fixes
-    from cpuft.doctor.finding import format_findings, to_json
+    from cpuft.doctor.finding import findings_to_json, format_findings
     from cpuft.doctor.links import format_links, measure_links
     from cpuft.hosts.cluster import find_access, read_hosts
 
@@ -57,7 +57,7 @@ def doctor(as_json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: b
             click.echo(line, err=True)
         findings = find_all(replace(examine_hosts(hosts, access, full=full, try_outside=True), links=links))
     if as_json:
-        values = to_json(findings, [host.name for host in hosts]) | {"kernels": find_kernel_builds(state)}
+        values = findings_to_json(findings, [host.name for host in hosts]) | {"kernels": find_kernel_builds(state)}
         measured = {"links": [asdict(link) for link in links]} if bandwidth else {}
         click.echo(json.dumps(values | measured, indent=2))
     else:

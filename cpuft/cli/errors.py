@@ -29,7 +29,7 @@ def errors(run: str, most: int, as_json: bool, config: str) -> None:
     metric. Pairs of equal or near-identical texts that have different labels follow, and other examples whose labels
     may be wrong, found by confident learning, the method of cleanlab. Texts are shown up to 500 characters.
     """
-    from cpuft.judge.errors import format_errors, list_errors
+    from cpuft.judge.model_errors import format_errors, list_errors
     from cpuft.judge.predictions import read_predictions
 
     found = list_errors(run, read_predictions(run), most)

@@ -204,7 +204,7 @@ def _probe(train: TrainConfig) -> Record:
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.plan import plan_training
     from cpuft.launch.run_state import begin_state
-    from cpuft.launch.supervise import run_on_this_machine
+    from cpuft.launch.supervise import run_as_head_host
     from cpuft.record import read_record
 
     launch = LaunchConfig(np=1)
@@ -217,7 +217,7 @@ def _probe(train: TrainConfig) -> Record:
         try:
             with _output_on_stderr():
                 state = begin_state(cluster, run_dir, plan.owner)
-                run_on_this_machine(plan, run_dir, state, PROBE_SECONDS, cluster.access.transport)
+                run_as_head_host(plan, run_dir, state, PROBE_SECONDS, cluster.access.transport)
         except CpuftError:
             # On a slow machine the time limit stops the training, and the steps until then are enough.
             if not Path(run_dir, "record.jsonl").exists():

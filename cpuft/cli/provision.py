@@ -61,7 +61,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     a host, and --name names its cluster. Without a fault, the command makes the cluster, or repairs every host of an
     existing one.
     """
-    from cpuft.provision.base import run_stages
+    from cpuft.provision.base import run_plan
     from cpuft.provision.simulated import SimulatedCluster, plan_fault
 
     config = pick(LocalConfig, values)
@@ -77,7 +77,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     if dry_run:
         click.echo(format_plan(plan), nl=False)
     else:
-        run_stages(plan, _say)
+        run_plan(plan, _say)
 
 
 _POLICY = click.Option(["--policy"], is_flag=True, help="Print the IAM policy that your AWS credentials need, and exit")

@@ -201,7 +201,7 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str
     """Print the commands of the runs that are still to be made, as a shell script that makes one after another."""
     import shlex
 
-    from cpuft.sweep.queue import name_in_trackers, plan_launch
+    from cpuft.sweep.queue import name_in_trackers, plan_trial
     from cpuft.sweep.search import describe_values
     from cpuft.sweep.study import DONE, PRUNED
 
@@ -217,7 +217,7 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str
         if run.status in (DONE, PRUNED):
             click.echo(f"# run {run.number} has ended: {describe_values(run.values)}")
         else:
-            _, arguments, _ = plan_launch(sweep, run, run.last.place if run.last else "")
+            _, arguments, _ = plan_trial(sweep, run, run.last.place if run.last else "")
             click.echo(shlex.join(["cpuft", "launch", *options, *arguments]))
 
 

@@ -52,7 +52,7 @@ def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str
     return "\n".join(parts) + "\n"
 
 
-def to_json(findings: Sequence[Finding], hosts: Sequence[str]) -> dict[str, Any]:
+def findings_to_json(findings: Sequence[Finding], hosts: Sequence[str]) -> dict[str, Any]:
     """Return all findings as one JSON object: `format` 1, the names of all hosts, and the fields of each finding."""
     return {"format": 1, "hosts": list(hosts), "findings": [asdict(finding) for finding in findings]}
 

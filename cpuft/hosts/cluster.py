@@ -244,7 +244,7 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     if hostfile:
         hosts = read_hostfile(hostfile)
     else:
-        hosts = slurm.read_hosts(os.environ) if slurm.find_transport(os.environ) else (LOCAL,)
+        hosts = slurm.read_job_hosts(os.environ) if slurm.find_transport(os.environ) else (LOCAL,)
     return _select_hosts(hosts, config.only_hosts) if config.only_hosts else hosts
 
 

@@ -82,7 +82,7 @@ def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
     return SlurmTransport(own=environ.get("SLURMD_NODENAME", ""))
 
 
-def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
+def read_job_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts of the Slurm job in which this process runs, this one first and then in Slurm's order, with the
     job's tasks as slots if it asked for any. Raises CpuftError: scontrol fails.
     """

@@ -24,11 +24,11 @@ from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
-from cpuft.launch.checkpoint_copies import CheckpointCopier
+from cpuft.launch.fetched_checkpoints import CheckpointCopier
 from cpuft.launch.inputs import keep_bundles
 from cpuft.launch.rank_secrets import secrets_on_hosts
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
-from cpuft.launch.resume import find_newest_checkpoint, remove_empty_run
+from cpuft.launch.resume import find_newest_update, remove_empty_run
 from cpuft.launch.run_state import (
     INTERRUPTED,
     LATER_START,
@@ -39,7 +39,7 @@ from cpuft.launch.run_state import (
     find_end,
     note_state,
 )
-from cpuft.launch.supervise import StopRequest, run_on_this_machine
+from cpuft.launch.supervise import StopRequest, run_as_head_host
 from cpuft.rank.process import OWNER_VARIABLE, end_with_parent
 from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
@@ -87,14 +87,14 @@ def run_attempt(
             background.submit(keep_bundles, plan, cluster)  # no rank waits for it, and no run fails by it
             if cluster.works_remotely:
                 return run_on_head_host(plan, run_dir, state, cluster, time_limit, say, request)
-            return run_on_this_machine(plan, run_dir, state, time_limit, cluster.access.transport, request)
+            return run_as_head_host(plan, run_dir, state, time_limit, cluster.access.transport, request)
     except Interrupted as stopped:
         what = "nothing had started"
         if Path(run_dir, "logs").exists():
             has_record = Path(run_dir, FILE_NAME).exists()
             what = f"the record is in {run_dir}" if has_record else f"nothing was recorded yet; logs are in {run_dir}"
         say(f"cpuft: stopped by {stopped}: all ranks have ended, and {what}")
-        if update := find_newest_checkpoint(run_dir):
+        if update := find_newest_update(run_dir):
             say(f"cpuft: continue after update {update} with {shlex.join(['cpuft', 'launch', '--resume', run_dir])}")
         sys.exit(stopped.exit_code)
     except HeadHostLostError as lost:
@@ -177,7 +177,7 @@ def main() -> None:
         sys.exit(RESUMABLE)
     try:
         transport = SshTransport(order.ssh_config)
-        code = run_on_this_machine(order.plan, order.run_dir, order.state, order.seconds, transport)
+        code = run_as_head_host(order.plan, order.run_dir, order.state, order.seconds, transport)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         code = error.exit_code

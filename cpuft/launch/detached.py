@@ -432,7 +432,7 @@ def list_place_options(config: LaunchConfig) -> tuple[str, ...]:
     return tuple(f"{format_flag(name)}={value}" for name in _PLACE if (value := getattr(config, name)))
 
 
-def find_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
+def list_known_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
     """Return [`config`] if it names hosts or none are known, else the hosts of all detached runs known here."""
     if config.cluster or config.hostfile:
         return [config]
@@ -481,7 +481,7 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
     same = [one for one in notes if one.run_dir == folder] or [one for one in notes if one.id.startswith(run)]
     note = same[0] if len(same) == 1 else LaunchNote()
     is_placed = config.cluster or config.hostfile or not note.id
-    answers = list(map(list_runs, find_places(config, environ) if is_placed else [_find_place(note)]))
+    answers = list(map(list_runs, list_known_places(config, environ) if is_placed else [_find_place(note)]))
     # A run folder has the id of its run, also where nothing else is known about the run.
     begin = note.id or (read_host_folder(run).partition("/")[0] if run else "") or run
     found = [pair for runs, _ in answers for pair in runs if begin and pair[1].order.id.startswith(begin)]

@@ -21,7 +21,7 @@ from cpuft.hardware import choose_precision, effective_flags
 from cpuft.host_memory import HostMemory, RunMemory, format_run_memory
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch import mpirun
-from cpuft.launch.checkpoint_copies import choose_copy_seconds, pack_checkpoints
+from cpuft.launch.fetched_checkpoints import choose_copy_seconds, pack_checkpoints
 from cpuft.launch.inputs import (
     Bundle,
     gather_missing,
@@ -95,7 +95,7 @@ def plan_run(
         command, bundles = pack_script(cluster, job.script)
         command = command[1:] if job.call_file else wrap_script(command, cluster.python, job.wrap)
         extra = script_settings(config.np, job.independent)
-        plan = plan_launch(cluster, config, work, command, "gloo", environ, resumed, extra)
+        plan = plan_ranks(cluster, config, work, command, "gloo", environ, resumed, extra)
     else:
         train, bundles = pack_training(cluster, job.train, job.allowed_paths)
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)
@@ -182,7 +182,7 @@ def plan_training(
     cluster: Cluster,
     config: LaunchConfig,
     train: TrainConfig,
-    run_dir: str,
+    work: str,
     progress: str,
     environ: Mapping[str, str],
     independent: bool = False,
@@ -191,15 +191,15 @@ def plan_training(
 ) -> RunPlan:
     """Plan to make the run folder, to prepare the examples once, and then to train. Asks no host.
 
-    The plan does not yet send or fetch files: `add_transfers` adds that. `run_dir` is the run folder as the ranks see
-    it. `independent` means that each rank trains by itself, to measure what the hosts can do without communication, and
+    The plan does not yet send or fetch files: `add_transfers` adds that. `work` is the run folder as the ranks see it.
+    `independent` means that each rank trains by itself, to measure what the hosts can do without communication, and
     `is_measured` that nothing may run beside it. Raises CpuftError: options exclude each other or do not fit the hosts.
     """
     train = check_training(cluster, train, environ)
     check_engine_for_launch(train.engine, bool(config.interruption_notice), independent)
-    prepared = f"{run_dir}/{PREPARED_DATA}"
+    prepared = f"{work}/{PREPARED_DATA}"
     worker = WorkerConfig(
-        run_dir,
+        work,
         prepared,
         progress,
         independent,
@@ -221,10 +221,10 @@ def plan_training(
     prepare = Step(
         "check and tokenize the examples once, before any rank starts",
         (*module_command(cluster.python, "cpuft.train.data.prepare"), prepared, *memory, *format_arguments(train)),
-        _preparation_settings(cluster, run_dir, environ),
+        _preparation_settings(cluster, work, environ),
         cluster.head,
     )
-    plan = plan_launch(cluster, config, run_dir, command, train.backend, environ, resumed)
+    plan = plan_ranks(cluster, config, work, command, train.backend, environ, resumed)
     return replace(plan, prepare=((prepare,),))
 
 
@@ -264,14 +264,14 @@ def _describe_host_memory(
 
 
 def plan_bench(
-    cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
+    cluster: Cluster, config: LaunchConfig, bench: BenchConfig, work: str, environ: Mapping[str, str]
 ) -> RunPlan:
-    """Plan to measure backends into RUN_DIR/comm.jsonl. Raises CpuftError: an option is wrong, or there is one rank."""
+    """Plan to measure backends into WORK/comm.jsonl. Raises CpuftError: an option is wrong, or there is one rank."""
     list_bench_cases(bench)
     if config.np < 2:
         raise CpuftError("bench comm measures the links between ranks: start two or more, e.g. --np 2")
-    command = ("-m", "cpuft.comm.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
-    return plan_launch(cluster, config, run_dir, command, "auto", environ)
+    command = ("-m", "cpuft.comm.bench", f"{work}/comm.jsonl", *format_arguments(bench))
+    return plan_ranks(cluster, config, work, command, "auto", environ)
 
 
 def plan_embedding(
@@ -286,7 +286,7 @@ def plan_embedding(
     threads = Setting(
         "TOKENIZERS_PARALLELISM", "true", "ranks tokenize texts while they compute, on all of their cores"
     )
-    plan = plan_launch(cluster, config, work, ("-m", module, *arguments), "gloo", environ, extra=(threads,))
+    plan = plan_ranks(cluster, config, work, ("-m", module, *arguments), "gloo", environ, extra=(threads,))
     plan = add_transfers(plan, bundles, gather_missing(bundles, cluster), cluster, run_dir)
     check = Step(
         "check the file and the model once, before any rank starts",
@@ -303,10 +303,10 @@ def _preparation_settings(cluster: Cluster, work: str, environ: Mapping[str, str
     return (*_settings_on_hosts(cluster), *secrets)
 
 
-def plan_launch(
+def plan_ranks(
     cluster: Cluster,
     config: LaunchConfig,
-    run_dir: str,
+    work: str,
     command: tuple[str, ...],
     backend: str,
     environ: Mapping[str, str],
@@ -315,13 +315,13 @@ def plan_launch(
 ) -> RunPlan:
     """Plan to make the run folder, and to start the ranks on all hosts with one mpirun or srun. Asks no host.
 
-    `run_dir` is the run folder as the ranks see it. `command` is what each rank runs: a program, or "-m" and a module
+    `work` is the run folder as the ranks see it. `command` is what each rank runs: a program, or "-m" and a module
     of cpuft, with arguments. `backend` determines the cores for communication. `extra` are further settings, in place
     of cpuft's usual ones of the same names; values that the user has set in `environ` are kept. Raises CpuftError: a
     host has no interface to the others, or no --iface.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
-    secret_settings, without_secrets, notes = plan_secrets(cluster, run_dir, environ)
+    secret_settings, without_secrets, notes = plan_secrets(cluster, work, environ)
     per_host = tuple(settings + secret for settings, secret in zip(per_host, secret_settings))
     groups = tuple(
         mpirun.RankGroup(assignment.host.name, assignment.ranks, settings)
@@ -331,12 +331,12 @@ def plan_launch(
     shared += keep_user_values(extra, user_variables(environ))
     owner = resumed.owner + 1 if resumed else 1
     shared += (Setting(OWNER_VARIABLE, str(owner), "number of this start of the run"),)
-    shared += (Setting("CPUFT_RUN_DIR", run_dir, "the run folder; files that a script writes there are fetched"),)
+    shared += (Setting("CPUFT_RUN_DIR", work, "the run folder; files that a script writes there are fetched"),)
     if notice := _find_notice(config.interruption_notice) or cluster.access.entry.notice:
         reason = "interruption notice, which the first rank of each host looks for every 5 s"
         shared += (Setting(NOTICE_VARIABLE, notice, reason),)
     shared += (Setting("CPUFT_RESUMED", "1", "the run continues from what is in $CPUFT_RUN_DIR"),) if resumed else ()
-    logs = f"{run_dir}/logs"
+    logs = f"{work}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (*module_command(cluster.python, "cpuft.rank"), *pack_argv(command))
     command = mpirun.plan_mpirun(cluster.mpi, groups, shared, rank_command, logs, interface)
@@ -353,7 +353,7 @@ def plan_launch(
         every = f"every {RENEWAL_SECONDS:.0f} s"
         notes += (f"until the launch ends, this command renews the lease of each host {every}: {renewal}",)
     return RunPlan(
-        make=((plan_run_folder(cluster, run_dir, resumed),),),
+        make=((plan_run_folder(cluster, work, resumed),),),
         ranks=((start,),),
         notes=_plan_notes(cluster, shared, per_host, notes),
         command_prefixes=cluster.command_prefixes,

@@ -89,7 +89,7 @@ class ReceiverOrder:
 
 
 @dataclass(frozen=True)
-class Place:
+class RelayPlace:
     """Second line of a receiver's standard input: its place in the tree."""
 
     parent: str
@@ -132,7 +132,7 @@ def _send_tree(order: RelayOrder, receivers: Sequence[Receiver]) -> dict[str, tu
         for index, link in enumerate(ready):
             parent = ready[(index - 1) // FAN_OUT] if index else None
             address, port = (parent.receiver.address, parent.port) if parent else ("", 0)
-            link.tell(Place(address, port, count_children(index, len(ready))))
+            link.tell(RelayPlace(address, port, count_children(index, len(ready))))
         for link in links:
             if link not in ready[:1]:
                 link.close_input()
@@ -159,7 +159,7 @@ class _Link:
         with suppress(OSError), self._process:  # which closes its streams
             execute.stop_processes([self._process])
 
-    def tell(self, message: ReceiverOrder | Place) -> None:
+    def tell(self, message: ReceiverOrder | RelayPlace) -> None:
         """Write a line to the receiver, if it has not ended."""
         assert self._process.stdin
         with suppress(BrokenPipeError):
@@ -256,8 +256,8 @@ def _make_context(protocol: int, certificate: str) -> ssl.SSLContext:
 
 
 def receive(given: io.BufferedReader) -> None:
-    """Receive files as a `ReceiverOrder` and a `Place` on standard input say, send them on, and store them. Prints its
-    port first. Raises CpuftError: no `Place` came; else as `transfer.receive_folder`.
+    """Receive files as a `ReceiverOrder` and a `RelayPlace` on standard input say, send them on, and store them. Prints
+    its port first. Raises CpuftError: no `RelayPlace` came; else as `transfer.receive_folder`.
     """
     os.umask(0o077)
     told = load(ReceiverOrder, parse_json(given.readline().decode()))
@@ -273,7 +273,7 @@ def receive(given: io.BufferedReader) -> None:
             raise CpuftError(
                 "this host got no order in time, or the launcher has ended: read its messages, and launch again"
             )
-        place = load(Place, parse_json(line.decode()))
+        place = load(RelayPlace, parse_json(line.decode()))
         source = stack.enter_context(_connect(place, told.certificate)) if place.parent else given
         children = _accept(server, place.children, told.certificate) if place.children else []
         if told.address:
@@ -289,7 +289,7 @@ def receive(given: io.BufferedReader) -> None:
 
 
 @contextmanager
-def _connect(place: Place, certificate: str) -> Iterator[io.BufferedReader]:
+def _connect(place: RelayPlace, certificate: str) -> Iterator[io.BufferedReader]:
     """Open the stream of the host that serves this one."""
     context = _make_context(ssl.PROTOCOL_TLS_CLIENT, certificate)
     plain = socket.create_connection((place.parent, place.port), timeout=_CONNECT_SECONDS)

@@ -35,7 +35,7 @@ from cpuft.launch.results import (
 from cpuft.launch.resume import (
     HostCopy,
     ResumedRun,
-    find_newest_checkpoint,
+    find_newest_update,
     gather_host_copies,
     read_resumed_run,
     remove_empty_run,
@@ -396,7 +396,7 @@ def plan_next_attempt(
     resumed = find_resumed_run(launch.job, run_dir, copies, updates)
     resumed = replace(resumed, owner=plan.owner, stopped_at=tried.stopped_at)
     resumed = replace(resumed, restart_reason=reason, fetched_from=fetched_from)
-    return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_checkpoint(run_dir, copies)
+    return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_update(run_dir, copies)
 
 
 def _ask_hosts(hosts: Sequence[Host], cluster: Cluster, run_dir: str, owners: Set[str]) -> tuple[HostCopy, ...]:

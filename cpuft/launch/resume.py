@@ -193,7 +193,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     except ValueError as error:
         raise CpuftError(f"run {run} cannot be resumed, because {error}: start a new run without --resume") from None
     known = [max(copy.steps, copy.checkpoint_update) for copy in host_copies]
-    updates = max([len(record.steps), find_newest_checkpoint(run), *known])
+    updates = max([len(record.steps), find_newest_update(run), *known])
     ranks = header.ranks + [rank for line in record.resumptions for rank in line.ranks]
     return ResumedRun(
         str(path),
@@ -243,7 +243,7 @@ def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
     """Raise CpuftError if neither the cluster's hosts nor this machine have the newest checkpoint. Asks no host."""
     used = set(cluster.hosts if cluster.works_remotely else ())
-    here = find_newest_checkpoint(run_dir) if cluster.works_remotely else 0
+    here = find_newest_update(run_dir) if cluster.works_remotely else 0
     updates = {copy.host.name: copy.checkpoint_update for copy in host_copies if copy.checkpoint_update >= 0}
     newest = max(updates.values(), default=-1)
     owners = [name for name, update in updates.items() if update == newest]
@@ -262,7 +262,7 @@ def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, r
         )
 
 
-def find_newest_checkpoint(run_dir: str, host_copies: Iterable[HostCopy] = ()) -> int:
+def find_newest_update(run_dir: str, host_copies: Iterable[HostCopy] = ()) -> int:
     """Return the update of the newest checkpoint in the run folder here or on a host; 0 if there is none."""
     here = find_checkpoint_here(run_dir)
     updates = [int(here.stem)] if here else []

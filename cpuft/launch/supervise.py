@@ -373,9 +373,9 @@ def _has_mark(texts: Iterable[bytes], *marks: str) -> bool:
     return any(mark.encode() in text for text in texts for mark in marks)
 
 
-def run_on_this_machine(
+def run_as_head_host(
     plan: RunPlan,
-    run_dir: str,
+    work: str,
     state: RunState,
     time_limit: float,
     transport: Transport,
@@ -397,17 +397,17 @@ def run_on_this_machine(
     except RuntimeError as error:
         reason = str(error).splitlines()[-1]
         raise CpuftError(f"the run folder cannot be made ({reason}): give a new folder with --run-dir") from None
-    with StateWriter(run_dir, state) as writer:
+    with StateWriter(work, state) as writer:
         writer.check()
         writer.write(phase=PREPARING)
-        if lost := _prepare(plan, run_dir, writer, transport):
+        if lost := _prepare(plan, work, writer, transport):
             return writer.end(RESUMABLE, lost)
         ((ranks,),) = plan.ranks
         # Of a start of this training that was killed. A script, which has no record, may use such a name itself.
-        for unsaved in Path(run_dir).glob(UNSAVED_MODEL) if Path(run_dir, FILE_NAME).exists() else ():
+        for unsaved in Path(work).glob(UNSAVED_MODEL) if Path(work, FILE_NAME).exists() else ():
             shutil.rmtree(unsaved, ignore_errors=True)
         limit = _START_LIMIT + _START_LIMIT_PER_RANK * len(state.hosts)
-        what = Path(run_dir) / "logs", state.hosts, transport
+        what = Path(work) / "logs", state.hosts, transport
         monitor = RunMonitor(*what, limit, request or StopRequest(), writer.check)
         writer.write(phase=TRAINING)
         code = 1
@@ -415,9 +415,9 @@ def run_on_this_machine(
             code = _run_ranks(here(ranks), monitor, writer, time_limit)
         finally:
             if code:  # mpirun may have left ssh processes, which have sessions of their own
-                kill_processes(run_dir, state.owner)
+                kill_processes(work, state.owner)
             with suppress(OSError):
-                Path(run_dir).with_name(f"{SSH_NAME}{state.owner}").unlink()
+                Path(work).with_name(f"{SSH_NAME}{state.owner}").unlink()
         writer.refuse_later_start()
         return writer.end(code, writer.state.reason)
 

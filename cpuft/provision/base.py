@@ -116,8 +116,8 @@ class Provider(ABC, Generic[C, F]):
         return self.gather()
 
     def run(self, plan: Plan, say: Say) -> None:
-        """Execute a plan as `run_stages`, with its errors; a kind with steps of other types overrides this method."""
-        run_stages(plan, say)
+        """Execute a plan as `run_plan`, with its errors; a kind with steps of other types overrides this method."""
+        run_plan(plan, say)
 
     def check(self) -> None:
         """Check what can be checked before anything is gathered.
@@ -222,7 +222,7 @@ class Provider(ABC, Generic[C, F]):
 def reconcile(
     gather: Callable[[], F], plan: Callable[[F], Plan], say: Say, run: Callable[[Plan, Say], None] | None = None
 ) -> F:
-    """Gather facts, plan and execute (by default `run_stages`) until a plan is empty; return the facts of that plan.
+    """Gather facts, plan and execute (by default `run_plan`) until a plan is empty; return the facts of that plan.
 
     Raises CpuftError when steps fail, or when the same plan comes twice in a row: its steps changed nothing.
     """
@@ -235,11 +235,11 @@ def reconcile(
         if missing == before:
             steps = "; ".join(step.why for stage in missing.stages for step in stage)
             raise CpuftError(f"these steps have changed nothing ({steps}): see with --dry-run what they do")
-        (run or run_stages)(missing, say)
+        (run or run_plan)(missing, say)
         before = missing
 
 
-def run_stages(plan: Plan, say: Say) -> None:
+def run_plan(plan: Plan, say: Say) -> None:
     """Execute a plan as `execute.run_stages`, with its errors; each stage has an hour at most."""
     execute.run_stages(plan, _STAGE_SECONDS, say, "correct the cause and run the same command again")
 

@@ -135,7 +135,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Job:
+class UpdateCosts:
     """Times and sizes of one update, from the record of a run on one rank."""
 
     forward_seconds: float
@@ -230,7 +230,7 @@ class Estimate:
     """Compression level of the gradients: the first of the job's levels that is within 2 % of the fastest one."""
 
 
-def read_job(record: Record, compression: str = "auto") -> Job:
+def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
     """Return the job of a record: the times of a step, and the sizes of its gradients.
 
     The times are means of the steps without the first tenth, or the medians that scripts/record-layer-times measured.
@@ -262,7 +262,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
     seconds = [one.data_seconds + one.forward_seconds + one.backward_seconds + one.update_seconds for one in steady]
     times = record.layer_times if record.layer_times and record.layer_times.last_backward_seconds > 0 else None
     of_steps = [times] if times else steady
-    return Job(
+    return UpdateCosts(
         statistics.mean(line.data_seconds + line.forward_seconds for line in of_steps),
         statistics.mean(line.backward_seconds for line in of_steps),
         statistics.mean(line.update_seconds for line in of_steps),
@@ -283,7 +283,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
 
 
 def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float) -> tuple[tuple[float, float], ...]:
-    """Return when gradients are ready, as `Job.ready` says, without those of embeddings that are sent by rows."""
+    """Return `UpdateCosts.ready`: when gradients are ready, without those of embeddings that are sent by rows."""
     layers = [(math.prod(one.shape), one.ready_seconds) for one in gradients if not one.by_rows]
     found, count, total = list[tuple[float, float]](), 0, sum(numbers for numbers, _ in layers)
     for numbers, ready in layers if total else ():
@@ -324,7 +324,7 @@ def find_cores(record: Record) -> float:
     return min(bound, record.header.cpu_quota or bound)
 
 
-def scale_cores(job: Job, cores: float, ranks_per_host: int = 1) -> Job:
+def scale_cores(job: UpdateCosts, cores: float, ranks_per_host: int = 1) -> UpdateCosts:
     """Return the job on hosts with `cores` cores of the same kind, which this many ranks share equally."""
     cores /= ranks_per_host
     factor = job.cores / cores
@@ -384,7 +384,7 @@ def _fit(rows: Sequence[Measurement]) -> Network:
     return Network(8 / slowness, latency, busy, measured=True)
 
 
-def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -> Estimate:
+def estimate_hosts(job: UpdateCosts, network: Network, hosts: int, price: float = 0.0) -> Estimate:
     """Estimate a step and the whole training on `hosts` hosts, at this price of a host per hour (0 if unknown).
 
     The interval of samples per second reaches from twice the known CPU cost of communication to none, and includes two
@@ -404,7 +404,7 @@ def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -
     return Estimate(hosts, step, *rates, *whole, waited, taken, sent_as)
 
 
-def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, float, float]:
+def _step(job: UpdateCosts, network: Network, hosts: int, sent_as: str) -> tuple[float, float, float]:
     """Return the seconds of a step, those of waiting in it, and those that communication takes from computing."""
     if hosts == 1:
         return job.step_seconds, 0.0, 0.0
@@ -456,7 +456,7 @@ def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
     return best.hosts
 
 
-def find_least_rate(job: Job, network: Network, hosts: Sequence[int]) -> float:
+def find_least_rate(job: UpdateCosts, network: Network, hosts: Sequence[int]) -> float:
     """Return the least rate of the network, in bit/s, at which the most hosts of a list are still worth it.
 
     It is infinite if they are not worth it at any rate, and 0 if they are worth it at every rate from 1 Mbit/s on.
@@ -493,7 +493,7 @@ def _format_rate(bits_per_second: float) -> str:
     return f"{rounded / 1e9:g} Gbit/s" if rounded >= 1e9 else f"{rounded / 1e6:g} Mbit/s"
 
 
-def describe_job(job: Job, network: Network, source: str) -> list[str]:
+def describe_job(job: UpdateCosts, network: Network, source: str) -> list[str]:
     """Return three notes that say what an estimate is made from: the recorded step, the network, and the scaling."""
     whole, words = job.sent_numbers(2, "none")
     return [

@@ -143,7 +143,7 @@ def _describe_errors(run: Record) -> dict[str, Any] | None:
     predictions = read_run_predictions(run)
     if "text" not in predictions.table.column_names:
         return None
-    from cpuft.judge.errors import list_errors, list_sections, summarize  # imports NumPy
+    from cpuft.judge.model_errors import list_errors, list_sections, summarize  # imports NumPy
 
     found = list_errors(str(Path(run.path).parent), predictions, _MOST_EXAMPLES)
     sections = [(heading, [(one, *texts) for one, texts in examples]) for heading, examples in list_sections(found)]

@@ -11,8 +11,8 @@ from typing import Any
 from cpuft.errors import CpuftError
 from cpuft.sweep.search import (
     SEED,
-    Assignment,
     Key,
+    OptionValues,
     Space,
     Values,
     format_number,
@@ -38,7 +38,7 @@ class Parameters:
 
     def choose(
         self, study: Any, search: str, seed: int, number: int, known: Collection[Key]
-    ) -> tuple[Any, list[Assignment]]:
+    ) -> tuple[Any, list[OptionValues]]:
         """Return (trial, runs) of a configuration that Optuna chooses, and whose key is not among `known`.
 
         The choice depends on nothing but the results in the study, `seed` and `number`, so that a continued sweep
@@ -73,10 +73,10 @@ class Parameters:
             "with other values or fewer --trials"
         )
 
-    def _suggest(self, trial: Any) -> tuple[int, Assignment]:
+    def _suggest(self, trial: Any) -> tuple[int, OptionValues]:
         """Return (index of a space, values of its options without the seed) that Optuna suggests for a trial."""
         index = trial.suggest_categorical(_ALTERNATIVE, self._numbers) - 1 if len(self._numbers) > 1 else 0
-        names, assignment = self._names[index], Assignment()
+        names, assignment = self._names[index], OptionValues()
         for name, values in self._spaces[index].items():
             if name in names:
                 assignment[name] = _suggest_value(trial, names[name], values)
@@ -106,7 +106,7 @@ def _suggest_value(trial: Any, name: str, values: Values) -> str:
     return format_number(values, trial.suggest_float(name, values.low, values.high, log=is_logarithmic(values)))
 
 
-def make_distributions(runs: Sequence[Assignment]) -> dict[str, Any]:
+def make_distributions(runs: Sequence[OptionValues]) -> dict[str, Any]:
     """Return the distribution of each option of a grid, apart from the seed: its choices, or from where numbers reach.
 
     Each trial stores them, and the choices of a thousand numbers would fill the disk.

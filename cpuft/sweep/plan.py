@@ -18,7 +18,7 @@ from cpuft.sweep.queue import Say
 from cpuft.sweep.results import is_larger_better
 from cpuft.sweep.search import (
     SEED,
-    Assignment,
+    OptionValues,
     Space,
     apply_assignment,
     check_assignments,
@@ -38,7 +38,7 @@ _MOST_RUNS = 10_000
 """A sweep of more runs needs --yes."""
 
 
-def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSettings, bool, list[Assignment]]:
+def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSettings, bool, list[OptionValues]]:
     """Return (what a sweep does, whether a larger metric is better, the runs of a grid).
 
     `given` has the training options of the command line; a text with several values is a list or a range. There are no

@@ -17,7 +17,7 @@ from cpuft.argv import module_command
 from cpuft.config.fields import format_flag
 from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, Interrupted, counted
 from cpuft.launch.active_runs import lock_run
-from cpuft.launch.checkpoint_copies import check_copy
+from cpuft.launch.fetched_checkpoints import check_copy
 from cpuft.launch.inputs import TRAINING_INPUTS
 from cpuft.launch.resume import has_begun
 from cpuft.launch.run_state import FINISHED, read_state
@@ -201,7 +201,7 @@ class SweepQueue:
             end = replace(earlier, status=DONE, seconds=earlier.seconds or seconds, metrics=found, reason="")
             self._note_end(run, end)
             return
-        folder, arguments, reason = plan_launch(self.sweep, run, place.name)
+        folder, arguments, reason = plan_trial(self.sweep, run, place.name)
         is_resumed = "--resume" in arguments
         self._failed_before.discard(run)
         command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
@@ -391,7 +391,7 @@ def _find_place(run: Run, *statuses: str) -> str:
     return run.last.place if run.last and run.status in statuses else ""
 
 
-def plan_launch(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str]:
+def plan_trial(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str]:
     """Return (folder of the next attempt at a run, arguments of its launch there, why it begins anew if it had begun).
 
     The last attempt is resumed, in its folder, if it was stopped or killed and has begun to train, here or with a whole

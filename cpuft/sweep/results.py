@@ -19,7 +19,7 @@ from cpuft.record import read_record
 from cpuft.report.page import host_row, render_page
 from cpuft.report.plots import COLOURS, Line, Panel, draw
 from cpuft.report.significance import is_different, standard_error
-from cpuft.sweep.search import SEED, Assignment, describe_values
+from cpuft.sweep.search import SEED, OptionValues, describe_values
 from cpuft.sweep.study import DONE, FAILED, PRUNED, Run, Sweep
 from cpuft.terminal import format_table
 
@@ -54,7 +54,7 @@ def choose_metric(sweep: Sweep, metric: str) -> None:
 class Result:
     """What the runs of a configuration have reached."""
 
-    values: Assignment
+    values: OptionValues
     """Option and value, without the seed."""
     metrics: Mapping[str, float]
     """The metric that is compared, by seed; by the number of the run if the seed does not vary."""

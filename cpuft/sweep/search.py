@@ -45,7 +45,7 @@ class Values:
 
 Space = dict[str, Values]
 """Option -> its possible values."""
-Assignment = dict[str, str]
+OptionValues = dict[str, str]
 """Option -> its value as the command line takes it, of all options that a sweep varies."""
 Key = tuple[tuple[str, str], ...]
 """A configuration as `make_key` returns it."""
@@ -131,7 +131,7 @@ def read_conditions(path: str) -> list[Space]:
     return spaces
 
 
-def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[Assignment]:
+def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[OptionValues]:
     """Return the first `most` combinations, the last option changing fastest; CpuftError for a range with fractions."""
     for space in spaces:
         for name, values in space.items():
@@ -140,7 +140,7 @@ def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[Assignmen
                     f"{format_flag(name)} {values.low:g}{_RANGE}{values.high:g} is a range of numbers with fractions, "
                     "which has no grid: give a list, or --search random with --trials"
                 )
-    found: dict[frozenset[tuple[str, str]], Assignment] = {}
+    found: dict[frozenset[tuple[str, str]], OptionValues] = {}
     for space in spaces:
         for texts in itertools.product(*(values.texts for values in space.values())):
             one = dict(zip(space, texts, strict=True))
@@ -150,7 +150,7 @@ def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[Assignmen
     return [*found.values()]
 
 
-def make_key(assignment: Assignment) -> Key:
+def make_key(assignment: OptionValues) -> Key:
     """Return the values of a configuration without its seed, in an order that depends on nothing else."""
     return tuple(sorted((name, text) for name, text in assignment.items() if name != SEED))
 
@@ -181,7 +181,7 @@ def count_configurations(spaces: Sequence[Space], most: int) -> int:
     return most if has_range else len(plan_grid(own, most))
 
 
-def sample_configurations(spaces: Sequence[Space]) -> list[Assignment]:
+def sample_configurations(spaces: Sequence[Space]) -> list[OptionValues]:
     """Return combinations of ends of ranges and all values of lists, or 1,000 of them drawn at random."""
     ends = [{name: Values(_list_ends(values)) for name, values in space.items()} for space in spaces]
     found = plan_grid(ends, _MOST_CHECKS + 1)
@@ -198,7 +198,7 @@ def _list_ends(values: Values) -> tuple[str, ...]:
     return (values.texts[0], values.texts[-1]) if is_whole_range(values) else values.texts
 
 
-def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], given: Collection[str] = ()) -> None:
+def check_assignments(base: TrainConfig, assignments: Sequence[OptionValues], given: Collection[str] = ()) -> None:
     """Raise CpuftError if options of a run exclude each other or have no effect, or the runs have several tasks.
 
     `given` has the names of the options that the command line gives to all runs.

@@ -24,7 +24,7 @@ from cpuft.files import write_text
 from cpuft.launch.active_runs import lock_run
 from cpuft.serialization import load
 from cpuft.sweep.parameters import Parameters, make_distributions
-from cpuft.sweep.search import SEED, Assignment, Key, apply_assignment, estimate_length, make_base_config, make_key
+from cpuft.sweep.search import SEED, Key, OptionValues, apply_assignment, estimate_length, make_base_config, make_key
 
 FILE_NAME = "sweep.jsonl"
 _STUDY, _SETTINGS, _RUNS, _PRUNED = "sweep", "settings", "runs", "pruned"
@@ -95,7 +95,7 @@ class Run:
     """A run of a sweep. Runs are numbered from 1, those of one configuration one after another."""
 
     number: int
-    values: Assignment
+    values: OptionValues
     length: float
     """Expected length, relative to other runs."""
     configuration: Configuration = field(repr=False)
@@ -142,7 +142,7 @@ class Configuration:
     """Share of its training that one update is, up to a factor of the whole sweep."""
 
     @property
-    def values(self) -> Assignment:
+    def values(self) -> OptionValues:
         """Its options and their values, without the seed."""
         return {name: text for name, text in self.runs[0].values.items() if name != SEED}
 
@@ -178,7 +178,7 @@ class Sweep:
         curve = {load(int, update): load(float, reached) for update, reached in trial.intermediate_values.items()}
         pruned = load(str, told.get(_PRUNED, ""))
         one = Configuration(trial.number, [], pruned, curve, value, trial.state.is_finished())
-        for number, values in load(dict[str, Assignment], told.get(_RUNS, {})).items():
+        for number, values in load(dict[str, OptionValues], told.get(_RUNS, {})).items():
             attempts = load(list[Attempt], told.get(f"run-{number}", []))
             config = apply_assignment(self._base, values)
             length = estimate_length(config)
@@ -223,9 +223,9 @@ class Sweep:
         """Return the runs with one of these statuses, by their numbers."""
         return [run for run in self.runs if run.status in statuses]
 
-    def plan_grid(self, runs: Sequence[Assignment]) -> None:
+    def plan_grid(self, runs: Sequence[OptionValues]) -> None:
         """Add all configurations of a grid, which wait."""
-        distributions, groups = make_distributions(runs), dict[Key, list[Assignment]]()
+        distributions, groups = make_distributions(runs), dict[Key, list[OptionValues]]()
         for run in runs:
             groups.setdefault(make_key(run), []).append(run)
         is_text = self._optuna.distributions.CategoricalDistribution
@@ -249,7 +249,7 @@ class Sweep:
             if _RUNS not in trial.user_attrs:
                 self.study.tell(trial.number, state=self._states.FAIL)
 
-    def _number(self, runs: Sequence[Assignment]) -> dict[str, Assignment]:
+    def _number(self, runs: Sequence[OptionValues]) -> dict[str, OptionValues]:
         return {str(number): values for number, values in enumerate(runs, start=len(self.runs) + 1)}
 
     def _find_trial(self, number: int) -> int:
@@ -380,7 +380,7 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> Sweep:
+def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[OptionValues] = ()) -> Sweep:
     """Return a new sweep in memory, whose folder need not exist; `runs` are those of a grid."""
     optuna, journal, direction = import_optuna(), _Journal(), "maximize" if is_maximized else "minimize"
     storage = optuna.storages.JournalStorage(journal)
@@ -393,7 +393,7 @@ def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: S
     return sweep
 
 
-def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[Assignment] = ()) -> None:
+def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[OptionValues] = ()) -> None:
     """Write a new sweep into a new folder, as a whole or not at all. Raises CpuftError: the folder exists."""
     text = b"".join(make_sweep(folder, settings, is_maximized, runs).journal.lines).decode()
     try:

@@ -52,7 +52,7 @@ def normalize(embeddings: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(embeddings, dim=-1)
 
 
-def plan_batches(
+def plan_text_batches(
     lengths: NDArray[np.int64], threads: int, batch_size: int = 0, precision: str = "fp32"
 ) -> list[NDArray[np.int64]]:
     """Return the numbers of the texts that have tokens, in the batches of all forward passes, the longest texts first.
@@ -104,7 +104,7 @@ class Embedder:
 
     def embed(self, texts: Sequence[str], prompt: str = "", batch_size: int = 0) -> Embeddings:
         """Return the embeddings of texts after the prompt, in order: fp32, (texts, dimensions), zeros for a text
-        without any token, also no special one. `batch_size` is that of `plan_batches`.
+        without any token, also no special one. `batch_size` is that of `plan_text_batches`.
         """
         return self.embed_encoded(self.encode(texts, prompt), batch_size)
 
@@ -121,7 +121,7 @@ class Embedder:
         lengths = np.asarray([len(ids) for ids in encoded], np.int64)
         found = np.zeros((len(encoded), self.dimensions), np.float32)
         threads = torch.get_num_threads()
-        batches = plan_batches(lengths, threads, batch_size, self.precision)
+        batches = plan_text_batches(lengths, threads, batch_size, self.precision)
         waiting = iter(batches)
 
         def compute(model: torch.nn.Module) -> None:

@@ -151,13 +151,13 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
     """Raise CpuftError if the graph cannot run the batches of `sample` (see `make_sample`), or its outputs have another
     shape than the model's, are not finite, or in fp32 differ from them.
     """
-    from cpuft.train.graphs import find_difference
+    from cpuft.train.graphs import measure_difference
 
     kind, advice = type(model).__name__, "serve the model with transformers, or train another one"
     for number in range(len(_CHECKED_LENGTHS)):
         batch = make_batch(objective, sample, str(number))
         try:
-            difference, size = find_difference(model, graph, batch)
+            difference, size = measure_difference(model, graph, batch)
         except Exception as error:  # the runtimes raise errors of their own classes
             shape = "x".join(map(str, batch.inputs["input_ids"].shape))
             raise CpuftError(

@@ -257,7 +257,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def find_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
+def measure_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
     """Return the largest difference of the logits of model and graph, infinite if their shapes differ, and the model's
     largest absolute logit.
     """

@@ -272,7 +272,7 @@ def predict(request: PredictConfig) -> None:
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
     paths = _name_outputs(request, run, list(splits))
-    threshold = choose_threshold(request, task)
+    threshold = resolve_threshold(request, task)
     numbered = {suffix: number_words(split) if task.kind == "tags" else split for suffix, split in splits.items()}
     prepared = tokenize_splits(run, task, numbered)
     outputs, metrics, describe_failures = _compute_predictions(request, run, prepared, splits, threshold)
@@ -290,7 +290,7 @@ def predict(request: PredictConfig) -> None:
     print(f"predictions: {', '.join(map(str, paths.values()))}")
 
 
-def choose_threshold(request: PredictConfig, task: Task) -> float:
+def resolve_threshold(request: PredictConfig, task: Task) -> float:
     """Return the threshold of --threshold and say it, with the reason, on standard error.
 
     For "auto" it is the best one for the run's validation examples, or 0.5 if there is none. For a task of another kind

@@ -35,15 +35,10 @@ from cpuft.record import (
 from cpuft.serialization import load, parse_json
 from cpuft.train.baseline_process import BaselineProcess
 from cpuft.train.checkpoint.files import FOLDER, remove_all
-from cpuft.train.checkpoint.policy import (
-    Checkpoints,
-    CheckpointWriter,
-    ResumePoint,
-    choose_writer_ranks,
-    resume,
-    wait_for_disks,
-)
+from cpuft.train.checkpoint.policy import Checkpoints
+from cpuft.train.checkpoint.resume import ResumePoint, resume
 from cpuft.train.checkpoint.state import TrainingState
+from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks, wait_for_disks
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.recipe import check_recipe

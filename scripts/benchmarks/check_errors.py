@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 
-from cpuft.judge.errors import list_errors
+from cpuft.judge.model_errors import list_errors
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, read_predictions
 from cpuft.tasks import TASKS
 

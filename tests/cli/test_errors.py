@@ -9,7 +9,7 @@ import pytest
 
 from cpuft.cli import main
 from cpuft.judge.predictions import write_predictions
-from tests.judge.test_errors import make_reviews
+from tests.judge.test_model_errors import make_reviews
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.doctor.finding import to_json
+from cpuft.doctor.finding import findings_to_json
 from cpuft.record import GradientSizes, Link, Record, Writer, read_record
 from tests.conftest import run_cpuft
 from tests.records import make_record
@@ -73,7 +73,7 @@ def test_an_estimate_from_a_simulated_host_says_so(run_dir: Path, tmp_path: Path
 def test_the_doctor_measures_links_for_an_estimate(run_dir: Path, tmp_path: Path) -> None:
     links = [Link("a", "b", 40.0, 9e8), Link("b", "a", 60.0, 1.1e9), Link("a", "c", 0.0, 0.0, "timed out")]
     (tmp_path / "links.json").write_text(
-        json.dumps(to_json([], ["a", "b"]) | {"links": [asdict(one) for one in links]})
+        json.dumps(findings_to_json([], ["a", "b"]) | {"links": [asdict(one) for one in links]})
     )
     done = run_cpuft("estimate", str(run_dir), "--link", "links.json")
     assert done.returncode == 0, done.stderr

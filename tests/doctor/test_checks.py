@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_kernel_builds
-from cpuft.doctor.finding import describe_errors, format_findings, to_json
+from cpuft.doctor.finding import describe_errors, findings_to_json, format_findings
 from cpuft.doctor.probe import UNFETCHED
 from cpuft.hosts import transport
 from cpuft.hosts.hostfile import Host
@@ -195,7 +195,7 @@ def test_only_errors_stop_a_launch() -> None:
 
 def test_json_has_every_field() -> None:
     findings = find_all(plant(healthy(), 2, huge_pages="[never]"))
-    (told,) = json.loads(json.dumps(to_json(findings, ["node1"])))["findings"]
+    (told,) = json.loads(json.dumps(findings_to_json(findings, ["node1"])))["findings"]
     assert sorted(told) == ["cause", "code", "evidence", "fix", "host", "next_step", "severe"]
 
 

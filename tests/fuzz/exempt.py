@@ -50,6 +50,7 @@ EXEMPT = {
     "read_free_memory": "the kernel's files",
     "read_job": "a record that was read",
     "read_hosts": "read_hostfile, or a cluster's entry",
+    "read_job_hosts": "what scontrol answers, one name on each line",
     "read_interfaces": "a system call",
     "read_links": "numbers only, from hosts of the cluster",
     "read_memory_left": "the kernel's files",

@@ -28,7 +28,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts import registry, ssh_config, topology
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import parse_version
-from cpuft.launch.comparison import parse_numbers
+from cpuft.launch.compare import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.run_state import format_state, parse_state
 from cpuft.launch.settings import user_variables

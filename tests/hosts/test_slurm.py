@@ -13,7 +13,7 @@ from cpuft.argv import parse_slurm_counts
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
-from cpuft.hosts.slurm import SlurmTransport, find_transport, read_hosts
+from cpuft.hosts.slurm import SlurmTransport, find_transport, read_job_hosts
 from cpuft.hosts.transport import SshTransport
 
 OUTSIDE = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
@@ -126,7 +126,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ids=("nothing", "by default", "asked for", "other hosts"),
 )
 def test_hosts_of_a_job_this_one_first(told: dict[str, str], slots: tuple[int, ...], scontrol: Path) -> None:
-    assert read_hosts(JOB | told) == tuple(Host(name, count) for name, count in zip(("n2", "n1", "n3"), slots))
+    assert read_job_hosts(JOB | told) == tuple(Host(name, count) for name, count in zip(("n2", "n1", "n3"), slots))
 
 
 def test_an_error_of_slurm_is_shown(scontrol: Path) -> None:
@@ -134,4 +134,4 @@ def test_an_error_of_slurm_is_shown(scontrol: Path) -> None:
     with pytest.raises(
         CpuftError, match=r"Slurm does not name the job's hosts \(slurm_load_jobs error: Unable to contact\)"
     ):
-        read_hosts(JOB)
+        read_job_hosts(JOB)

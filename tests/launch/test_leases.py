@@ -20,7 +20,7 @@ from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import leases
 from cpuft.launch.leases import renew_leases
-from cpuft.launch.plan import Job, plan_launch
+from cpuft.launch.plan import Job, plan_ranks
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, run_launch
 from cpuft.steps import RunPlan
 from tests.conftest import wait_until
@@ -35,14 +35,14 @@ LIMIT = 1_800_000_000
 def test_the_plan_of_a_run_on_rented_hosts_shows_lease_renewal_and_interruption_notice() -> None:
     entry = replace(NO_CLUSTER, notice=SOURCE, renewal=" ".join(WORDS))
     rented = replace(make_cluster((1, 1)), access=Access(entry=entry))
-    plan = plan_launch(rented, LaunchConfig(np=2), "/runs/one", ("python", "train.py"), "gloo", {})
+    plan = plan_ranks(rented, LaunchConfig(np=2), "/runs/one", ("python", "train.py"), "gloo", {})
     every = "until the launch ends, this command renews the lease of each host every 300 s"
     assert f"{every}: /usr/local/sbin/cpuft-lease renew" in plan.notes
     assert (
         f"  CPUFT_NOTICE={SOURCE}  interruption notice, which the first rank of each host looks for every 5 s"
         in plan.notes
     )
-    own = plan_launch(rented, LaunchConfig(np=2, interruption_notice="/run/end"), "/runs/one", ("true",), "gloo", {})
+    own = plan_ranks(rented, LaunchConfig(np=2, interruption_notice="/run/end"), "/runs/one", ("true",), "gloo", {})
     assert (
         "  CPUFT_NOTICE=/run/end  interruption notice, which the first rank of each host looks for every 5 s"
         in own.notes
@@ -50,7 +50,7 @@ def test_the_plan_of_a_run_on_rented_hosts_shows_lease_renewal_and_interruption_
 
 
 def test_own_hosts_have_neither_lease_nor_notice() -> None:
-    plan = plan_launch(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", {})
+    plan = plan_ranks(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", {})
     assert [note for note in plan.notes if "CPUFT_NOTICE" in note or "lease of" in note] == []
 
 

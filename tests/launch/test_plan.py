@@ -17,7 +17,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.registry import NO_CLUSTER
-from cpuft.launch.plan import add_call, plan_launch, plan_training
+from cpuft.launch.plan import add_call, plan_ranks, plan_training
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.settings import plan_settings
 from cpuft.steps import RunPlan, format_plan
@@ -43,7 +43,7 @@ def settings_of(cluster: Cluster, config: LaunchConfig, backend: str, **environ:
 
 @pytest.mark.parametrize("mpi", ["intel", "mpich", "openmpi", "srun"])
 def test_plan_of_a_script_on_four_hosts(mpi: str, golden: Golden) -> None:
-    plan = plan_launch(
+    plan = plan_ranks(
         make_cluster((1, 1, 1, 1), mpi),
         LaunchConfig(np=4),
         "/runs/one",
@@ -98,7 +98,7 @@ def test_a_function_is_sent_to_every_host_with_a_disk_of_its_own(tmp_path: Path)
 def test_the_users_interruption_notice_replaces_that_of_the_cluster(asked: str, notice: str) -> None:
     entry = dataclasses.replace(NO_CLUSTER, notice="http://there/it")
     cluster = dataclasses.replace(make_cluster((1, 1)), access=Access(entry=entry))
-    plan = plan_launch(cluster, LaunchConfig(np=2, interruption_notice=asked), "/runs/one", ("true",), "gloo", {})
+    plan = plan_ranks(cluster, LaunchConfig(np=2, interruption_notice=asked), "/runs/one", ("true",), "gloo", {})
     ((ranks,),) = plan.ranks
     assert [words for words in zip(ranks.command, ranks.command[1:]) if "CPUFT_NOTICE" in words[0]] == [
         ("CPUFT_NOTICE", notice)
@@ -119,11 +119,11 @@ def test_plans_show_no_secret_values(mpi: str, ranks: tuple[int, ...], away: boo
 
 
 def test_which_secrets_are_sent_to_hosts() -> None:
-    one = plan_launch(make_cluster((2,)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", SECRETS)
+    one = plan_ranks(make_cluster((2,)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", SECRETS)
     inherited = "may be secret, so ranks only inherit them: CCL_KEY, FI_PASSWORD, HF_API_KEY, HF_TOKEN, OPENAI_API_KEY"
     assert inherited in one.notes
     assert one.ranks[0][0].command[0] == "sh"
-    two = plan_launch(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", SECRETS)
+    two = plan_ranks(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", SECRETS)
     assert "may be secret, so each rank gets them in a file of its own, over ssh: CPUFT_RUN_KEY, HF_TOKEN" in two.notes
     local = "CCL_KEY, FI_PASSWORD, HF_API_KEY, OPENAI_API_KEY"
     assert f"may be secret, so they stay on this machine, and ranks do not get them: {local}" in two.notes

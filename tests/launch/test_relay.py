@@ -22,7 +22,7 @@ import pytest
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError
 from cpuft.launch import relay
-from cpuft.launch.relay import Place, Receiver, ReceiverOrder, RelayOrder, count_children, send
+from cpuft.launch.relay import Receiver, ReceiverOrder, RelayOrder, RelayPlace, count_children, send
 from cpuft.transfer import Stream, hash_blocks, make_checksum, walk_names
 from cpuft.transfer import send as send_files
 
@@ -184,9 +184,9 @@ def test_only_who_has_the_certificate_of_the_transfer_is_served() -> None:
         with pytest.raises((ssl.SSLError, ConnectionError)), unknown.wrap_socket(plain) as connection:
             connection.recv(1)
         with pytest.raises(ssl.SSLCertVerificationError):
-            stack.enter_context(relay._connect(Place("127.0.0.1", port, 0), foreign))
+            stack.enter_context(relay._connect(RelayPlace("127.0.0.1", port, 0), foreign))
         assert not children
-        stream = stack.enter_context(relay._connect(Place("127.0.0.1", port, 0), own))
+        stream = stack.enter_context(relay._connect(RelayPlace("127.0.0.1", port, 0), own))
         thread.join(10)
         assert passed_on(b"block", children) == stream.read(5) == b"block"
 
@@ -199,7 +199,7 @@ def test_a_silent_stranger_does_not_keep_hosts_from_being_served(monkeypatch: py
         stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))  # says nothing
         thread = threading.Thread(target=lambda: children.extend(relay._accept(server, 1, own)))
         thread.start()
-        stream = stack.enter_context(relay._connect(Place("127.0.0.1", port, 0), own))
+        stream = stack.enter_context(relay._connect(RelayPlace("127.0.0.1", port, 0), own))
         thread.join(10)
         assert passed_on(b"block", children) == stream.read(5) == b"block"
 
@@ -232,7 +232,7 @@ def test_a_receiver_listens_on_its_address_only_and_stores_nothing_that_was_cut_
             socket.create_connection(("127.0.0.1", port), timeout=5)
         written = io.BytesIO()
         send_files(Stream(cast(Any, io.BytesIO()), cast(Any, written)), walk_names(order.folder, ["model"]), False)
-        place = json.dumps(vars(Place("", 0, 0))).encode()
+        place = json.dumps(vars(RelayPlace("", 0, 0))).encode()
         _, errors = process.communicate(place + b"\n" + written.getvalue()[:10_240])
     assert process.returncode == 1
     assert errors.decode() == "cpuft: error: the connection ended before the last file\n"

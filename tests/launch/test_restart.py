@@ -40,7 +40,7 @@ from cpuft.launch.restart import (
     run_with_restarts,
 )
 from cpuft.launch.results import HeadHostLostError, NotStoredError
-from cpuft.launch.resume import HostCopy, find_newest_checkpoint
+from cpuft.launch.resume import HostCopy, find_newest_update
 from cpuft.launch.run_state import FINISHED, LaterStartError, RunState, StateWriter, format_state, write_state
 from cpuft.launch.supervise import StopRequest
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
@@ -500,12 +500,12 @@ def test_a_dry_run_shows_the_number_of_restarts(cluster: Cluster) -> None:
 
 
 def test_the_newest_checkpoint_here_and_on_hosts_is_found(tmp_path: Path) -> None:
-    assert find_newest_checkpoint(str(tmp_path), ()) == 0
+    assert find_newest_update(str(tmp_path), ()) == 0
     for name in ("000000012.0", "000000020.0.new", "000000007.1"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert find_newest_checkpoint(str(tmp_path), ()) == 12
+    assert find_newest_update(str(tmp_path), ()) == 12
     assert (
-        find_newest_checkpoint(str(tmp_path), (HostCopy(Host("node2"), checkpoint_update=15), HostCopy(Host("node3"))))
+        find_newest_update(str(tmp_path), (HostCopy(Host("node2"), checkpoint_update=15), HostCopy(Host("node3"))))
         == 15
     )
 

@@ -38,7 +38,7 @@ from cpuft.launch.resume import (
     remove_empty_run,
 )
 from cpuft.launch.run_state import FINISHED, INTERRUPTED, read_state, write_state
-from cpuft.launch.supervise import run_on_this_machine
+from cpuft.launch.supervise import run_as_head_host
 from cpuft.rank import describe_run
 from cpuft.record import Line, RecordedRank, ResumedLine, Writer, format_line, read_measurements
 from cpuft.steps import Plan, RunPlan, Step
@@ -210,7 +210,7 @@ def test_rejected_input_leaves_a_resumed_run_unchanged(tmp_path: Path) -> None:
     refused = Step("prepare", ("sh", "-c", "echo 'cpuft: error: no such rows' >&2; exit 2"))
     plan = RunPlan(prepare=((refused,),), ranks=((Step("ranks", ("true",)),),), resumed=True)
     with pytest.raises(CpuftError, match="no such rows"):
-        run_on_this_machine(plan, str(run), make_state("localhost"), 0.0, make_cluster((1,)).access.transport)
+        run_as_head_host(plan, str(run), make_state("localhost"), 0.0, make_cluster((1,)).access.transport)
     assert (run / "record.jsonl").exists()
 
 

@@ -13,9 +13,9 @@ import pytest
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.transport import SshTransport
-from cpuft.launch.plan import plan_launch
+from cpuft.launch.plan import plan_ranks
 from cpuft.launch.run_folder import LEAST_FREE_BYTES, choose_run_dir
-from cpuft.launch.supervise import run_on_this_machine
+from cpuft.launch.supervise import run_as_head_host
 from cpuft.steps import RunPlan, Step
 from tests.launch.test_plan import make_cluster
 from tests.records import make_state
@@ -57,10 +57,10 @@ def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeyp
 
 def test_a_run_folder_that_another_launch_has_just_made_is_named(tmp_path: Path) -> None:
     run_dir = str(tmp_path / "runs" / "one")
-    plan = plan_launch(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
+    plan = plan_ranks(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
     ((make,),) = plan.make
     plan = RunPlan(((dataclasses.replace(make, host=""),),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, run_dir, make_state(), 0.0, SshTransport()) == 0
+    assert run_as_head_host(plan, run_dir, make_state(), 0.0, SshTransport()) == 0
     with pytest.raises(CpuftError, match=f"another run took {run_dir}.: give a new folder with --run-dir"):
-        run_on_this_machine(plan, run_dir, make_state(), 0.0, SshTransport())
+        run_as_head_host(plan, run_dir, make_state(), 0.0, SshTransport())
     assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh", "state.json"]

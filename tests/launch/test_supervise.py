@@ -35,7 +35,7 @@ from cpuft.launch.supervise import (
     RunMonitor,
     StopRequest,
     StuckError,
-    run_on_this_machine,
+    run_as_head_host,
 )
 from cpuft.rank import kill
 from cpuft.rank.diagnostics import HANG_MARK
@@ -73,7 +73,7 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     give = Step("copy the prepared examples to b", ("sh", "-c", "echo Connection timed out; exit 255"))
     plan = RunPlan(((make,),), prepare=((give,),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, str(run), make_state("a", "b"), 0.0, Lost()) == 75
+    assert run_as_head_host(plan, str(run), make_state("a", "b"), 0.0, Lost()) == 75
     assert capfd.readouterr().err.splitlines() == [
         "cpuft: copy the prepared examples to b: exit code 255",
         "cpuft: host b does not answer, so rank 1 was lost: check the host with cpuft doctor",
@@ -84,7 +84,7 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
     remove_empty_run(str(run))
     assert not run.exists()
     with pytest.raises(RuntimeError, match="copy the prepared examples to b: exit code 255"):
-        run_on_this_machine(plan, str(run), make_state("a", "c"), 0.0, Lost())
+        run_as_head_host(plan, str(run), make_state("a", "c"), 0.0, Lost())
 
 
 def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,9 @@ def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     make = Step("make the run folder", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, "run", make_state(), 0.0, SshTransport()) == 0
+    assert run_as_head_host(plan, "run", make_state(), 0.0, SshTransport()) == 0
     with pytest.raises(CpuftError, match=r"File exists.*give a new folder with --run-dir"):
-        run_on_this_machine(plan, "run", make_state(), 0.0, SshTransport())
+        run_as_head_host(plan, "run", make_state(), 0.0, SshTransport())
     assert (tmp_path / "run" / "logs").is_dir()
 
 
@@ -107,7 +107,7 @@ def test_a_half_written_model_of_a_killed_start_goes_and_no_file_of_a_script(
     if has_record:
         (tmp_path / "record.jsonl").touch()
     plan = RunPlan(ranks=((Step("train", ("true",)),),), resumed=True)
-    assert run_on_this_machine(plan, str(tmp_path), make_state(), 0.0, SshTransport()) == 0
+    assert run_as_head_host(plan, str(tmp_path), make_state(), 0.0, SshTransport()) == 0
     assert sorted(path.name for path in tmp_path.glob("model.*")) == left
 
 
@@ -148,7 +148,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     start, state = time.monotonic(), make_state("localhost", host)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         Path("config").write_text(f"Host frozen\n  HostName 127.0.0.1\n  Port {frozen.getsockname()[1]}\n")
-        assert run_on_this_machine(plan, "run", state, 0.0, SshTransport("config")) == 75
+        assert run_as_head_host(plan, "run", state, 0.0, SshTransport("config")) == 75
     assert time.monotonic() - start < 30
     errors = capfd.readouterr().err
     assert re.search(r"ended mpirun, which was still running \d s after a rank had failed", errors)
@@ -333,7 +333,7 @@ def test_mpirun_is_started_again_if_no_rank_starts(
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
     state = make_state("localhost", "127.0.0.1")
-    assert run_on_this_machine(plan, str(run), state, 0.0, SshTransport()) == code
+    assert run_as_head_host(plan, str(run), state, 0.0, SshTransport()) == code
     assert len((run / "starts").read_text().split()) == starts
     ended = read_state(str(run))
     assert ended
@@ -350,11 +350,11 @@ def test_ranks_are_ended_when_another_launcher_has_started_the_run_again(tmp_pat
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
     begun = time.monotonic()
     with pytest.raises(LaterStartError, match=r"has begun start 2 of the run, so this one, start 1, was ended"):
-        run_on_this_machine(plan, str(run), make_state("localhost"), 0.0, SshTransport())
+        run_as_head_host(plan, str(run), make_state("localhost"), 0.0, SshTransport())
     assert time.monotonic() - begun < 30
     assert (run / "told").read_text() == f"1 {run}\n"
     with pytest.raises(LaterStartError):
-        run_on_this_machine(plan, str(run), make_state("localhost"), 0.0, SshTransport())
+        run_as_head_host(plan, str(run), make_state("localhost"), 0.0, SshTransport())
 
 
 @pytest.mark.parametrize("name", ["I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC", ""])
@@ -368,7 +368,7 @@ def test_what_mpirun_starts_on_other_hosts_is_marked(is_on_host_disk: bool, name
     script = 'echo "$I_MPI_HYDRA_BOOTSTRAP_EXEC" >"$0/told"; [ ! -L "$1" ] || "$1" -V'
     settings = (Setting(name, "mine", ""),) if name else ()
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run), marked), settings),),))
-    assert run_on_this_machine(plan, str(run), make_state("localhost"), 0.0, SshTransport()) == 0
+    assert run_as_head_host(plan, str(run), make_state("localhost"), 0.0, SshTransport()) == 0
     mine = "mine" if name.endswith("EXEC") else ""
     assert (run / "told").read_text() == f"{marked if is_on_host_disk and not name else mine}\n"
     assert ("OpenSSH" in (run / "logs/mpirun.log").read_text()) == (is_on_host_disk and not name)
@@ -385,7 +385,7 @@ def test_a_host_that_is_lost_while_examples_are_prepared_is_detected(
     prepare = Step("check and tokenise the rows", ("sleep", "60"))
     plan = RunPlan(((make,),), prepare=((prepare,),), ranks=((Step("train", ("true",)),),))
     begun = time.monotonic()
-    assert run_on_this_machine(plan, str(run), make_state("a", "b"), 0.0, Lost()) == 75
+    assert run_as_head_host(plan, str(run), make_state("a", "b"), 0.0, Lost()) == 75
     assert time.monotonic() - begun < 30
     named = "cpuft: host b does not answer, so rank 1 was lost: check the host with cpuft doctor"
     assert capfd.readouterr().err.splitlines() == [named]

@@ -20,7 +20,7 @@ from cpuft.config.fields import option
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import Entry, format_entry
-from cpuft.provision.base import PROVIDERS, Kind, Provider, lock, reconcile, run_stages
+from cpuft.provision.base import PROVIDERS, Kind, Provider, lock, reconcile, run_plan
 from cpuft.provision.cluster_files import plan_file, plan_removal
 from cpuft.steps import Plan, Step
 
@@ -50,7 +50,7 @@ def test_every_step_that_failed_is_named_with_its_last_words() -> None:
     says = {"a": "echo first; echo no space left >&2; exit 1", "b": "true", "c": "echo c is off; exit 255"}
     told: list[str] = []
     with pytest.raises(CpuftError) as caught:
-        run_stages(
+        run_plan(
             Plan((steps,), command_prefixes={host: ("sh", "-c", script) for host, script in says.items()}), told.append
         )
     assert str(caught.value) == (
@@ -65,7 +65,7 @@ def test_whoever_waits_is_told_which_hosts_have_not_finished(monkeypatch: pytest
     steps = tuple(Step("install", ("install",), host=host) for host in ("a", "b", "c"))
     says = {"a": "sleep 1.5", "b": "true", "c": "sleep 1.5"}
     told: list[str] = []
-    run_stages(
+    run_plan(
         Plan((steps,), command_prefixes={host: ("sh", "-c", script) for host, script in says.items()}), told.append
     )
     assert told[0] == "install (3 hosts)"
@@ -75,13 +75,13 @@ def test_whoever_waits_is_told_which_hosts_have_not_finished(monkeypatch: pytest
 
 def test_a_program_that_is_not_there_is_said() -> None:
     with pytest.raises(CpuftError, match=r"^make it: failed \(.*no-such-program.*\): correct the cause"):
-        run_stages(Plan(((Step("make it", ("no-such-program",)),),)), quiet)
+        run_plan(Plan(((Step("make it", ("no-such-program",)),),)), quiet)
 
 
 @pytest.mark.parametrize("text", ["a 0", 'a"=0"', "a'; echo foo", "$HOME", "two\nlines\n", "EOF\n"])
 def test_a_file_is_written_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "new folder" / "it's here"
-    run_stages(Plan(((plan_file(str(path), text, "write", mode="600"),),)), quiet)
+    run_plan(Plan(((plan_file(str(path), text, "write", mode="600"),),)), quiet)
     assert path.read_text() == text
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -110,7 +110,7 @@ def test_writing_beside_a_file_follows_no_link(tmp_path: Path) -> None:
     other.write_text("mine")
     path.parent.mkdir()
     path.with_name("file.new").symlink_to(other)
-    run_stages(Plan(((plan_file(str(path), "text", "why"),),)), quiet)
+    run_plan(Plan(((plan_file(str(path), "text", "why"),),)), quiet)
     assert (path.read_text(), other.read_text(), os.listdir(path.parent)) == ("text", "mine", ["file"])
 
 
@@ -118,11 +118,11 @@ def test_a_task_of_many_steps_is_told_once_and_how_far_it_is_now_and_then(monkey
     steps = [Step(f"push {number}", ("true",), part="push 66 files to 1 host, 900 MB in all") for number in range(66)]
     plan, told = Plan(tuple((step,) for step in [STEP, *steps])), list[str]()
     monkeypatch.setattr(execute, "_PROGRESS_SECONDS", math.inf)
-    run_stages(plan, told.append)
+    run_plan(plan, told.append)
     assert told == ["make it", "push 66 files to 1 host, 900 MB in all"]
     monkeypatch.setattr(execute, "_PROGRESS_SECONDS", 0.0)
     told.clear()
-    run_stages(plan, told.append)
+    run_plan(plan, told.append)
     assert told[1:4] == [
         "push 66 files to 1 host, 900 MB in all",
         "push 66 files to 1 host, 900 MB in all: 1 of 66 done",
@@ -132,7 +132,7 @@ def test_a_task_of_many_steps_is_told_once_and_how_far_it_is_now_and_then(monkey
 
 def test_several_steps_on_a_host_count_as_one_host() -> None:
     steps, told = tuple(replace(STEP, host=host) for host in "aabb"), list[str]()
-    run_stages(Plan((steps,), command_prefixes={"a": ("true",), "b": ("true",)}), told.append)
+    run_plan(Plan((steps,), command_prefixes={"a": ("true",), "b": ("true",)}), told.append)
     assert told == ["make it (2 hosts)"]
 
 

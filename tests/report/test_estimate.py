@@ -21,8 +21,8 @@ from cpuft.report.estimate import (
     MESSAGE_BYTES,
     TABLE,
     Estimate,
-    Job,
     Network,
+    UpdateCosts,
     count_worthwhile_hosts,
     describe_least_rate,
     estimate_hosts,
@@ -75,7 +75,9 @@ def test_an_unknown_name_is_answered_with_the_next_ones() -> None:
         find_instance("c6i.16xlarge", "no/such")
 
 
-JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), 10_000_000, 800_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
+JOB = UpdateCosts(
+    1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), 10_000_000, 800_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0}
+)
 FREE = Network(1e15, 0.0, 0.0, cpu_seconds_per_message=0.0)
 GIGABIT = Network(1e9, 1e-4)
 

@@ -25,7 +25,7 @@ from cpuft.report.page import read_estimates, write_page
 from cpuft.report.plots import label_runs, phases_of, thin
 from cpuft.report.tables import format_text, format_verdict
 from tests.conftest import run_cpuft
-from tests.judge.test_errors import make_reviews
+from tests.judge.test_model_errors import make_reviews
 from tests.records import make_record, make_steps, with_rate
 from tests.report.page import make_equal_cores, make_runs
 from tests.report.test_comparison import write_record

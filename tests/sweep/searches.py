@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpuft.rank.progress import format_evaluation
 from cpuft.sweep.pruning import MedianPruner
-from cpuft.sweep.search import Assignment
+from cpuft.sweep.search import OptionValues
 from cpuft.sweep.study import DONE, FAILED, PRUNED, Attempt, Run, Sweep, SweepSettings, make_sweep
 
 SETTINGS = SweepSettings(
@@ -19,7 +19,7 @@ GRID = [{"learning_rate": rate, "seed": seed} for rate in ("1e-4", "3e-4") for s
 EVALUATIONS = 3
 
 
-def metric_of(run: Assignment) -> float:
+def metric_of(run: OptionValues) -> float:
     """A metric that is best at a learning rate of 1e-4; it loses 0.1 for each factor of 10 away from that."""
     return 0.9 - 0.1 * abs(math.log10(float(run["learning_rate"])) + 4)
 
@@ -40,7 +40,7 @@ def write_log(sweep: Sweep, run: Run, *lines: str) -> None:
         file.write("".join(f"{line}\n" for line in lines))
 
 
-def train(sweep: Sweep, pruner: MedianPruner, metric: Callable[[Assignment], float] = metric_of) -> None:
+def train(sweep: Sweep, pruner: MedianPruner, metric: Callable[[OptionValues], float] = metric_of) -> None:
     """Train the next configuration, one seed after another."""
     one = sweep.choose_next()
     for run in one.runs:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, format_evaluation
 from cpuft.sweep.pruning import MedianPruner
-from cpuft.sweep.search import Assignment
+from cpuft.sweep.search import OptionValues
 from cpuft.sweep.study import DONE, PRUNED, make_sweep
 from tests.sweep.searches import GRID, SETTINGS, begin, end, find_rates, make_search, metric_of, train, write_log
 
@@ -47,7 +47,7 @@ def test_evaluations_are_compared_after_the_same_share_of_the_training(tmp_path:
     sweep, pruner = make_search(tmp_path, replace(SETTINGS, options=[], spaces=spaces))
     seen = Counter[tuple[str, bool]]()
 
-    def count_updates(values: Assignment) -> int:
+    def count_updates(values: OptionValues) -> int:
         return 640 * int(values["epochs"]) // int(values["batch_size"])
 
     for _ in range(30):

@@ -30,7 +30,7 @@ from cpuft.sweep import queue
 from cpuft.sweep.places import Place, find_lost_hosts
 from cpuft.sweep.queue import SweepQueue, _ActiveRun, estimate_seconds_left, format_status, name_in_trackers
 from cpuft.sweep.results import format_sweep, sweep_to_json
-from cpuft.sweep.search import Assignment, make_key
+from cpuft.sweep.search import OptionValues, make_key
 from cpuft.sweep.study import (
     DONE,
     FAILED,
@@ -109,7 +109,7 @@ class Launches:
         return path.read_text().splitlines() if path.exists() else []
 
     def run(
-        self, runs: Sequence[Assignment] = (), places: list[Place] | None = None, stop_after: int = 0, **settings: Any
+        self, runs: Sequence[OptionValues] = (), places: list[Place] | None = None, stop_after: int = 0, **settings: Any
     ) -> int:
         """Carry out a new sweep over `runs`, or with these settings; without both, continue the one that is there."""
         if runs or settings:
@@ -118,16 +118,16 @@ class Launches:
             return SweepQueue(sweep, ("--no-check",), places or PLACES, stop_after, self.said.append).run()
 
 
-def seeds(*numbers: int) -> list[Assignment]:
+def seeds(*numbers: int) -> list[OptionValues]:
     """One run with each seed."""
     return [{"seed": str(number)} for number in numbers]
 
 
-def make_settings(runs: Sequence[Assignment], **changes: Any) -> SweepSettings:
+def make_settings(runs: Sequence[OptionValues], **changes: Any) -> SweepSettings:
     return replace(SweepSettings(["--task=demo"], len({*map(make_key, runs)})), **changes)
 
 
-def create(folder: str, runs: Sequence[Assignment], **changes: Any) -> None:
+def create(folder: str, runs: Sequence[OptionValues], **changes: Any) -> None:
     create_sweep(folder, make_settings(runs, **changes), True, runs)
 
 
@@ -580,7 +580,7 @@ def test_lost_hosts_are_asked_again_after_growing_pauses_and_refused_logins_hard
 
 
 def test_trackers_group_the_runs_of_a_sweep() -> None:
-    def name(runs: list[Assignment], *options: str) -> dict[str, str]:
+    def name(runs: list[OptionValues], *options: str) -> dict[str, str]:
         sweep = make_sweep("/runs/lab", make_settings(runs, options=["--task=demo", *options]), True, runs)
         return name_in_trackers(sweep, {"MLFLOW_EXPERIMENT_NAME": "mine"})
 

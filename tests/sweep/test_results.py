@@ -23,7 +23,7 @@ from cpuft.sweep.results import (
     sweep_to_json,
     write_sweep_page,
 )
-from cpuft.sweep.search import Assignment, make_key
+from cpuft.sweep.search import OptionValues, make_key
 from cpuft.sweep.study import DONE, FAILED, PRUNED, Attempt, Run, Sweep, SweepSettings, make_sweep
 from tests.conftest import Golden
 from tests.judge.predicted import write_classes
@@ -36,7 +36,7 @@ METRICS = (0.80, 0.81, 0.82, 0.85, 0.85, 0.87, 0.851, 0.849, 0.868)
 
 def make(
     metrics: Sequence[float] = METRICS,
-    runs: Sequence[Assignment] = RUNS,
+    runs: Sequence[OptionValues] = RUNS,
     is_maximized: bool = True,
     folder: str = "sweeps/a",
     **changes: Any,

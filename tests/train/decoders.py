@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from cpuft.config.train import TrainConfig
-from cpuft.train.checkpoint.policy import CheckpointWriter, resume
+from cpuft.train.checkpoint.resume import resume
 from cpuft.train.checkpoint.state import TrainingState
+from cpuft.train.checkpoint.writer import CheckpointWriter
 from cpuft.train.loop import train
 from cpuft.train.ranks import checksum_parameters
 from cpuft.train.setup import TrainingSetup

@@ -12,7 +12,7 @@ import torch
 
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
-from cpuft.train.embedder import Embedder, load_encoder, plan_batches
+from cpuft.train.embedder import Embedder, load_encoder, plan_text_batches
 from cpuft.train.model import find_model
 
 TEXTS = ["", "a cat", "the red house " * 40, "Is it so? " * 3, "dogs bark"] + [
@@ -67,15 +67,15 @@ def test_batches_have_similar_lengths_and_a_limited_number_of_tokens() -> None:
     lengths = np.random.default_rng(0).integers(1, 300, 5000)
     lengths[7] = 3000
     lengths[9] = 0
-    batches = plan_batches(lengths, 2)
+    batches = plan_text_batches(lengths, 2)
     assert sorted(np.concatenate(batches).tolist()) == [n for n in range(5000) if n != 9]
     assert batches[0].tolist() == [7]
     assert max(lengths[part[0]] * len(part) for part in batches[1:]) <= 1024
     padded = sum(int(lengths[part[0]]) * len(part) for part in batches)
     assert padded < 1.01 * lengths.sum()
-    assert [len(part) for part in plan_batches(lengths, 2, 1000)] == [1000] * 4 + [999]
-    assert len(plan_batches(np.full(40, 50), 2)) >= 8
-    assert plan_batches(np.zeros(3, np.int64), 2) == []
+    assert [len(part) for part in plan_text_batches(lengths, 2, 1000)] == [1000] * 4 + [999]
+    assert len(plan_text_batches(np.full(40, 50), 2)) >= 8
+    assert plan_text_batches(np.zeros(3, np.int64), 2) == []
 
 
 @pytest.mark.parametrize(

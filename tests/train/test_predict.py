@@ -28,11 +28,11 @@ from cpuft.train.objective.base import Objective
 from cpuft.train.predict import (
     Table,
     check_predictions_file,
-    choose_threshold,
     give_ids,
     name_submission,
     number_words,
     predict,
+    resolve_threshold,
     shift,
     tabulate_predictions,
     tabulate_submission,
@@ -182,7 +182,7 @@ def test_the_threshold_is_said_with_its_reason(tmp_path: Path, capsys: pytest.Ca
     auto = replace(asked, threshold="auto")
 
     def choose(request: PredictConfig) -> tuple[float, str]:
-        return choose_threshold(request, task), capsys.readouterr().err
+        return resolve_threshold(request, task), capsys.readouterr().err
 
     (tmp_path / "run").mkdir()
     usual = "labels with a probability above 0.5 are predicted"
@@ -204,7 +204,7 @@ def test_the_threshold_is_said_with_its_reason(tmp_path: Path, capsys: pytest.Ca
         with pytest.raises(CpuftError, match=f"--threshold '{wrong}' is not valid: give auto, or a number above 0 and"):
             choose(replace(asked, threshold=wrong))
     with pytest.raises(CpuftError, match="--threshold is for several labels, and run predicts none: leave it out"):
-        choose_threshold(auto, make_task("class", ("a", "b")))
+        resolve_threshold(auto, make_task("class", ("a", "b")))
 
 
 def test_outputs_are_shifted_by_the_threshold() -> None:

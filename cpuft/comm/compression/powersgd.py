@@ -315,7 +315,7 @@ def count_numbers(shape: torch.Size) -> int:
     return min((rows + columns) * min(rows, columns, RANK), rows * columns)
 
 
-def count_bytes(shapes: Iterable[torch.Size], ranks: int) -> int:
+def count_factor_bytes(shapes: Iterable[torch.Size], ranks: int) -> int:
     """Return the bytes of both messages in each direction; each further bucket's padding adds up to 392 per rank."""
     first = second = 0
     for shape in shapes:

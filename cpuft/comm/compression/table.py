@@ -98,7 +98,7 @@ TABLE = {
     ),
     "powersgd": Compression(
         make_reduce=lambda group: powersgd.PowerSGD(group).reduce,
-        layer_bytes=lambda parameters, ranks: powersgd.count_bytes((one.shape for one in parameters), ranks),
+        layer_bytes=lambda parameters, ranks: powersgd.count_factor_bytes((one.shape for one in parameters), ranks),
         row_bytes=functools.partial(_count_block_bytes, powersgd.P_BITS),
         messages=4,
     ),

@@ -16,7 +16,7 @@ from cpuft.provision.aws.client import CallStep, Tag, plan_call, read_tags, spec
 from cpuft.provision.aws.facts import PENDING, READY, Image, find_disk_size, find_images, find_snapshots
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Services
-from cpuft.provision.base import Ask, Say, lock, reconcile, run_stages
+from cpuft.provision.base import Ask, Say, lock, reconcile, run_plan
 from cpuft.provision.cluster_files import is_ours
 from cpuft.provision.image import CHECK, PROVE, Recipe, environment_python, format_install, read_recipe
 from cpuft.provision.options import ImageConfig
@@ -191,7 +191,7 @@ class AmiBuilder:
         if self.services.uses_ssh:
             transport = SshTransport(str(self.cluster.directory / "ssh_config"), here="")
             prefix = transport.command_prefix(Host(instance.private))
-            run_stages(plan_finish(self.recipe, instance.private, prefix), say)
+            run_plan(plan_finish(self.recipe, instance.private, prefix), say)
         step = _plan_ami(instance.id, name, self.recipe.digest, stamp, resources.caller, region)
         self.cluster.run(Plan(((step,),)), say)
 

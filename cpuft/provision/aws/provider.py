@@ -44,7 +44,7 @@ from cpuft.provision.aws.plan import (
     plan_rental_down,
 )
 from cpuft.provision.aws.price import describe_cost, describe_instances, describe_price, find_price, find_price_of
-from cpuft.provision.base import Ask, Provider, Say, run_stages
+from cpuft.provision.base import Ask, Provider, Say, run_plan
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.servers import ClusterFacts
 from cpuft.steps import Plan
@@ -263,7 +263,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
                 for step in (step for stage in stages for step in stage):
                     self._make_call(cast(CallStep, step), say)
             else:
-                run_stages(replace(plan, stages=tuple(stages)), say)
+                run_plan(replace(plan, stages=tuple(stages)), say)
 
     def _make_call(self, call: CallStep, say: Say) -> None:
         say(call.why)

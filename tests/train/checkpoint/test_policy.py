@@ -17,14 +17,9 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Record, format_line
 from cpuft.train.checkpoint.files import list_checkpoints, read_newest, remove_after, remove_all, write_checkpoint
-from cpuft.train.checkpoint.policy import (
-    DEFAULT_TIME_SHARE,
-    CheckpointWriter,
-    choose_writer_ranks,
-    find_difference,
-    resume,
-)
+from cpuft.train.checkpoint.resume import describe_other_job, resume
 from cpuft.train.checkpoint.state import TrainingState
+from cpuft.train.checkpoint.writer import DEFAULT_TIME_SHARE, CheckpointWriter, choose_writer_ranks
 from tests.comm.ranks import mpirun
 from tests.records import make_steps
 from tests.train.checkpoint.training import CONFIG, HEADER, compare, go, go_on, make_loop, make_writer
@@ -219,7 +214,7 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path: Path) -> None:
     ],
 )
 def test_what_differs_is_named(options: dict[str, Any], data: str, same: bool, problem: str) -> None:
-    found = find_difference(Record("", HEADER), same, vars(CONFIG) | options, data)
+    found = describe_other_job(Record("", HEADER), same, vars(CONFIG) | options, data)
     assert found[: len(problem) or None] == problem
 
 

@@ -23,7 +23,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.topology import HostFacts, parse_lscpu
-from cpuft.launch.comparison import limit_cores, order_runs, refuse_different_precisions
+from cpuft.launch.compare import limit_cores, list_runs_in_turn, refuse_different_precisions
 from cpuft.launch.settings import plan_settings
 from cpuft.record import STEP_PHASES, read_record
 from cpuft.report.comparison import compare
@@ -31,8 +31,8 @@ from tests.conftest import make_facts, run_cpuft
 
 
 def test_each_round_runs_all_numbers_of_ranks_and_their_ideals() -> None:
-    assert order_runs((1, 2), CompareConfig()) == [(1, False, 1), (2, False, 1)]
-    assert order_runs((1, 4), CompareConfig(ideal=True, repeats=2)) == [
+    assert list_runs_in_turn((1, 2), CompareConfig()) == [(1, False, 1), (2, False, 1)]
+    assert list_runs_in_turn((1, 4), CompareConfig(ideal=True, repeats=2)) == [
         *((1, False, 1), (4, False, 1), (4, True, 1)),
         *((1, False, 2), (4, False, 2), (4, True, 2)),
     ]
@@ -116,7 +116,12 @@ def test_the_quickstart_compares_half_of_the_cores_with_all(cores: int, tmp_path
 
 
 def test_each_seed_is_a_round_of_its_own() -> None:
-    assert order_runs((1, 2), CompareConfig(seeds=2)) == [(1, False, 1), (2, False, 1), (1, False, 2), (2, False, 2)]
+    assert list_runs_in_turn((1, 2), CompareConfig(seeds=2)) == [
+        (1, False, 1),
+        (2, False, 1),
+        (1, False, 2),
+        (2, False, 2),
+    ]
     words = ("compare", "--np", "1", "--seeds", "2", "--seed", "5", "--run-dir", "all", "--dry-run")
     done = run_cpuft(*words)
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> T
     return replace(train, batch_size=train.batch_size * fewest // ranks)
 
 
-def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
+def list_runs_in_turn(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
     """Return each run as its number of ranks, whether they are independent, and its round from 1. Rounds (repeats or
     seeds) repeat all runs in turn, so that drifts affect all alike. With `comparison.ideal`, the independent ranks of
     each number above 1 follow its run.
@@ -111,9 +111,10 @@ def plan_comparison(
     progress: str,
     environ: Mapping[str, str],
 ) -> list[PlannedRun]:
-    """Plan all runs of a comparison in the order of `order_runs`. Asks the hosts for facts and missing files, and
-    changes nothing. The batch size of `train` is that of a rank in the run with the fewest ranks. Each seed is a round,
-    from `train.seed` on. Raises CpuftError: options contradict each other, the hosts do not fit, or one cannot be used.
+    """Plan all runs of a comparison in the order of `list_runs_in_turn`. Asks the hosts for facts and missing files,
+    and changes nothing. The batch size of `train` is that of a rank in the run with the fewest ranks. Each seed is a
+    round, from `train.seed` on. Raises CpuftError: options contradict each other, the hosts do not fit, or one cannot
+    be used.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")
@@ -131,7 +132,7 @@ def plan_comparison(
     refuse_different_precisions(clusters, train, environ)
     planned: list[PlannedRun] = []
     sent: dict[str, set[str]] = {}
-    for ranks, independent, number in order_runs(numbers, comparison):
+    for ranks, independent, number in list_runs_in_turn(numbers, comparison):
         options = _scale_batch(train, ranks, numbers[0], comparison.scaling)
         # A comparison measures training, so it saves no checkpoints unless the user asked for them.
         options = replace(options, checkpoint_every=max(0.0, options.checkpoint_every))

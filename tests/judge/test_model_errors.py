@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.judge.errors import format_errors, list_errors, list_sections, summarize
+from cpuft.judge.model_errors import format_errors, list_errors, list_sections, summarize
 from cpuft.judge.predictions import RunPredictions
 from tests.conftest import Golden
 from tests.judge.predicted import make_predictions

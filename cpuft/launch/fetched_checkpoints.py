@@ -21,7 +21,7 @@ from cpuft.errors import IO_ERROR
 from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.inputs import Bundle
-from cpuft.launch.resume import BEST, CHECKPOINTS, HostCopy, find_checkpoint_here, find_newest_checkpoint
+from cpuft.launch.resume import BEST, CHECKPOINTS, HostCopy, find_checkpoint_here, find_newest_update
 from cpuft.steps import Plan, Step
 
 MOST_SECONDS = 30.0
@@ -44,7 +44,7 @@ def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Ite
     folders, or a host of the cluster has a checkpoint that is as new.
     """
     newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in cluster.hosts)])
-    if not cluster.works_remotely or find_newest_checkpoint(run_dir) <= newest:
+    if not cluster.works_remotely or find_newest_update(run_dir) <= newest:
         return ()
     bundles = []
     for part in ("", BEST):

@@ -18,7 +18,7 @@ from cpuft.hosts.cluster import Access, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.rank_counts import Assignment
 from cpuft.launch import plan as planning
-from cpuft.launch.checkpoint_copies import CheckpointCopier, check_copy, choose_copy_seconds, pack_checkpoints
+from cpuft.launch.fetched_checkpoints import CheckpointCopier, check_copy, choose_copy_seconds, pack_checkpoints
 from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.results import fetch_and_clean_up, plan_results
 from cpuft.launch.resume import HostCopy, ResumedRun, check_newest_checkpoint, find_checkpoint_here, read_resumed_run
