@@ -326,6 +326,9 @@ class Footer:
     evaluation_seconds: float = 0.0
     saved_step: int = 0
     """Number of the update whose weights were saved, with --save-best; 0: those of the last update."""
+    other_load: float = 0.0
+    """Share of a rank's cores that other programs, or other guests of its machine, took while it trained and evaluated:
+    that of the rank with most."""
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,8 @@ _EQUAL_OPTIONS = (
 
 MOST_EFFICIENCY = 1.1
 """A larger efficiency gets a note. A little over 1 is normal, because smaller shares fit the caches better."""
+_MUCH_OTHER_LOAD = 0.1
+"""Share of a rank's cores from which on the load of other programs gets a note."""
 _MOST_SAMPLES, _MOST_SECONDS = 1e12, 1e9
 """A larger rate or time in a record is impossible; `compare` refuses the record."""
 
@@ -270,6 +272,7 @@ def compare(records: list[Record]) -> Comparison:
             *_note_repeats(rows),
             *_note_seeds(rows, runs),
             *_note_restarts(runs),
+            *_note_other_load(records),
             *([f"the baseline is what can be had without a model: {describe_baseline(found)}."] if found else []),
         ),
         found,
@@ -559,6 +562,19 @@ def judge_seeds(one: SeedComparison) -> str:
     if not one.is_different:
         return NOT_DISTINGUISHABLE
     return LARGER if one.difference > 0 else SMALLER
+
+
+def _note_other_load(records: Sequence[Record]) -> list[str]:
+    """Return a note if other programs took much of the cores of a rank, unless the ranks shared their cores anyway."""
+    busy = [
+        f"{run.footer.other_load * 100:.0f} % in {'an ideal of ' * run.header.independent}np {run.header.world_size}"
+        for run in records
+        if run.footer and run.footer.other_load > _MUCH_OTHER_LOAD
+        if _count_cores(run) == sum(len(place.cpus) for place in run.header.ranks)
+    ]
+    advice = "all ranks wait for the slowest one, so repeat the comparison on idle hosts."
+    taken = f"other programs, or other guests of the machine, took a part of a rank's cores ({', '.join(busy)})"
+    return [f"{taken}: {advice}"] if busy else []
 
 
 def _note_restarts(records: Sequence[Record]) -> list[str]:

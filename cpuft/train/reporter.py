@@ -274,8 +274,8 @@ def average_phases(steps: list[StepLine]) -> dict[str, float]:
     }
 
 
-def make_footer(result: TrainingResult, peak_memory_bytes: int, total_seconds: float) -> Footer:
-    """Return the footer of the run's record, with the peak memory of the largest rank; without steps, speeds are 0."""
+def make_footer(result: TrainingResult, peak_memory_bytes: int, other_load: float, total_seconds: float) -> Footer:
+    """Return the footer of the run's record, with the most memory and load of any rank; without steps, speeds are 0."""
     steps = result.steps
     steady = drop_warm_up(steps)
     seconds = sum(line.step_seconds for line in steps)
@@ -294,4 +294,5 @@ def make_footer(result: TrainingResult, peak_memory_bytes: int, total_seconds: f
         phases=result.phases,
         evaluation_seconds=result.evaluation_seconds,
         saved_step=result.saved_step,
+        other_load=other_load,
     )

@@ -11,6 +11,7 @@ from cpuft.errors import describe_error
 from cpuft.files import write_text
 from cpuft.judge.predictions import FILE_NAME, read_predictions
 from cpuft.judge.tables import describe_judgement
+from cpuft.rank.other_load import OtherLoad
 from cpuft.record import Header, format_baseline
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
 from cpuft.train.baseline_process import BaselineProcess
@@ -31,6 +32,7 @@ def save_results(
     header: Header,
     result: TrainingResult,
     baseline: BaselineProcess | None,
+    load: OtherLoad,
     started: float,
 ) -> None:
     """Save the model and its predictions, finish the record, then wait for the baseline, and show how good the model
@@ -38,7 +40,8 @@ def save_results(
     """
     config, prepared, objective, folder = setup.config, setup.prepared, setup.objective, Path(worker.run_dir)
     progress, record, evaluation = reporter.progress, reporter.record, result.evaluation
-    peak_memory = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, load.measure_share()
+    peak_memory, other_load = map(max, zip(*gather(own)))
     with wait_for_disks():  # the other ranks also wait here until rank 0 has judged the model
         with setup.exchange.full_weights():
             if record and config.save_model and not worker.independent:
@@ -52,7 +55,7 @@ def save_results(
                 warning = save_predictions(folder, config, prepared, evaluation, result.predictions)
                 if warning:
                     progress.show(warning)
-            footer = make_footer(result, peak_memory, time.perf_counter() - started)
+            footer = make_footer(result, peak_memory, other_load, time.perf_counter() - started)
             record.write(footer)
             found = baseline.finish() if baseline else None
             if found:

@@ -22,6 +22,7 @@ from cpuft.hardware import choose_precision
 from cpuft.judge.baseline import KINDS
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
+from cpuft.rank.other_load import OtherLoad
 from cpuft.rank.world import parse_world
 from cpuft.record import (
     EarlierMeasurements,
@@ -148,8 +149,9 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
 
         # Train, then save the model and finish the record.
         train = train_independently if worker.independent else train_and_evaluate
+        load = OtherLoad(header.ranks[world.rank].cpus)
         result = train(setup, reporter, checkpoints, done)
-        save_results(setup, reporter, worker, header, result, baseline, started)
+        save_results(setup, reporter, worker, header, result, baseline, load, started)
         finish(checkpoints, worker, world.local_rank)
         if result.difference:
             saved = "the model of rank 0 was saved" if config.save_model else "no model was to be saved"

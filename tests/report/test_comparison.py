@@ -518,3 +518,22 @@ def test_simulated_hosts_are_called_so_everywhere() -> None:
     assert "node1: 1, node2: 1 (simulated)" in host_row(runs[1])
     real = compare([make_record(hosts, hosts) for hosts in (1, 2)])
     assert "simulated hosts" not in format_text(real) + format_verdict(real)
+
+
+def test_other_programs_on_the_cores_of_a_rank_are_told() -> None:
+    one, two = make_record(1), make_record(2, seconds=60.0)
+    assert one.footer
+    assert two.footer
+    loads = [
+        dataclasses.replace(one, footer=dataclasses.replace(one.footer, other_load=0.04)),
+        dataclasses.replace(two, footer=dataclasses.replace(two.footer, other_load=0.45)),
+    ]
+    told = [note for note in compare(loads).notes if "other programs" in note]
+    assert told == [
+        "other programs, or other guests of the machine, took a part of a rank's cores (45 % in np 2): all ranks wait for "
+        "the slowest one, so repeat the comparison on idle hosts."
+    ]
+    # Ranks on the same cores are each other's load.
+    places = [dataclasses.replace(place, cpus=[0]) for place in two.header.ranks]
+    shared = dataclasses.replace(loads[1], header=dataclasses.replace(two.header, ranks=places))
+    assert not [note for note in compare([loads[0], shared]).notes if "other programs" in note]

@@ -44,7 +44,7 @@ def test_what_is_steady_is_without_the_first_tenth() -> None:
     phases = average_phases([*cold, *lines[2:]])
     wanted = {"data": 0.02, "forward": 0.3, "backward": 0.6, "communication": 0.5, "update": 0.08}
     assert phases == pytest.approx(wanted)
-    footer = make_footer(TrainingResult([*cold, *lines[2:]], [phases], ""), 0, 1.0)
+    footer = make_footer(TrainingResult([*cold, *lines[2:]], [phases], ""), 0, 0.0, 1.0)
     assert footer.steady_samples_per_second == pytest.approx(32)
     assert footer.samples_per_second == pytest.approx(640 / 36)
     assert average_phases([]) == dict.fromkeys(wanted, 0.0)
