@@ -530,8 +530,8 @@ def test_other_programs_on_the_cores_of_a_rank_are_told() -> None:
     ]
     told = [note for note in compare(loads).notes if "other programs" in note]
     assert told == [
-        "other programs, or other guests of the machine, took a part of a rank's cores (45 % in np 2): all ranks wait for "
-        "the slowest one, so repeat the comparison on idle hosts."
+        "other programs, or other guests of the machine, took a part of a rank's cores (45 % in np 2): all ranks wait "
+        "for the slowest one, so repeat the comparison on idle hosts."
     ]
     # Ranks on the same cores are each other's load.
     places = [dataclasses.replace(place, cpus=[0]) for place in two.header.ranks]
