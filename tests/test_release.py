@@ -36,7 +36,7 @@ from scripts.release_checks import (
     list_sources,
 )
 
-COMPILED = list_compiled("x86_64")
+COMPILED = list_compiled(platform.machine())
 
 PUSH = """
 import sys
