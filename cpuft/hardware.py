@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from cpuft.errors import CpuftError
 
+ARCHITECTURES = ("x86_64", "aarch64")
+"""Architectures of hosts on which cpuft trains, as in uname -m."""
 PRECISIONS = ("auto", "bf16", "fp32", "int8")
 DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 CLASSES = {
@@ -33,6 +35,10 @@ _ANY = ((), "native", "")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's name for its own
 
 
+_X86_NUMBERS = ("cpu family", "model"), "family {}, model {}"
+_ARM_NUMBERS = ("CPU implementer", "CPU part"), "implementer {}, part {}"
+
+
 class Cpu(NamedTuple):
     """What /proc/cpuinfo says about a CPU."""
 
@@ -45,13 +51,15 @@ class Cpu(NamedTuple):
 def parse_cpuinfo(text: str, machine: str) -> Cpu:
     """Return model and flags of the first CPU in the text of /proc/cpuinfo.
 
-    A CPU without a model name is called `machine` (as in uname -m). Arm has no family and model number.
+    A CPU without a model name is called `machine` (as in uname -m): Arm has only numbers of its designer and its part.
     """
     lines = [line.partition(":") for line in text.splitlines()]
     found = {name.strip(): value.strip() for name, _, value in reversed(lines)}
     flags = found.get("flags") or found.get("Features", "")
-    numbers = [found.get("cpu family"), found.get("model")]
-    generation = " (family {}, model {})".format(*numbers) if all(numbers) else ""
+    generation = ""
+    for names, words in (_X86_NUMBERS, _ARM_NUMBERS):
+        if all(numbers := [found.get(name) for name in names]):
+            generation = f" ({words})".format(*numbers)
     return Cpu((found.get("model name") or machine) + generation, tuple(flags.split()))
 
 
@@ -77,6 +85,11 @@ def bf16_hardware(flags: tuple[str, ...]) -> str:
     return next((flag for flag in _BF16_FLAGS if flag in flags), "")
 
 
+def name_missing_bf16(flags: Collection[str]) -> str:
+    """Return what a CPU without bf16 products has: "neither AMX nor AVX512_BF16", and for Arm other words."""
+    return "no bf16 instructions of Arm" if "asimd" in flags else "neither AMX nor AVX512_BF16"
+
+
 @dataclass(frozen=True)
 class Precision:
     """The number format of matrix products, and the reason for it."""
@@ -97,18 +110,23 @@ def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> 
         return Precision("int8", _describe_int8(flag, cpu_flags))
     if flag:
         return Precision("bf16", f"this CPU multiplies bf16 ({flag})")
+    missing = name_missing_bf16(cpu_flags)
     if wanted == "auto":
-        return Precision("fp32", "this CPU has neither AMX nor AVX512_BF16")
+        return Precision("fp32", f"this CPU has {missing}")
     if not emulate:
         raise CpuftError(
-            "this CPU has neither AMX nor AVX512_BF16, and bf16 would be slower than fp32: "
+            f"this CPU has {missing}, and bf16 would be slower than fp32: "
             "use --precision fp32, or force it with --emulate-bf16"
         )
-    return Precision("bf16", "warning: emulated, this CPU has neither AMX nor AVX512_BF16: slower than fp32")
+    return Precision("bf16", f"warning: emulated, this CPU has {missing}: slower than fp32")
 
 
 def _describe_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:
     if bf16_flag:
         return f"warning: bf16, which this CPU multiplies ({bf16_flag}), is as fast or faster"
-    vnni = next((flag for flag in ("avx512_vnni", "avx_vnni") if flag in cpu_flags), "")
-    return f"as you asked; this CPU multiplies 8-bit numbers ({vnni})" if vnni else "as you asked; this CPU has no VNNI"
+    vnni = next((flag for flag in ("avx512_vnni", "avx_vnni", "i8mm") if flag in cpu_flags), "")
+    return (
+        f"as you asked; this CPU multiplies 8-bit numbers ({vnni})"
+        if vnni
+        else "as you asked; this CPU has no instructions for it"
+    )

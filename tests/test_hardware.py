@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hardware import bf16_hardware, choose_precision, compiler_target, cpu_class, effective_flags, parse_cpuinfo
+from cpuft.hardware import (
+    Precision,
+    bf16_hardware,
+    choose_precision,
+    compiler_target,
+    cpu_class,
+    effective_flags,
+    parse_cpuinfo,
+)
 
 XEON = """processor\t: 0
 cpu family\t: 6
@@ -18,7 +26,7 @@ processor\t: 1
 model name\t: another
 flags\t\t: fpu
 """
-GRAVITON = "processor\t: 0\nFeatures\t: fp asimd bf16\nCPU implementer\t: 0x41\n"
+GRAVITON = "processor\t: 0\nFeatures\t: fp asimd bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +38,7 @@ GRAVITON = "processor\t: 0\nFeatures\t: fp asimd bf16\nCPU implementer\t: 0x41\n
             "Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz",
             ("fpu", "avx512f", "avx2"),
         ),
-        (GRAVITON, "aarch64", ("fp", "asimd", "bf16")),
+        (GRAVITON, "aarch64 (implementer 0x41, part 0xd40)", ("fp", "asimd", "bf16")),
         ("", "aarch64", ()),
     ],
 )
@@ -98,7 +106,7 @@ def test_precision(wanted: str, flags: tuple[str, ...], name: str) -> None:
     [
         (("avx512_vnni", "amx_bf16"), "warning: bf16, which this CPU multiplies (amx_bf16), is as fast or faster"),
         (("avx512_vnni",), "as you asked; this CPU multiplies 8-bit numbers (avx512_vnni)"),
-        (("avx2",), "as you asked; this CPU has no VNNI"),
+        (("avx2",), "as you asked; this CPU has no instructions for it"),
     ],
 )
 def test_int8_says_what_it_is_worth(flags: tuple[str, ...], reason: str) -> None:
@@ -109,3 +117,11 @@ def test_bf16_without_hardware_is_refused_unless_insisted_on() -> None:
     with pytest.raises(CpuftError, match="use --precision fp32, or force it with --emulate-bf16"):
         choose_precision("bf16", False, ("avx2",))
     assert choose_precision("bf16", True, ("avx2",)).reason.startswith("warning: emulated")
+
+
+def test_arm_without_bf16_is_told_in_its_own_words() -> None:
+    graviton2 = ("fp", "asimd", "asimdhp", "asimddp")
+    assert choose_precision("auto", False, graviton2) == Precision("fp32", "this CPU has no bf16 instructions of Arm")
+    with pytest.raises(CpuftError, match=r"^this CPU has no bf16 instructions of Arm, "):
+        choose_precision("bf16", False, graviton2)
+    assert choose_precision("auto", False, (*graviton2, "i8mm", "bf16")).reason == "this CPU multiplies bf16 (bf16)"

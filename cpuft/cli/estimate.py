@@ -177,11 +177,15 @@ def _read_link(path: str) -> Network | list[Measurement]:
 def _describe_instance(record: Record, rented: InstanceType | None) -> list[str]:
     if rented is None:
         return []
-    recorded = "amx_bf16" in record.header.cpu_flags
-    other = f"; it {'has' if rented.amx else 'lacks'} AMX, unlike the recorded CPU: measure one before you rent many"
+    flags, other = record.header.cpu_flags, ""
+    if rented.arm != ("asimd" in flags):
+        other = f"it {'has' if rented.arm else 'lacks'} an Arm CPU"
+    elif rented.amx != ("amx_bf16" in flags):
+        other = f"it {'has' if rented.amx else 'lacks'} AMX"
+    advice = f"; {other}, unlike the recorded CPU: measure one before you rent many" if other else ""
     return [
         f"{rented.name}: {rented.cores} cores, {rented.gbits_per_second:g} Gbit/s, about "
-        f"{rented.dollars_per_hour:g} dollars an hour ({rented.dated}){other if rented.amx != recorded else ''}."
+        f"{rented.dollars_per_hour:g} dollars an hour ({rented.dated}){advice}."
     ]
 
 

@@ -35,7 +35,7 @@ PREFERENCE = ("gloo", "mpi", "ccl")
 _TURN_SECONDS = 3.0
 _ROUNDS = 3
 """Backends are measured in turns, so that a few seconds of other load on the hosts affect all of them."""
-_PACKAGES = ("torch", "impi-rt", "oneccl-cpu", "mpi4py")
+_PACKAGES = ("torch", "impi-rt", "mpich", "oneccl-cpu", "mpi4py")
 
 Timings = Mapping[str, Sequence[tuple[float, float]]]
 """Backend -> for each all-reduce, the seconds of the slowest rank and the CPU share (0 to 1) of the busiest rank."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 from cpuft.doctor.finding import Finding, warning
 from cpuft.doctor.probe import GOVERNORS, RUN_FOLDER, UNFETCHED
 from cpuft.errors import CpuftError, counted, install_command
-from cpuft.hardware import bf16_hardware
+from cpuft.hardware import bf16_hardware, name_missing_bf16
 from cpuft.hosts import transport
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.topology import HostFacts, choose_interface
@@ -72,6 +72,8 @@ class Health:
     """Free bytes in /var/tmp, or -1 if it does not exist."""
     mtus: dict[str, int]
     governors: list[str]
+    page_size: int
+    """Bytes in a page of memory."""
     huge_pages: str
     """Content of /sys/kernel/mm/transparent_hugepage/enabled."""
     load: float
@@ -491,7 +493,7 @@ def _check_mpi(state: ClusterState) -> Iterator[Finding]:
             yield Finding(
                 one.name,
                 f"mpirun is {health.mpi or 'missing'}.",
-                next_step="Install Intel MPI: on other hosts with cpuft provision hosts, on this machine with "
+                next_step="Install the MPI that cpuft comes with: on other hosts by cpuft provision hosts, here by "
                 f"{install_command('train', 'mpi', 'demo')}",
             )
     for one, own, common in _find_different(state, lambda _, health: health.mpi):
@@ -547,14 +549,15 @@ def _check_kernel(state: ClusterState) -> Iterator[Finding]:
     "CPUFT-019",
     "No host supports bf16 in hardware.",
     "Intel CPUs have bf16 since Cooper Lake and AMX since Sapphire Rapids. Compared with CPUs without bf16, training "
-    "was 1.1 to 2 times as fast with AVX512_BF16, and 2.6 to 5 times as fast with AMX.",
-    "Use newer hosts (on AWS: m7i, c7i or later), or continue in fp32.",
+    "was 1.1 to 2 times as fast with AVX512_BF16, and 2.6 to 5 times as fast with AMX. Arm's Neoverse CPUs have bf16 "
+    "since V1 and N2; no speed was measured there.",
+    "Use newer hosts (on AWS: m7i, c7i, m7g, c7g or later), or continue in fp32.",
 )
 def _check_bf16(state: ClusterState) -> Iterator[Finding]:
     flags = [bf16_hardware(facts.cpu_flags) for _, facts, _ in state.answering]
     if flags and not any(flags):
         one, facts, _ = state.answering[0]
-        yield warning(one.name, f"The CPU, {facts.cpu_model}, has neither AMX nor AVX512_BF16.")
+        yield warning(one.name, f"The CPU, {facts.cpu_model}, has {name_missing_bf16(facts.cpu_flags)}.")
 
 
 @check(
@@ -798,6 +801,30 @@ def _check_kernels(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if not health.kernels:
             yield warning(one.name, "There is neither a C++ compiler (g++ or c++) nor a wheel with compiled kernels.")
+
+
+@check(
+    "CPUFT-039",
+    "A host has a CPU of another architecture than most hosts.",
+    "Some hosts are x86-64 and some are Arm. Their MPI libraries and their kernels do not work together.",
+    "Make a hostfile or a cluster for each architecture.",
+)
+def _check_architecture(state: ClusterState) -> Iterator[Finding]:
+    for one, own, common in _find_different(state, lambda facts, _: facts.machine):
+        yield Finding(one.name, f"The host is {own}; most hosts are {common}.")
+
+
+@check(
+    "CPUFT-040",
+    "The kernel of a host has memory pages of another size than 4 KB.",
+    "Some kernels for Arm have pages of 64 KB. Huge pages are then of 512 MB, so that memory for large tensors is "
+    "wasted, and wheels whose allocator expects 4 KB end with an error. cpuft was not tried there.",
+    "Install a kernel with pages of 4 KB (RHEL: kernel instead of kernel-64k).",
+)
+def _check_page_size(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        if health.page_size != 4096:
+            yield warning(one.name, f"A page of memory has {health.page_size // 1024} KB.")
 
 
 def find_kernel_builds(state: ClusterState) -> dict[str, str]:

@@ -30,7 +30,7 @@ UNFETCHED = " (with checkpoints or results that were not fetched)"
 RUN_FOLDER = r"/cpuft-\d+/[0-9a-f]{12}(\.sent)?"
 """The work directories of runs below /var/tmp, and files that were sent to ranks."""
 GOVERNORS = "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
-PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpi4py", "oneccl-cpu")
+PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpich", "mpi4py", "oneccl-cpu")
 """Distribution names of the packages that training depends on."""
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
@@ -78,6 +78,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "disk_free": read_free_bytes("/var/tmp"),
             "mtus": read_mtus(),
             "governors": sorted(governors - {""}),
+            "page_size": resource.getpagesize(),
             "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
             # The load average alone would count a run that has just ended, and the sample alone a short burst.
             "load": min(busy_cores, os.getloadavg()[0]),

@@ -289,6 +289,7 @@ def gather_cluster(
     wanted = hosts[: config.np or None] if not has_own_count else hosts
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
     _refuse_twins(wanted, [(one.boot_id, one.hostname, sorted(one.interfaces.items())) for one in found.values()])
+    refuse_both_architectures({name: one.machine for name, one in found.items()})
     assignments = choose_ranks(wanted, config.np, config.ppn, found)
     used = tuple(found[assignment.host.name] for assignment in assignments)
     head_is_here = access.transport.is_here(hosts[0])
@@ -321,6 +322,17 @@ def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None
         if first is not host:
             raise CpuftError(
                 f"{first.name} and {host.name} are the same host: keep one line, and write slots=N for several ranks"
+            )
+
+
+def refuse_both_architectures(machines: Mapping[str, str]) -> None:
+    """Raise CpuftError if hosts (name -> architecture) differ: their MPI and kernels do not work together."""
+    first, own = next(iter(machines.items()))
+    for name, machine in machines.items():
+        if machine != own:
+            raise CpuftError(
+                f"{first} is {own} and {name} is {machine}, and the ranks of a run need hosts of one architecture: "
+                "name them with --only-hosts"
             )
 
 

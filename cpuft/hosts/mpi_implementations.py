@@ -66,7 +66,7 @@ def find_mpi(head: Host, wanted: str, python: str, transport: Transport) -> MpiI
         where = f" at {wanted}" if wanted else ""
         where += "" if transport.is_here(head) else f" on {head.name}"
         raise CpuftError(
-            f"there is no mpirun{where}: cpuft provision installs Intel MPI on other hosts, and on this machine "
+            f"there is no mpirun{where}: cpuft provision installs one on other hosts, and on this machine "
             f"{install_command('train', 'mpi', 'demo')}; or name your own mpirun with --mpirun"
         )
     path, _, version = answer.output.partition("\n")

@@ -60,6 +60,8 @@ class HostFacts:
     """Bytes of memory that processes of the machine can get now; 0: not known."""
     memory_left: int = -1
     """Bytes of memory that the limits of control groups leave; -1: no limit."""
+    machine: str = "x86_64"
+    """Architecture, as in uname -m."""
 
     @property
     def seen_cores(self) -> tuple[Core, ...]:
@@ -104,7 +106,10 @@ def parse_facts(text: str, host: str) -> HostFacts:
     """Return the facts that `cpuft.hosts.facts` printed on a host. Raises CpuftError: `text` has another form."""
     try:
         values = load(dict[str, Any], parse_json(text))
-        cpuinfo, machine = (load(str, values.pop(name, None), name) for name in ("cpuinfo", "machine"))
+        cpuinfo, machine = (
+            load(str, values.pop("cpuinfo", None), "cpuinfo"),
+            load(str, values.get("machine"), "machine"),
+        )
         cpu = parse_cpuinfo(cpuinfo, machine)
         values["allowed_cpus"] = values.get("allowed_cpus") or None  # an empty list is not valid: nothing could run
         return load(HostFacts, values | {"cpu_model": cpu.model, "cpu_flags": list(cpu.flags)})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
 import sys
 from collections.abc import Mapping
@@ -239,7 +240,7 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
         Step("remove what an earlier build has left", remove_command(os.path.dirname(root), root)),
         plan_file(f"{root}/{STAMP}", "{}\n", "create the folder of the image, and mark it as cpuft's"),
         Step(f"install Debian {recipe.base.suite} and the packages of the recipe", debootstrap),
-        plan_own_wheel(Path(f"{root}{prefix}/wheels")),
+        plan_own_wheel(Path(f"{root}{prefix}/wheels"), platform.machine()),
         Step(f"copy {len(wheels)} wheels into the image", copy),
         Step("apply the recipe, and install the training environment", install, stdin=format_install(recipe)),
         plan_file(f"{root}/etc/hosts", _HOSTS, "write /etc/hosts with the loopback addresses"),

@@ -106,7 +106,9 @@ class ImageConfig:
         takes="NAME",
     )
     type: str = option(
-        "m7i.xlarge", "EC2 type of the instance that builds the AMI, with at least two cores", takes="TYPE"
+        "m7i.xlarge",
+        "EC2 type of the instance that builds the AMI, with at least two cores; its architecture is the AMI's",
+        takes="TYPE",
     )
     ssh_from: str = option("", SSH_FROM, takes="ADDRESS")
     yes: bool = option(False, YES)

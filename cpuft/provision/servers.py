@@ -13,6 +13,7 @@ from pathlib import Path
 from cpuft.errors import CpuftError, counted, last_line
 from cpuft.execute import open_memory_file
 from cpuft.files import REMOVE, hash_text
+from cpuft.hardware import ARCHITECTURES
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import NAME, NEEDS_IPV4, Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
@@ -66,6 +67,10 @@ class ServerFacts:
     os: str = ""
     """Name and version of the distribution: "debian 12"."""
     kernel: str = ""
+    machine: str = "x86_64"
+    """Architecture, as in uname -m."""
+    musl: bool = False
+    """Whether its C library is musl, for which torch has no wheels."""
     python: str = ""
     """Such as "3.11.2"; empty if python3 is missing."""
     stamp: str = ""
@@ -98,10 +103,11 @@ def parse_survey(text: str, host: str) -> ServerFacts:
         raise CpuftError(
             f"host {host} could not be examined (its answer: {text.strip()[-200:]!r}): is it a Linux host with sh?"
         )
-    texts = {name: found.get(name, "") for name in ("os", "kernel", "python", "stamp", "foreign", "key")}
+    texts = {name: found.get(name, "") for name in ("os", "kernel", "machine", "python", "stamp", "foreign", "key")}
     return ServerFacts(
         **texts,
         free_kb=int(found["free_kb"]),
+        musl="musl" in found,
         ensurepip="ensurepip" in found,
         writable="writable" in found,
         marked="marked" in found,
@@ -113,6 +119,10 @@ def parse_survey(text: str, host: str) -> ServerFacts:
 
 def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bool, need_kb: int) -> str:
     """Return why a server cannot be provisioned and what to do, or ""; `has_pip`: whether pip will be sent there."""
+    if facts.machine not in ARCHITECTURES:
+        return f"{host}: its CPU is {facts.machine or 'unknown'}, and cpuft needs {' or '.join(ARCHITECTURES)}"
+    if facts.musl:
+        return f"{host}: its C library is musl, and torch needs glibc: use Debian, Ubuntu or another system with glibc"
     version = tuple(int(part) for part in re.findall(r"\d+", facts.python)[:2])
     if version < _MIN_PYTHON:
         found = f"Python is {facts.python}" if facts.python else "Python is missing"
@@ -130,10 +140,10 @@ def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bo
 
 
 def describe_server(facts: ServerFacts) -> str:
-    """Return one line on a server: `up, debian 12, kernel 6.1.0, Python 3.11.2, environment 0123abcd, 40 GB free`."""
+    """Return one line: `up, debian 12, x86_64, kernel 6.1.0, Python 3.11.2, environment 0123abcd, 40 GB free`."""
     environment = f"environment {facts.stamp[:8]}" if facts.stamp else "no environment"
     python, free = facts.python or "missing", f"{facts.free_kb >> 20} GB free"
-    return ", ".join(["up", facts.os, f"kernel {facts.kernel}", f"Python {python}", environment, free])
+    return ", ".join(["up", facts.os, facts.machine, f"kernel {facts.kernel}", f"Python {python}", environment, free])
 
 
 def find_python(pythons: dict[str, str]) -> str:
@@ -143,6 +153,14 @@ def find_python(pythons: dict[str, str]) -> str:
         found = ", ".join(f"{name} has {version or 'none'}" for name, version in versions.items())
         raise CpuftError(f"servers of one cluster need the same Python, and {found}: install one on all of them")
     return next(iter(versions.values()))
+
+
+def find_machine(machines: dict[str, str]) -> str:
+    """Return the architecture that all servers (name -> architecture) have; CpuftError if they differ."""
+    if len(set(machines.values())) > 1:
+        found = ", ".join(f"{name} is {machine}" for name, machine in machines.items())
+        raise CpuftError(f"servers of one cluster need the same architecture, and {found}: make a cluster of each")
+    return next(iter(machines.values()))
 
 
 @dataclass(frozen=True)
@@ -434,7 +452,8 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
             facts = replace(self._examine(transport), bastions=bastions)
         _check_servers(self.config, facts)
         python = "" if self.config.pins else find_python({member.address: own.python for member, own in facts.servers})
-        supply = gather_supply(self.directory / "wheels", self.config.wheels, python, self.environ)
+        machine = find_machine({member.address: own.machine for member, own in facts.servers})
+        supply = gather_supply(self.directory / "wheels", self.config.wheels, python, self.environ, machine)
         pins = add_own(self._read_pins(), supply.wheels[0]) if self.config.pins else list_pins(supply.wheels)
         facts = replace(facts, supply=supply, pins=pins)
         if supply.complete and not any(_plan_hosts(self.config, facts)):

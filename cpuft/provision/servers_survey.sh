@@ -7,6 +7,8 @@ cluster=$1/clusters/$2
 . /etc/os-release 2>/dev/null
 echo "os $ID $VERSION_ID"
 echo "kernel $(uname -r)"
+echo "machine $(uname -m)"
+ldd --version 2>&1 | grep -qi musl && echo "musl yes"
 echo "python $(python3 -c 'import platform; print(platform.python_version())' 2>/dev/null)"
 python3 -c 'import ensurepip' 2>/dev/null && echo "ensurepip yes"
 folder=$prefix

@@ -1,6 +1,7 @@
 """The files from which a training environment is installed: this cpuft, its compiled kernels, and pinned wheels.
 
-`python -m cpuft.provision.wheels own FOLDER` writes this cpuft as a wheel, and `... download 3.11` downloads the rest.
+`python -m cpuft.provision.wheels own FOLDER x86_64` writes this cpuft as a wheel for hosts of this architecture, and
+`... download 3.11 x86_64` downloads the rest.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ PINS = Path(cpuft.__file__).with_name("constraints.txt")
 HASHES = Path(cpuft.__file__).with_name("constraints-hashes.txt")
 """Requirements file with the same versions and the SHA-256 of their files, apart from torch."""
 BUILT_HERE = ("seqeval",)
-"""Packages that the index has only as source: their wheels are built here, so they have no recorded hash."""
+"""Packages that the index has only as source: their wheels are built here, so they have no recorded hash. They are pure
+Python, and so fit every architecture."""
+_NEWEST_GLIBC, _OLDEST_GLIBC = 28, 5
+"""Minor versions of glibc 2 for which wheels are downloaded when this machine cannot stand for the hosts: torch needs
+2.28, and the oldest wheels name 2.5."""
 _DOWNLOAD_SECONDS = 3600.0
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 """A fixed time, so that wheels with the same contents have the same hash."""
@@ -141,23 +146,25 @@ def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
     return hash_text(text, 32)
 
 
-def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str]) -> Supply:
+def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str], machine: str = "") -> Supply:
     """Find out which wheels are on this machine, and which steps make the missing ones. Changes nothing.
 
     The first one is this cpuft's own, in the folder `own`. The others are those in `folder`, which the user gave, or
-    those that are downloaded for this version of Python ("3.11"), if any. Raises CpuftError when others could have
-    written the wheels or cpuft's cache folder, `folder` has none, or one has a version of `HASHES` but another hash.
+    those that are downloaded for this version of Python ("3.11"), if any. `machine` is the hosts' architecture as in
+    uname -m, "" for this machine's. Raises CpuftError when others could have written the wheels or cpuft's cache
+    folder, `folder` has none, or one is for another architecture or has a version of `HASHES` but another hash.
     """
-    name, content = make_own_wheel()
+    machine = machine or platform.machine()
+    name, content = make_own_wheel(machine)
     digest = hashlib.sha256(content).hexdigest()
     wheels = [Wheel(str(own / name), name, digest, len(content))]
-    missing = [] if (own / name).exists() and hash_file(own / name) == digest else [plan_own_wheel(own)]
+    missing = [] if (own / name).exists() and hash_file(own / name) == digest else [plan_own_wheel(own, machine)]
     is_given = bool(folder)
     if python and not folder:
-        folder = str(downloads_folder(python, environ))
+        folder = str(downloads_folder(python, machine, environ))
         if not Path(folder).exists():
-            command = (*module_command(sys.executable, "cpuft.provision.wheels"), "download", python)
-            missing.append(Step(f"download wheels for Python {python} into {folder}", command))
+            command = (*module_command(sys.executable, "cpuft.provision.wheels"), "download", python, machine)
+            missing.append(Step(f"download wheels for Python {python} on {machine} into {folder}", command))
             return Supply(tuple(wheels), tuple(missing), complete=False)
         check_private_folder(cache_path(environ))
     if folder:
@@ -168,6 +175,7 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
         if is_given:
             for path in (Path(folder), *sorted(found)):
                 refuse_untrusted(path, ("change what runs on all hosts", "give --wheels a folder of your own"))
+            _refuse_other_machines(folder, others, machine)
             _refuse_unknown_files(folder, others, parse_hashes(HASHES.read_text(encoding="utf-8")))
         wheels += others
     return Supply(tuple(wheels), tuple(missing))
@@ -177,6 +185,18 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
 def _read_wheel(path: Path, modified: int) -> Wheel:
     """Read and hash a wheel. `modified` keeps the cached result of an older file from being used."""
     return Wheel(str(path), path.name, hash_file(path), path.stat().st_size)
+
+
+def _refuse_other_machines(folder: str, wheels: Sequence[Wheel], machine: str) -> None:
+    """Raise CpuftError if a wheel has compiled files, and these are not for Linux with glibc on this architecture."""
+    for wheel in wheels:
+        *_, tags = wheel.name.removesuffix(".whl").split("-")
+        names = [tag for tag in tags.split(".") if tag == "any" or re.fullmatch(f"(many)?linux.*_{machine}", tag)]
+        if not names:
+            raise CpuftError(
+                f"--wheels {folder}: {wheel.name} is for {tags}, and the hosts are {machine} with Linux and glibc: "
+                "download it for these hosts, or leave --wheels out"
+            )
 
 
 def _refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[HashedPin]) -> None:
@@ -198,23 +218,26 @@ def _refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence
             )
 
 
-def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder of downloaded wheels for a version of Python; its name has a hash of what decides on them."""
+def downloads_folder(python: str, machine: str, environ: Mapping[str, str]) -> Path:
+    """Return the folder of wheels that are downloaded for hosts with this version of Python and this architecture.
+
+    Its name has a hash of what decides on them.
+    """
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
     pins, hashes = PINS.read_text(encoding="utf-8"), HASHES.read_text(encoding="utf-8")
     kernels = hash_sources() if find_compiler(environ) and not has_compiled_kernels() else ""
-    text = f"{python}\n{platform.machine()}\n{pins}\n{hashes}\n{requirements}\n{EXTRAS}\n{kernels}"
+    text = f"{python}\n{machine}\n{pins}\n{hashes}\n{requirements}\n{EXTRAS}\n{kernels}"
     return cache_path(environ) / "wheels" / f"{python}-{hash_text(text, 12)}"
 
 
-def download_wheels(python: str, environ: Mapping[str, str]) -> None:
-    """Download all wheels for hosts with this version of Python into `downloads_folder`, unless it exists.
+def download_wheels(python: str, machine: str, environ: Mapping[str, str]) -> None:
+    """Download all wheels for hosts with this Python and architecture into `downloads_folder`, unless it exists.
 
     Another process that downloads the same wheels is waited for. Raises CpuftError: pip or the cache folder fails.
     """
     cache_folder(environ)
-    folder = downloads_folder(python, environ)
+    folder = downloads_folder(python, machine, environ)
     folder.parent.mkdir(exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         with suppress(OSError):  # not every shared file system has locks
@@ -224,12 +247,12 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
         if folder.exists():
             return
         with write_folder_atomically(folder) as beside:
-            _fill_folder(beside, python, environ)
+            _fill_folder(beside, python, machine, environ)
 
 
-def _fill_folder(folder: Path, python: str, environ: Mapping[str, str]) -> None:
-    target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
-    hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python)
+def _fill_folder(folder: Path, python: str, machine: str, environ: Mapping[str, str]) -> None:
+    target = _choose_target(python, machine)
+    hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python, machine)
     sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
     built, fetched = folder / "built.txt", folder / "fetched.txt"
     built.write_text(_format_requirements(sources), encoding="utf-8")
@@ -237,20 +260,36 @@ def _fill_folder(folder: Path, python: str, environ: Mapping[str, str]) -> None:
     _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(folder), "-r", str(built))
     download = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), *target)
     _pip(*download, "--require-hashes", "-r", str(fetched))
-    _pip(*download, *_choose_torch())
+    _pip(*download, *_choose_torch(folder, python, machine))
     for path in (built, fetched):
         path.unlink()
-    if not has_compiled_kernels():
-        _add_kernels(folder, environ)
+    if not (_is_like_here(machine) and has_compiled_kernels()):
+        _add_kernels(folder, machine, environ)
 
 
-def select_hashed(hashed: Sequence[HashedPin], python: str) -> list[HashedPin]:
-    """Return the pins that apply to a Linux host with Python `python` ("3.11") and this machine's architecture."""
+def _is_like_here(machine: str) -> bool:
+    """Return whether what pip chooses for this machine fits Linux hosts of the architecture `machine`."""
+    return sys.platform == "linux" and machine == platform.machine()
+
+
+def _choose_target(python: str, machine: str) -> tuple[str, ...]:
+    """Return the options with which pip chooses wheels for these hosts; () where it does so without options."""
+    is_own_python = python == ".".join(platform.python_version_tuple()[:2])
+    if _is_like_here(machine):
+        return () if is_own_python else ("--python-version", python)
+    glibcs = [f"manylinux_2_{minor}_{machine}" for minor in range(_NEWEST_GLIBC, _OLDEST_GLIBC - 1, -1)]
+    platforms = [*glibcs, f"manylinux2014_{machine}", f"linux_{machine}"]
+    return ("--python-version", python, *(word for name in platforms for word in ("--platform", name)))
+
+
+def select_hashed(hashed: Sequence[HashedPin], python: str, machine: str) -> list[HashedPin]:
+    """Return the pins that apply to a Linux host with Python `python` ("3.11") and the architecture `machine`."""
     try:
         markers: Any = importlib.import_module("packaging.markers")
     except ImportError:
         markers = importlib.import_module("pip._vendor.packaging.markers")
     values = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    values |= {"platform_machine": machine, "platform_system": "Linux", "os_name": "posix"}
     return [one for one in hashed if not one.marker or markers.Marker(one.marker).evaluate(values)]
 
 
@@ -259,12 +298,16 @@ def _format_requirements(hashed: Sequence[HashedPin]) -> str:
     return "".join(" ".join((one.pin, *(f"--hash=sha256:{text}" for text in one.hashes))) + "\n" for one in hashed)
 
 
-def _choose_torch() -> tuple[str, ...]:
+def _choose_torch(folder: Path, python: str, machine: str) -> tuple[str, ...]:
     """Return pip's arguments for the torch in `PINS` without CUDA, perhaps from PyTorch's index instead of pip's."""
-    pin = next(line for line in PINS.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
-    if platform.machine() != "x86_64":
+    pins = select_hashed(parse_hashes(PINS.read_text(encoding="utf-8")), python, machine)
+    (pin,) = (one.pin for one in pins if one.pin.startswith("torch=="))
+    if machine != "x86_64":
         return (pin,)
-    report = _pip("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", pin)
+    target = _choose_target(python, machine)
+    target = ("--only-binary", ":all:", "--target", str(folder), *target) if target else ()  # pip demands the first two
+    options = ("--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", *target)
+    report = _pip("install", *options, pin)
     found, _ = json.JSONDecoder().raw_decode(report[report.index("{") :])  # pip's warnings may follow
     if found["install"][0]["metadata"]["version"].endswith("+cpu"):
         return (pin,)
@@ -280,14 +323,18 @@ def _pip(*argv: str) -> str:
     return answer.output
 
 
-def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
+def _add_kernels(folder: Path, machine: str, environ: Mapping[str, str]) -> None:
     compiler = find_compiler(environ)
     try:
+        if not _is_like_here(machine):
+            raise CpuftError(f"this machine compiles none for {machine}")
         if compiler is None:
             raise CpuftError("this machine has no C++ compiler (Debian: apt-get install g++)")
         write_kernels_wheel(compiler, folder)
     except CpuftError as error:
-        slow = "hosts without a C++ compiler will train 2 to 3 times slower"
+        slow = (
+            "hosts without a C++ compiler (Debian: apt-get install g++) will train more slowly, on x86-64 2 to 3 times"
+        )
         print(f"no compiled kernels are sent to the hosts, because {error}; {slow}", file=sys.stderr)
 
 
@@ -304,22 +351,25 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
 
 
 @cache
-def make_own_wheel() -> tuple[str, bytes]:
-    """Return (file name, contents) of a reproducible wheel of this cpuft. Raises CpuftError: it is not installed."""
+def make_own_wheel(machine: str) -> tuple[str, bytes]:
+    """Return (file name, contents) of a reproducible wheel of this cpuft, with the compiled files of this machine if
+    the wheel is for such machines. Raises CpuftError: cpuft is not installed.
+    """
     root = Path(cpuft.__file__).parent
     paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    paths = [path for path in paths if path.suffix != ".so" or _is_like_here(machine)]
     files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
     requirements = _read_requirements()
     # Compiled files are called by C names: any Python 3 of this architecture loads them.
     has_library = any(name.endswith(".so") for name in files)
-    tag = f"py3-none-{'linux_' + platform.machine() if has_library else 'any'}"
+    tag = f"py3-none-{'linux_' + machine if has_library else 'any'}"
     entry_points = {"entry_points.txt": "[console_scripts]\ncpuft = cpuft.cli:main\n"}
     return _make_wheel("cpuft", tag, files, requirements, entry_points)
 
 
-def write_own_wheel(folder: Path) -> Path:
+def write_own_wheel(folder: Path, machine: str) -> Path:
     """Write the wheel of `make_own_wheel`, with its errors, into `folder`, which is made if needed; return the path."""
-    return _write_wheel(folder, *make_own_wheel())
+    return _write_wheel(folder, *make_own_wheel(machine))
 
 
 def _write_wheel(folder: Path, name: str, content: bytes) -> Path:
@@ -328,9 +378,9 @@ def _write_wheel(folder: Path, name: str, content: bytes) -> Path:
     return folder / name
 
 
-def plan_own_wheel(folder: Path) -> Step:
-    """Return the step that writes this cpuft as a wheel into `folder` of this machine."""
-    command = (*module_command(sys.executable, "cpuft.provision.wheels"), "own", str(folder))
+def plan_own_wheel(folder: Path, machine: str) -> Step:
+    """Return the step that writes this cpuft as a wheel for hosts of an architecture into `folder` of this machine."""
+    command = (*module_command(sys.executable, "cpuft.provision.wheels"), "own", str(folder), machine)
     return Step("write this cpuft as a wheel", command)
 
 
@@ -367,8 +417,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that an unfinished download is removed
     try:
         if sys.argv[1] == "own":
-            write_own_wheel(Path(sys.argv[2]))
+            write_own_wheel(Path(sys.argv[2]), sys.argv[3])
         else:
-            download_wheels(sys.argv[2], os.environ)
+            download_wheels(sys.argv[2], sys.argv[3], os.environ)
     except CpuftError as failure:
         sys.exit(str(failure))

@@ -45,10 +45,12 @@ class InstanceType:
     dollars_per_hour: float
     """Approximate list price per hour on demand, in US dollars."""
     dated: str
+    arm: bool = False
+    """Whether its CPU is an Arm CPU."""
 
 
-INSTANCE_COLUMNS = tuple(InstanceType.__dataclass_fields__)
-"""The head line of a table of instances; amx is yes or no."""
+INSTANCE_COLUMNS = ("name", "cores", "amx", "gbits_per_second", "dollars_per_hour", "dated")
+"""The head line of a table of instances; amx is yes, no, or arm for an Arm CPU."""
 
 
 def parse_instance_types(text: str, path: str) -> dict[str, InstanceType]:
@@ -66,7 +68,7 @@ def _parse_words(words: list[str]) -> InstanceType:
     if len(words) != len(INSTANCE_COLUMNS):
         raise ValueError(f"{len(words)} columns, not {len(INSTANCE_COLUMNS)}")
     name, cores, amx, rate, price, dated = words
-    made = InstanceType(name, int(cores), amx == "yes", float(rate), float(price), dated)
+    made = InstanceType(name, int(cores), amx == "yes", float(rate), float(price), dated, amx == "arm")
     if not (0 < made.cores < 10**6 and 0 < made.gbits_per_second < 10**6 and 0 <= made.dollars_per_hour < 10**6):
         raise ValueError("cores, rate and price must be positive numbers")
     return made

@@ -40,6 +40,7 @@ HEALTH = Health(
     disk_free=100 << 30,
     mtus={"lo": 65536, "eth0": 1500, "docker0": 1500},
     governors=["performance"],
+    page_size=4096,
     huge_pages="always [madvise] never",
     load=0.1,
     memlock=-1,

@@ -66,6 +66,8 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-037", {"kernels": ""}),
     ("CPUFT-035", {"listening": {"python (pid 9), port 6006": "8.8.4.4"}}),
     ("CPUFT-036", {"outside_port": 23456}),
+    ("CPUFT-039", {"machine": "aarch64"}),
+    ("CPUFT-040", {"page_size": 65536}),
 ]
 
 
@@ -175,7 +177,7 @@ def test_equal_findings_share_an_entry_and_errors_come_first() -> None:
     text = format_findings(find_all(state), 4, len(CHECKS))
     assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
     assert "CPUFT-026 warning on node2, node3: 9.0 of 8 cores are busy" in text
-    assert text.endswith("4 hosts, 38 checks: 1 error, 2 warnings\n")
+    assert text.endswith("4 hosts, 40 checks: 1 error, 2 warnings\n")
 
 
 def test_each_build_of_the_kernels_is_named_with_its_hosts() -> None:

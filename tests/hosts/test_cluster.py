@@ -10,7 +10,7 @@ import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import LOCAL, Access, Cluster, gather_cluster, gather_facts
+from cpuft.hosts.cluster import LOCAL, Access, Cluster, gather_cluster, gather_facts, refuse_both_architectures
 from cpuft.hosts.hostfile import Host, parse_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.rank_counts import Assignment, assign_ranks, choose_ranks
@@ -43,6 +43,16 @@ def test_ranks_are_distributed_in_the_order_of_the_hostfile(
     text: str, np: int, ppn: int, placed: dict[str, int]
 ) -> None:
     assert counts(assign_ranks(parse_hostfile(text), np, ppn, {})) == placed
+
+
+def test_hosts_of_both_architectures_are_refused_in_one_line() -> None:
+    refuse_both_architectures({"a": "aarch64", "b": "aarch64"})
+    with pytest.raises(CpuftError) as caught:
+        refuse_both_architectures({"a": "x86_64", "b": "x86_64", "c": "aarch64"})
+    assert str(caught.value) == (
+        "a is x86_64 and c is aarch64, and the ranks of a run need hosts of one architecture: "
+        "name them with --only-hosts"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,10 @@ def places(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("image", "--recipe", "recipe.yaml", "--output", "golden"), "cpuft: download wheels for Python 3.11 into"),
+        (
+            ("image", "--recipe", "recipe.yaml", "--output", "golden"),
+            f"cpuft: download wheels for Python 3.11 on {platform.machine()} into",
+        ),
         (("image", "--recipe", "recipe.yaml", "--output", "golden", "--wheels", "wheels"), "debootstrap"),
     ],
     ids=("image", "image from wheels"),

@@ -192,7 +192,7 @@ def test_the_stamp_of_an_image_depends_on_its_packages_and_environment(
 def test_an_installed_wheel_contains_the_recipe() -> None:
     """It is used when the working directory has no folder ami."""
     assert read_recipe("ami/recipe.yaml") == read_recipe(str(AMI / "recipe.yaml"))
-    with zipfile.ZipFile(io.BytesIO(make_own_wheel()[1])) as wheel:
+    with zipfile.ZipFile(io.BytesIO(make_own_wheel("x86_64")[1])) as wheel:
         assert wheel.read("cpuft/provision/recipe.yaml") == (AMI / "recipe.yaml").read_bytes()
     settings = configparser.ConfigParser()
     settings.read(AMI.parent / "setup.cfg")

@@ -1,4 +1,5 @@
 import os
+import platform
 import shutil
 import subprocess
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from cpuft.provision.servers import (
     Servers,
     check_server,
     describe_server,
+    find_machine,
     find_python,
     parse_survey,
     plan_servers,
@@ -51,6 +53,7 @@ DONE = replace(
 )
 SURVEY = """os debian 12
 kernel 6.1
+machine x86_64
 python 3.11.2
 writable yes
 free_kb 9437184
@@ -138,8 +141,17 @@ def test_servers_with_different_pythons_are_refused() -> None:
         find_python({"a": "3.11.2", "b": "3.13.5"})
 
 
+def test_servers_of_both_architectures_are_refused() -> None:
+    assert find_machine({"a": "aarch64", "b": "aarch64"}) == "aarch64"
+    with pytest.raises(CpuftError) as caught:
+        find_machine({"a": "x86_64", "b": "aarch64"})
+    assert str(caught.value) == (
+        "servers of one cluster need the same architecture, and a is x86_64, b is aarch64: make a cluster of each"
+    )
+
+
 def test_a_server_is_described_in_one_line() -> None:
-    assert describe_server(BARE) == "up, debian 12, kernel 6.1, Python 3.11.2, no environment, 9 GB free"
+    assert describe_server(BARE) == "up, debian 12, x86_64, kernel 6.1, Python 3.11.2, no environment, 9 GB free"
 
 
 def test_a_survey_is_parsed() -> None:
@@ -163,6 +175,9 @@ def test_other_output_is_no_survey(text: str) -> None:
         ({}, ""),
         ({"python": ""}, "a: Python is missing"),
         ({"python": "3.9.2"}, "a: Python is 3.9.2"),
+        ({"machine": "aarch64"}, ""),
+        ({"machine": "riscv64"}, "a: its CPU is riscv64, and cpuft needs x86_64 or aarch64"),
+        ({"musl": True}, "a: its C library is musl, and torch needs glibc: use Debian, Ubuntu or another system with"),
         ({"writable": False}, "a: /opt/cpuft cannot be written"),
         ({"free_kb": 1 << 10}, "a: /opt/cpuft has 1 MB of free space"),
     ],
@@ -216,6 +231,20 @@ def test_files_of_others_at_the_prefix_are_found(
     found = survey(tmp_path / "cpuft")
     said = check_server("a", replace(BARE, foreign=found.foreign), CONFIG, True, 0)
     assert (said.replace(f"{tmp_path}/cpuft", "PREFIX"), found.marked) == (problem, marked)
+
+
+@pytest.mark.parametrize(
+    "said, is_musl", [("musl libc (aarch64)\\nVersion 1.2.5", True), ("ldd (GNU libc) 2.36", False)]
+)
+def test_a_system_without_glibc_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, is_musl: bool
+) -> None:
+    """musl's ldd prints its version to standard error, and ends with an error."""
+    (tmp_path / "ldd").write_text(f'#!/bin/sh\nprintf "{said}" >&2\nexit 1\n')
+    (tmp_path / "ldd").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = survey(tmp_path / "cpuft")
+    assert (found.musl, found.machine) == (is_musl, platform.machine())
 
 
 def test_only_the_wheel_of_cpuft_that_was_sent_last_stays(tmp_path: Path) -> None:

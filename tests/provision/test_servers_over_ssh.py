@@ -58,7 +58,8 @@ def test_a_dry_run_changes_nothing_anywhere(cluster: Simulated) -> None:
     for plan in (given, fetched):
         assert f"# {cluster.hosts[0].name} shows the host key ssh-ed25519 {key}: cpuft asks" in plan.stdout
         assert f"{cluster.folder}/state/{NAME}/known_hosts" in plan.stdout
-    assert f"download wheels for Python {'.'.join(platform.python_version_tuple()[:2])}" in fetched.stdout
+    python = ".".join(platform.python_version_tuple()[:2])
+    assert f"download wheels for Python {python} on {platform.machine()}" in fetched.stdout
     assert "push click" in given.stdout
     assert "push" not in fetched.stdout
 

@@ -2,6 +2,8 @@
 
 import errno
 import importlib.metadata
+import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -41,18 +43,18 @@ from tests.provision.simulated import write_wheel
 
 TORCH = Wheel("/w/torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "1")
 OWN_HASHED = "cpuft==1 --hash=sha256:22"
-(TORCH_PIN,) = re.findall("^torch==.*$", PINS.read_text(encoding="utf-8"), re.M)
+HERE = platform.machine()
 PIP = Wheel("/w/pip-26.3-py3-none-any.whl", "pip-26.3-py3-none-any.whl", "2")
 
 
 def test_the_same_contents_give_the_same_wheel(tmp_path: Path) -> None:
-    first, second = write_own_wheel(tmp_path / "a"), write_own_wheel(tmp_path / "b")
+    first, second = write_own_wheel(tmp_path / "a", HERE), write_own_wheel(tmp_path / "b", HERE)
     assert first.name == second.name
     assert hash_file(first) == hash_file(second)
 
 
 def test_the_wheel_has_the_package_and_its_requirements(tmp_path: Path) -> None:
-    with zipfile.ZipFile(write_own_wheel(tmp_path)) as archive:
+    with zipfile.ZipFile(write_own_wheel(tmp_path, HERE)) as archive:
         names = archive.namelist()
         metadata = archive.read(f"cpuft-{cpuft.__version__}.dist-info/METADATA").decode()
     assert {"cpuft/cli/__init__.py", "cpuft/constraints.txt", "cpuft/provision/simulated_node.sh"} <= set(names)
@@ -63,7 +65,7 @@ def test_the_wheel_has_the_package_and_its_requirements(tmp_path: Path) -> None:
 
 
 def test_pip_installs_the_wheel(tmp_path: Path) -> None:
-    wheel = write_own_wheel(tmp_path)
+    wheel = write_own_wheel(tmp_path, HERE)
     words = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=120)
     command = [sys.executable, "-c", "import cpuft; print(cpuft.__file__)"]
@@ -101,7 +103,7 @@ def test_recorded_hashes_are_of_the_exact_versions() -> None:
 
 def test_hashes_are_recorded_for_every_installed_package_but_torch() -> None:
     """The test follows the requirements of the packages that are installed here."""
-    there = {one.pin.partition("==")[0]: one for one in select_hashed(HASHED, "{}.{}".format(*sys.version_info))}
+    there = {one.pin.partition("==")[0]: one for one in select_hashed(HASHED, "{}.{}".format(*sys.version_info), HERE)}
     seen: set[str] = set()
     waiting = [Requirement(f"cpuft[{','.join(EXTRAS)}]")]
     for requirement in waiting:
@@ -117,39 +119,117 @@ def test_hashes_are_recorded_for_every_installed_package_but_torch() -> None:
 
 def test_each_python_gets_the_versions_that_are_for_it() -> None:
     def find_numpy(python: str) -> list[str]:
-        return [one.pin for one in select_hashed(HASHED, python) if one.pin.startswith("numpy==")]
+        return [one.pin for one in select_hashed(HASHED, python, HERE) if one.pin.startswith("numpy==")]
 
     assert [len(find_numpy(python)) for python in ("3.10", "3.11", "3.12", "3.13")] == [1, 1, 1, 1]
     assert find_numpy("3.10") != find_numpy("3.13")
+
+
+def answer_downloads(
+    machine: str, version: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return the calls of pip when an x86-64 machine downloads wheels for another one, and the requirements in them."""
+    calls, requirements = list[tuple[str, ...]](), list[str]()
+
+    def answer(*words: str) -> str:
+        calls.append(words)
+        if "-r" in words:
+            requirements.extend(Path(words[words.index("-r") + 1]).read_text().splitlines())
+        return json.dumps({"install": [{"metadata": {"version": version}}]})
+
+    monkeypatch.setattr(wheels, "_pip", answer)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(wheels, "write_kernels_wheel", lambda *_: None)
+    wheels.download_wheels("{}.{}".format(*sys.version_info), machine, {"XDG_CACHE_HOME": str(folder), **os.environ})
+    return calls, requirements
 
 
 @pytest.mark.parametrize("version, source", [("2.13.0", ("--index-url", CPU_INDEX)), ("2.13.0+cpu", ())])
 def test_downloads_are_checked_by_hash_and_torch_comes_from_one_index(
     version: str, source: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[str, ...]] = []
-
-    def answer(*words: str) -> str:
-        calls.append(words)
-        if "-r" in words:
-            lines = Path(words[words.index("-r") + 1]).read_text().splitlines()
-            assert all(" --hash=sha256:" in line for line in lines)
-        return json.dumps({"install": [{"metadata": {"version": version}}]})
-
-    monkeypatch.setattr(wheels, "_pip", answer)
-    monkeypatch.setattr(wheels, "_add_kernels", lambda *_: None)
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    wheels.download_wheels("3.11", {"XDG_CACHE_HOME": str(tmp_path)})
+    calls, requirements = answer_downloads("x86_64", version, tmp_path, monkeypatch)
     (torch,) = (words for words in calls if words[0] == "download" and "--require-hashes" not in words)
-    assert torch[-len(source) - 1 :] == ((f"{TORCH_PIN}+cpu" if source else TORCH_PIN), *source)
+    assert torch[-len(source) - 1 :] == ("torch==2.13.0+cpu" if source else "torch==2.13.0", *source)
+    assert all(" --hash=sha256:" in line for line in requirements)
     assert [words[0] for words in calls if "--require-hashes" in words] == ["wheel", "download"]
-    assert not [words for words in calls if "--extra-index-url" in words]
+    assert not [words for words in calls if "--extra-index-url" in words or "--platform" in words]
+    assert {"impi-rt", "mpich"} & {line.partition("==")[0] for line in requirements} == {"impi-rt"}
+
+
+def test_wheels_for_arm_are_downloaded_on_x86(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pip chooses files by the platforms that it is given, but markers by the machine on which it runs."""
+    calls, requirements = answer_downloads("aarch64", "", tmp_path, monkeypatch)
+    hashed, torch = (words for words in calls if words[0] == "download")
+    platforms = [word for before, word in itertools.pairwise(hashed) if before == "--platform"]
+    assert {"manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64"} <= set(platforms)
+    assert all(name.endswith("_aarch64") for name in platforms)
+    assert torch[-1] == "torch==2.10.0"
+    assert "--index-url" not in torch
+    names = {line.partition("==")[0] for line in requirements}
+    assert {"impi-rt", "mpich", "oneccl-cpu", "mpi4py"} & names == {"mpich", "mpi4py"}
+    assert "no compiled kernels are sent to the hosts, because this machine compiles none for aarch64" in (
+        capsys.readouterr().err
+    )
+
+
+def test_wheels_for_x86_are_downloaded_on_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheels, "_is_like_here", lambda machine: False)
+    calls, requirements = answer_downloads("x86_64", "2.13.0", tmp_path, monkeypatch)
+    (asked,) = (words for words in calls if words[0] == "install")
+    assert {"--target", "manylinux_2_28_x86_64"} <= set(asked)
+    assert calls[-1][-3:] == ("torch==2.13.0+cpu", "--index-url", CPU_INDEX)
+    assert {"impi-rt", "mpich"} & {line.partition("==")[0] for line in requirements} == {"impi-rt"}
+
+
+def test_this_cpuft_takes_no_compiled_files_to_another_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "cpuft"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "kernels.so").touch()
+    monkeypatch.setattr(cpuft, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    for machine, tag, files in (("x86_64", "linux_x86_64", 2), ("aarch64", "any", 1)):
+        name, content = wheels.make_own_wheel.__wrapped__(machine)
+        assert name.endswith(f"-py3-none-{tag}.whl")
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            assert len([one for one in archive.namelist() if one.startswith("cpuft/")]) == files
+
+
+@pytest.mark.parametrize(
+    "name, machine, is_refused",
+    [
+        ("numpy-1.0-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl", "x86_64", False),
+        ("numpy-1.0-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl", "aarch64", True),
+        ("torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "x86_64", False),
+        ("torch-2.10.0-cp311-cp311-manylinux_2_28_aarch64.whl", "aarch64", False),
+        ("torch-2.10.0-cp311-none-macosx_11_0_arm64.whl", "aarch64", True),
+        ("regex-2026.1-cp311-cp311-musllinux_1_2_aarch64.whl", "aarch64", True),
+        ("click-99-py3-none-any.whl", "aarch64", False),
+    ],
+)
+def test_wheels_of_another_architecture_are_refused(tmp_path: Path, name: str, machine: str, is_refused: bool) -> None:
+    (tmp_path / name).touch()
+    if not is_refused:
+        assert gather_supply(tmp_path / "own", str(tmp_path), "", {}, machine).wheels[1].name == name
+        return
+    with pytest.raises(CpuftError) as caught:
+        gather_supply(tmp_path / "own", str(tmp_path), "", {}, machine)
+    tags = name.removesuffix(".whl").rpartition("-")[2]
+    assert str(caught.value) == (
+        f"--wheels {tmp_path}: {name} is for {tags}, and the hosts are {machine} with Linux and glibc: download it "
+        "for these hosts, or leave --wheels out"
+    )
 
 
 def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does one whose process was killed, after the next one."""
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    folder = wheels.downloads_folder("3.11", environ)
+    folder = wheels.downloads_folder("3.11", HERE, environ)
     killed = folder.with_name(f"{folder.name}.123.new")
     killed.mkdir(parents=True)
     (killed / "torch.whl").write_text("half")
@@ -161,13 +241,13 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(wheels, "_pip", fail)
     with pytest.raises(CpuftError, match="pip download failed"):
-        wheels.download_wheels("3.11", environ)
+        wheels.download_wheels("3.11", HERE, environ)
     assert list(folder.parent.glob("*/*.whl")) == []
 
 
 def test_without_locks_the_download_of_another_process_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    folder = wheels.downloads_folder("3.11", environ)
+    folder = wheels.downloads_folder("3.11", HERE, environ)
     other = folder.with_name(f"{folder.name}.123.new")
     other.mkdir(parents=True)
 
@@ -176,7 +256,7 @@ def test_without_locks_the_download_of_another_process_stays(tmp_path: Path, mon
 
     monkeypatch.setattr("fcntl.flock", refuse)
     monkeypatch.setattr(wheels, "_fill_folder", lambda *_: None)
-    wheels.download_wheels("3.11", environ)
+    wheels.download_wheels("3.11", HERE, environ)
     assert [other.is_dir(), folder.is_dir()] == [True, True]
 
 
@@ -189,10 +269,10 @@ def test_two_first_downloads_at_once_download_once(tmp_path: Path, monkeypatch: 
             Path(words[words.index("--dest") + 1], f"{os.getpid()}.whl").write_text("whole")
         return ""
 
-    for name, value in (("_pip", answer), ("_choose_torch", lambda: ("torch",)), ("_add_kernels", lambda *_: None)):
+    for name, value in (("_pip", answer), ("_choose_torch", lambda *_: ("torch",)), ("_add_kernels", lambda *_: None)):
         monkeypatch.setattr(wheels, name, value)
     process = multiprocessing.get_context("fork").Process
-    both = [process(target=wheels.download_wheels, args=("3.11", environ)) for _ in range(2)]
+    both = [process(target=wheels.download_wheels, args=("3.11", HERE, environ)) for _ in range(2)]
     for one in both:
         one.start()
     for one in both:

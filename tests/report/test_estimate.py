@@ -44,6 +44,9 @@ def test_our_own_table_is_one() -> None:
     assert found["c6i.16xlarge"].cores == 32
     assert not found["c6i.16xlarge"].amx
     assert found["c7i.8xlarge"].amx
+    graviton = found["c8g.4xlarge"]
+    assert (graviton.arm, graviton.amx, graviton.cores) == (True, False, 16)
+    assert not found["c7i.8xlarge"].arm
 
 
 def test_a_table_of_the_users_own(tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
 from cpuft.provision.aws.client import CallStep, Tag, plan_call, read_tags, specify_tags
-from cpuft.provision.aws.facts import PENDING, READY, Image, find_disk_size, find_images, find_snapshots
+from cpuft.provision.aws.facts import (
+    PENDING,
+    READY,
+    Image,
+    find_disk_size,
+    find_images,
+    find_machine,
+    find_snapshots,
+)
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Services
 from cpuft.provision.base import Ask, Say, lock, reconcile, run_plan
@@ -171,7 +179,8 @@ class AmiBuilder:
 
     def _gather_supply(self) -> Supply:
         folder, wheels = self.cluster.directory / "wheels", self.cluster.config.wheels
-        return gather_supply(folder, wheels, self.recipe.environment.python, self.environ)
+        machine = find_machine(self.cluster.config.type)
+        return gather_supply(folder, wheels, self.recipe.environment.python, self.environ, machine)
 
     def _remove_instance(self, say: Say, ready: bool = False) -> None:
         """Remove the cluster if this machine made it; CpuftError if another one did, and its AMI is not `ready` yet."""

@@ -26,7 +26,13 @@ READY, PENDING = "available", "pending"
 """States of AMIs that can be used, or will be soon."""
 QUOTA_CODES = {False: "L-1216C47A", True: "L-34B43A08"}
 """Service quotas of EC2 for the vCPUs of running standard instances, by whether they are spot instances."""
-_DEBIAN_PARAMETER = "/aws/service/debian/release/12/latest/amd64"
+_DEBIAN_PARAMETERS = {
+    "x86_64": "/aws/service/debian/release/12/latest/amd64",
+    "arm64": "/aws/service/debian/release/12/latest/arm64",
+}
+"""Name of the parameter with the id of Debian 12's AMI, by AWS's name of an architecture on which cpuft trains."""
+_GRAVITON = re.compile(r"a1\.|[a-z]+\d+g")
+"""How names of types with Arm CPUs begin: with a g behind the generation, such as c8g or im4gn."""
 _ADDRESS_SERVICE = "https://checkip.amazonaws.com"
 _HOST_KEY = re.compile(
     r"-----BEGIN SSH HOST KEY KEYS-----.*?(ssh-ed25519 [A-Za-z0-9+/]{68})\s.*?-----END SSH HOST KEY KEYS-----",
@@ -132,6 +138,12 @@ class Offer:
     """Whether the account has the role without which no spot instance starts."""
 
     @property
+    def architecture(self) -> str:
+        """The one of the type's architectures, as AWS writes it, on which cpuft trains; empty if it has none."""
+        has = self.type["ProcessorInfo"]["SupportedArchitectures"]
+        return next((name for name in _DEBIAN_PARAMETERS if name in has), "")
+
+    @property
     def in_placement_groups(self) -> bool:
         """Whether instances of the type can be placed close to each other."""
         return "cluster" in self.type.get("PlacementGroupInfo", {}).get("SupportedStrategies", ())
@@ -226,6 +238,11 @@ def is_standard(instance_type: str) -> bool:
     return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("dl", "hpc", "inf", "mac", "trn"))
 
 
+def find_machine(instance_type: str) -> str:
+    """Return the architecture of a type's CPU as in uname -m, by the type's name."""
+    return "aarch64" if _GRAVITON.match(instance_type) else "x86_64"
+
+
 def find_disk_size(image: Image) -> int:
     """Return the size of an AMI's root disk in GB; 0 if unknown."""
     disks = {one.get("DeviceName"): one.get("Ebs", {}) for one in image.get("BlockDeviceMappings", ())}
@@ -310,7 +327,7 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
         type=found,
         zones=zones,
         spot_prices={zone: price for zone, price in prices.items() if zone in zones},
-        image=_find_base_image(client, _find_recipe_image(client, config.recipe) if config.recipe else config.image),
+        image=_find_image(client, config, found),
         quota=_find_quota(client, config.spot),
         has_spot_role=not config.spot or bool(client.find("get_role", "NoSuchEntity", RoleName=SPOT_ROLE)),
     )
@@ -333,26 +350,30 @@ def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
     return {one["AvailabilityZone"]: float(one["SpotPrice"]) for one in reversed(history)}
 
 
-def _find_base_image(client: AwsClient, image: str) -> Image:
-    """Return the AMI with this id, or Debian 12's newest one if the id is empty."""
+def _find_image(client: AwsClient, config: AwsConfig, found: Mapping[str, Any]) -> Image:
+    """Return the AMI of --image, or the newest one of its recipe, or else Debian 12's; `found` is AWS's on the type."""
+    architecture = Offer(found, {}, {}, None).architecture
+    image = _find_recipe_image(client, config.recipe, architecture) if config.recipe else config.image
     wanted = image
     if not image:
-        answer = client.find("get_parameter", "ParameterNotFound", Name=_DEBIAN_PARAMETER)
+        name = _DEBIAN_PARAMETERS.get(architecture, _DEBIAN_PARAMETERS["x86_64"])
+        answer = client.find("get_parameter", "ParameterNotFound", Name=name)
         if not answer:
             raise CpuftError(f"region {client.region} offers no AMI of Debian 12: give an AMI with --image")
         wanted = answer["Parameter"]["Value"]
-    found: Sequence[Image] = client.find("describe_images", "InvalidAMIID", ImageIds=[wanted]).get("Images", ())
-    if not found:
+    images: Sequence[Image] = client.find("describe_images", "InvalidAMIID", ImageIds=[wanted]).get("Images", ())
+    if not images:
         raise CpuftError(
             f"region {client.region} has no AMI {image!r:.60} that you can use: give an id of this region, ami-..."
         )
-    return found[0]
+    return images[0]
 
 
-def _find_recipe_image(client: AwsClient, path: str) -> str:
-    """Return the id of the newest AMI of a recipe that instances can start from; empty without one."""
+def _find_recipe_image(client: AwsClient, path: str, architecture: str) -> str:
+    """Return the id of a recipe's newest AMI from which instances of an architecture can start; empty without one."""
     found = find_images(client, f"tag:{Tag.IMAGE}", read_recipe(path).digest)
-    return next((str(one["ImageId"]) for one in reversed(found) if one["State"] == READY), "")
+    fitting = [one for one in found if one["State"] == READY and one.get("Architecture", "x86_64") == architecture]
+    return next((str(one["ImageId"]) for one in reversed(fitting)), "")
 
 
 def find_images(client: AwsClient, name: str, value: str) -> list[Image]:

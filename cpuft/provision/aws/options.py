@@ -13,7 +13,9 @@ class AwsConfig:
     """A cluster of instances that are rented from AWS."""
 
     nodes: int = option(2, "Number of instances; a cluster can grow later, but not shrink", least=1, most=1000)
-    type: str = option("m7i.8xlarge", "EC2 type of all instances, such as c7i.4xlarge; its CPU is x86-64", takes="TYPE")
+    type: str = option(
+        "m7i.8xlarge", "EC2 type of all instances, such as c7i.4xlarge, or c8g.4xlarge with Arm CPUs", takes="TYPE"
+    )
     name: str = option("cluster", NAME, takes="NAME")
     market: str = option(
         "on-demand",

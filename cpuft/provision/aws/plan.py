@@ -87,11 +87,12 @@ def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: s
     market = "spot" if config.spot else "on-demand"
     if market not in offer.type["SupportedUsageClasses"]:
         raise CpuftError(f"AWS does not offer {config.type} as {market} instance: choose another --type")
-    if "x86_64" not in (architectures := offer.type["ProcessorInfo"]["SupportedArchitectures"]):
-        raise CpuftError(f"{config.type} is {'/'.join(architectures)}, and cpuft needs x86_64: choose another --type")
-    if (architecture := offer.image.get("Architecture", "x86_64")) != "x86_64":
+    if not offer.architecture:
+        has = "/".join(offer.type["ProcessorInfo"]["SupportedArchitectures"])
+        raise CpuftError(f"{config.type} is {has}, and cpuft needs x86_64 or arm64: choose another --type")
+    if (architecture := offer.image.get("Architecture", "x86_64")) != offer.architecture:
         image = offer.image["ImageId"]
-        raise CpuftError(f"AMI {image} is for {architecture}: choose an AMI for x86_64 with --image")
+        raise CpuftError(f"AMI {image} is for {architecture}: choose an AMI for {offer.architecture} with --image")
     if config.threads_per_core == 1 and 1 not in offer.threads:
         raise CpuftError(f"{config.type} does not support --threads-per-core 1: leave the option out")
     if not offer.zones:

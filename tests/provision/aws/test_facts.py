@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from cpuft.provision.aws import facts
 from cpuft.provision.aws.client import AwsClient, CallError
+from cpuft.provision.aws.options import AwsConfig
 from tests.provision.aws.region import format_console
 from tests.provision.aws.test_plan import GROUP, make_instance
 
@@ -91,3 +92,47 @@ def test_when_an_instance_ended(reason: str, ended: float) -> None:
 )
 def test_types_with_a_quota_of_their_own(kind: str, standard: bool) -> None:
     assert facts.is_standard(kind) is standard
+
+
+@pytest.mark.parametrize(
+    ("kind", "machine"),
+    [
+        *(
+            (kind, "aarch64")
+            for kind in ("c8g.4xlarge", "m8gd.xlarge", "r8gn.large", "im4gn.large", "a1.large", "t4g.nano")
+        ),
+        *((kind, "x86_64") for kind in ("m7i.8xlarge", "c7a.large", "g4dn.xlarge", "c7i-flex.large", "hpc7a.96xlarge")),
+    ],
+)
+def test_the_name_of_a_type_tells_its_architecture(kind: str, machine: str) -> None:
+    assert facts.find_machine(kind) == machine
+
+
+@pytest.mark.parametrize("architecture, machine", [("arm64", "arm64"), ("x86_64", "amd64")])
+def test_the_ami_has_the_architecture_of_the_type(architecture: str, machine: str) -> None:
+    """A recipe has an AMI for each; without one, instances start from Debian's."""
+    made = [
+        {"ImageId": f"ami-{name}-{day}", "CreationDate": f"2026-11-0{day}", "State": "available", "Architecture": name}
+        for name in ("x86_64", "arm64")
+        for day in (1, 2)
+    ]
+
+    class Client:
+        region = "us-east-1"
+        images = made
+
+        def query(self, method: str, **asked: Any) -> dict[str, Any]:
+            return {"Images": self.images}
+
+        def find(self, method: str, missing: str, **asked: Any) -> dict[str, Any]:
+            if method == "get_parameter":
+                return {"Parameter": {"Value": asked["Name"]}}
+            return {"Images": [{"ImageId": asked["ImageIds"][0]}]}
+
+    found = {"ProcessorInfo": {"SupportedArchitectures": ["i386", architecture]}}
+    client: Any = Client()
+    assert facts._find_image(client, AwsConfig(), found) == {"ImageId": f"ami-{architecture}-2"}
+    client.images = []
+    debian = facts._find_image(client, AwsConfig(), found)
+    assert debian == {"ImageId": f"/aws/service/debian/release/12/latest/{machine}"}
+    assert facts._find_image(client, AwsConfig(image="ami-1"), found) == {"ImageId": "ami-1"}

@@ -178,9 +178,14 @@ def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
             "m7i.8xlarge does not support --threads-per-core 1: leave",
         ),
         (
+            {"type": change_type(ProcessorInfo={"SupportedArchitectures": ["arm64_mac"]})},
+            {},
+            "m7i.8xlarge is arm64_mac, and cpuft needs x86_64 or arm64: choose another --type",
+        ),
+        (
             {"type": change_type(ProcessorInfo={"SupportedArchitectures": ["arm64"]})},
             {},
-            "m7i.8xlarge is arm64, and cpuft needs x86_64: choose another --type",
+            "AMI ami-1 is for x86_64: choose an AMI for arm64 with --image",
         ),
         (
             {"image": {**OFFER.image, "Architecture": "arm64"}},
@@ -205,7 +210,16 @@ def test_what_cannot_be_rented(offer: dict[str, Any], config: dict[str, Any], sa
         check_offer(replace(CONFIG, **config), Resources(NOW, ME), replace(OFFER, **offer), "us-east-1")
 
 
-@pytest.mark.parametrize("offer", [{}, {"quota": None}, {"quota": 128.0}])
+ARM = {
+    "type": change_type(
+        ProcessorInfo={"SupportedArchitectures": ["arm64"]},
+        VCpuInfo={"DefaultVCpus": 32, "DefaultCores": 32, "DefaultThreadsPerCore": 1, "ValidThreadsPerCore": [1]},
+    ),
+    "image": {**OFFER.image, "Architecture": "arm64"},
+}
+
+
+@pytest.mark.parametrize("offer", [{}, {"quota": None}, {"quota": 128.0}, ARM])
 def test_what_can_be_rented(offer: dict[str, Any]) -> None:
     check_offer(CONFIG, Resources(NOW, ME), replace(OFFER, **offer), "us-east-1")
 
