@@ -48,6 +48,7 @@ from cpuft.record import read_record
 from tests.conftest import wait_until
 from tests.launch.test_plan import make_cluster
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
+from tests.system import imitate
 from tests.train.tiny import save_tiny
 
 TEXTS = (
@@ -467,6 +468,30 @@ def test_a_run_goes_on_without_its_launcher_and_is_attached_to_from_elsewhere(
     assert "/away/" not in cluster.on(1, "find /var/tmp/cpuft-0")
     listed = cluster.cpuft("runs", "--cluster", cluster.name)
     assert re.search(rf"{run} +launch +away .* ended, exit code 0 +\S+:{place}/runs/away\n", listed.stdout), listed
+
+
+@needs_root
+def test_a_mac_starts_shows_stops_and_fetches_a_run(cluster: Simulated) -> None:
+    mac = imitate("darwin")
+    place = ("--cluster", cluster.name)
+    begun = cluster.cpuft("launch", "--detach", *place, "--run-dir", "mac", *TEXTS, *QUIET, *STEPS, **mac)
+    assert begun.returncode == 0, begun.stderr
+    done = cluster.cpuft("attach", "mac", **mac)
+    assert (done.returncode, "step 6/6" in done.stderr) == (0, True), done.stderr
+    assert len(read_record(str(cluster.folder / "mac")).steps) == 6
+    assert "step 6/6" in cluster.cpuft("logs", begun.stdout.split()[-1], **mac).stderr
+    assert re.search(r"launch +mac .* ended, exit code 0 +\S+/mac\n", cluster.cpuft("runs", **mac).stdout)
+    there = cluster.cpuft("launch", *place, "--run-dir", "attended", *TEXTS, *QUIET, *STEPS, **mac)
+    assert there.returncode == 0, there.stderr
+    assert len(read_record(str(cluster.folder / "attended")).steps) == 6
+    run = start(cluster, "stopped", *TEXTS, *QUIET, "--max-steps", "2000")
+    wait_for_update(cluster)
+    for system in ("win32", "darwin"):
+        listed = cluster.cpuft("runs", **imitate(system))
+        assert re.search(rf"{run} +launch +stopped .* training ", listed.stdout), listed
+    assert cluster.cpuft("stop", run, **mac).returncode == 0
+    ended = cluster.cpuft("attach", "stopped", **mac)
+    assert (ended.returncode, "cpuft launch --resume" in ended.stderr) == (75, True), ended.stderr
 
 
 @needs_root
