@@ -29,7 +29,7 @@ import cpuft
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.compiler import PACKAGE, TARGETS, Target, compile_targets, find_compiler, has_compiled_kernels, hash_sources
-from cpuft.errors import CPU_INDEX, CpuftError
+from cpuft.errors import CPU_INDEX, CpuftError, refuse_other_systems
 from cpuft.files import (
     REMOVE,
     cache_folder,
@@ -53,6 +53,10 @@ HASHES = Path(cpuft.__file__).with_name("constraints-hashes.txt")
 """Requirements file with the same versions and the SHA-256 of their files, apart from torch."""
 BUILT_HERE = ("seqeval",)
 """Packages that the index has only as source: their wheels are built here, so they have no recorded hash."""
+_MACHINE = platform.machine() if sys.platform == "linux" else "x86_64"
+"""Architecture of the hosts: this machine's, unless it has another system than Linux."""
+_LINUX_TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "linux")
+"""Platforms of wheels that hosts install, which pip has to be told on another system."""
 _DOWNLOAD_SECONDS = 3600.0
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 """A fixed time, so that wheels with the same contents have the same hash."""
@@ -204,7 +208,7 @@ def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
     pins, hashes = PINS.read_text(encoding="utf-8"), HASHES.read_text(encoding="utf-8")
     kernels = hash_sources() if find_compiler(environ) and not has_compiled_kernels() else ""
-    text = f"{python}\n{platform.machine()}\n{pins}\n{hashes}\n{requirements}\n{EXTRAS}\n{kernels}"
+    text = f"{python}\n{_MACHINE}\n{pins}\n{hashes}\n{requirements}\n{EXTRAS}\n{kernels}"
     return cache_path(environ) / "wheels" / f"{python}-{hash_text(text, 12)}"
 
 
@@ -229,6 +233,8 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
 
 def _fill_folder(folder: Path, python: str, environ: Mapping[str, str]) -> None:
     target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
+    if sys.platform != "linux":
+        target = ("--python-version", python, *(f"--platform={tag}_{_MACHINE}" for tag in _LINUX_TAGS))
     hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python)
     sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
     built, fetched = folder / "built.txt", folder / "fetched.txt"
@@ -251,6 +257,7 @@ def select_hashed(hashed: Sequence[HashedPin], python: str) -> list[HashedPin]:
     except ImportError:
         markers = importlib.import_module("pip._vendor.packaging.markers")
     values = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    values |= {"platform_system": "Linux", "platform_machine": _MACHINE}
     return [one for one in hashed if not one.marker or markers.Marker(one.marker).evaluate(values)]
 
 
@@ -262,8 +269,10 @@ def _format_requirements(hashed: Sequence[HashedPin]) -> str:
 def _choose_torch() -> tuple[str, ...]:
     """Return pip's arguments for the torch in `PINS` without CUDA, perhaps from PyTorch's index instead of pip's."""
     pin = next(line for line in PINS.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
-    if platform.machine() != "x86_64":
+    if _MACHINE != "x86_64":
         return (pin,)
+    if sys.platform != "linux":  # pip would report what it installs on this system
+        return (f"{pin}+cpu", "--index-url", CPU_INDEX)
     report = _pip("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", pin)
     found, _ = json.JSONDecoder().raw_decode(report[report.index("{") :])  # pip's warnings may follow
     if found["install"][0]["metadata"]["version"].endswith("+cpu"):
@@ -283,6 +292,7 @@ def _pip(*argv: str) -> str:
 def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
     compiler = find_compiler(environ)
     try:
+        refuse_other_systems("compiling them", "install g++ on the hosts, or make the cluster from a Linux machine")
         if compiler is None:
             raise CpuftError("this machine has no C++ compiler (Debian: apt-get install g++)")
         write_kernels_wheel(compiler, folder)

@@ -211,20 +211,6 @@ def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytes
             find_run(name, config, environ)
 
 
-WITHOUT_LINUX = """
-import os, signal
-for module, names in ((os, "memfd_create sched_getaffinity sched_setaffinity pidfd_open eventfd splice"),
-                      (signal, "SIGRTMIN SIGRTMAX")):
-    for name in names.split():
-        delattr(module, name)
-import cpuft.cli.attach, cpuft.cli.logs, cpuft.cli.runs, cpuft.cli.stop, cpuft.launch.detached
-"""
-
-
-def test_the_part_on_the_user_s_machine_imports_nothing_that_only_linux_has() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_LINUX], check=True, timeout=60)
-
-
 def test_a_viewer_reads_on_where_its_connection_broke(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -138,12 +137,29 @@ def test_downloads_are_checked_by_hash_and_torch_comes_from_one_index(
 
     monkeypatch.setattr(wheels, "_pip", answer)
     monkeypatch.setattr(wheels, "_add_kernels", lambda *_: None)
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(wheels, "_MACHINE", "x86_64")
     wheels.download_wheels("3.11", {"XDG_CACHE_HOME": str(tmp_path)})
     (torch,) = (words for words in calls if words[0] == "download" and "--require-hashes" not in words)
     assert torch[-len(source) - 1 :] == ((f"{TORCH_PIN}+cpu" if source else TORCH_PIN), *source)
     assert [words[0] for words in calls if "--require-hashes" in words] == ["wheel", "download"]
     assert not [words for words in calls if "--extra-index-url" in words]
+
+
+def test_a_mac_downloads_wheels_for_linux(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(wheels, "_pip", lambda *words: calls.append(words) or "")
+    for name, value in (("_MACHINE", "x86_64"), ("has_compiled_kernels", lambda: False)):
+        monkeypatch.setattr(wheels, name, value)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    wheels.download_wheels("3.11", {"XDG_CACHE_HOME": str(tmp_path)})
+    downloads = [words for words in calls if words[0] != "wheel"]
+    assert [words[0] for words in downloads] == ["download", "download"]
+    for words in downloads:
+        assert {"--platform=manylinux_2_28_x86_64", "--python-version", "3.11", ":all:"} <= {*words}
+    assert downloads[1][-3:] == (f"{TORCH_PIN}+cpu", "--index-url", CPU_INDEX)
+    assert "because compiling them needs Linux, and this machine has macOS" in capsys.readouterr().err
 
 
 def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -109,6 +110,7 @@ def _hide_calls() -> None:
         setattr(place, name, function)
 
 
+sysconfig.get_config_vars()  # which it finds by the name of the system
 _remove(LINUX)
 if SYSTEM == "darwin":
     _hide_calls()
