@@ -154,6 +154,19 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     assert order.claimed == f"{order.id}/x"
 
 
+def test_ssh_on_the_head_host_takes_the_configuration_of_a_mac(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config"
+    config.write_text("UseKeychain yes\nHost node1\n  Port 2201\n")
+    cluster = replace(make_cluster((1, 1)), access=Access(SshTransport(str(config))), works_remotely=True)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    order, _ = plan_move("launch", {"np": 2}, (), cluster, "/Users/ada/runs/x", {})
+    config.write_text(order.files["ssh_config"])
+    shown = subprocess.run(["ssh", "-G", "-F", config, "node1"], capture_output=True, text=True, check=True)
+    assert "port 2201\n" in shown.stdout
+
+
 def test_what_is_moved_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import helper\n")
