@@ -7,4 +7,5 @@ from pathlib import Path
 
 def imitate(system: str) -> dict[str, str]:
     """Return the environment variables with which a Python process resembles that of "darwin" or "win32"."""
-    return {"FOREIGN_SYSTEM": system, "PYTHONPATH": str(Path(__file__).parent)}
+    # Windows says in USERNAME who the user is, and has no module that tells.
+    return {"FOREIGN_SYSTEM": system, "PYTHONPATH": str(Path(__file__).parent), "USERNAME": "root"}
