@@ -154,9 +154,7 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     assert order.claimed == f"{order.id}/x"
 
 
-def test_ssh_on_the_head_host_takes_the_configuration_of_a_mac(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ssh_on_the_head_host_takes_the_configuration_of_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config"
     config.write_text("UseKeychain yes\nHost node1\n  Port 2201\n")
     cluster = replace(make_cluster((1, 1)), access=Access(SshTransport(str(config))), works_remotely=True)
@@ -473,6 +471,8 @@ def test_a_run_goes_on_without_its_launcher_and_is_attached_to_from_elsewhere(
 def test_a_mac_starts_shows_stops_and_fetches_a_run(cluster: Simulated) -> None:
     mac = imitate("darwin")
     place = ("--cluster", cluster.name)
+    planned = cluster.cpuft("launch", "--detach", "--dry-run", *place, *TEXTS, *QUIET, *STEPS, **mac)
+    assert (planned.returncode, "send book.txt to" in planned.stdout) == (0, True), planned.stderr
     begun = cluster.cpuft("launch", "--detach", *place, "--run-dir", "mac", *TEXTS, *QUIET, *STEPS, **mac)
     assert begun.returncode == 0, begun.stderr
     done = cluster.cpuft("attach", "mac", **mac)

@@ -62,6 +62,7 @@ def test_a_dry_run_changes_nothing_anywhere(cluster: Simulated) -> None:
     assert f"download wheels for Python {'.'.join(platform.python_version_tuple()[:2])}" in fetched.stdout
     assert "push click" in given.stdout
     assert "push" not in fetched.stdout
+    assert cluster.cpuft(*words(cluster, "--dry-run"), **places, **imitate("darwin")).stdout == given.stdout
 
 
 def read_fingerprint(cluster: Simulated, index: int) -> str:

@@ -149,7 +149,12 @@ def test_a_mac_downloads_wheels_for_linux(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[tuple[str, ...]] = []
-    monkeypatch.setattr(wheels, "_pip", lambda *words: calls.append(words) or "")
+
+    def answer(*words: str) -> str:
+        calls.append(words)
+        return ""
+
+    monkeypatch.setattr(wheels, "_pip", answer)
     for name, value in (("_MACHINE", "x86_64"), ("has_compiled_kernels", lambda: False)):
         monkeypatch.setattr(wheels, name, value)
     monkeypatch.setattr(sys, "platform", "darwin")

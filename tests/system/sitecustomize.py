@@ -28,7 +28,7 @@ from typing import Any
 SYSTEM = os.environ["FOREIGN_SYSTEM"]
 LINUX: dict[ModuleType, str] = {
     os: "memfd_create sched_getaffinity sched_setaffinity pidfd_open eventfd splice pipe2 copy_file_range unshare "
-    "setns posix_fadvise posix_fallocate getxattr O_TMPFILE O_DIRECT O_PATH O_NOATIME",
+    "setns posix_fadvise posix_fallocate getxattr O_DIRECT O_PATH O_NOATIME",
     signal: "SIGRTMIN SIGRTMAX SIGPWR sigtimedwait sigwaitinfo",
     select: "epoll",
     socket: "TCP_USER_TIMEOUT AF_NETLINK AF_PACKET",
