@@ -154,7 +154,7 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
     uname -m, "" for this machine's. Raises CpuftError when others could have written the wheels or cpuft's cache
     folder, `folder` has none, or one is for another architecture or has a version of `HASHES` but another hash.
     """
-    machine = machine or platform.machine()
+    machine = machine or (platform.machine() if sys.platform == "linux" else "x86_64")
     name, content = make_own_wheel(machine)
     digest = hashlib.sha256(content).hexdigest()
     wheels = [Wheel(str(own / name), name, digest, len(content))]
