@@ -22,7 +22,7 @@ ON_HOSTS = ("rank", "comm", "train", "kernels", "api", "__main__")
 ON_A_MAC = sorted(name for name in MODULES if name != "cpuft" and folder_of(name) not in ON_HOSTS)
 ON_WINDOWS = ("errors", "estimate", "report", "runs", "stop")
 LATER_ON_WINDOWS = [
-    *("cpuft.hosts.transport", "cpuft.judge.errors", "cpuft.judge.judgement", "cpuft.launch.detached"),
+    *("cpuft.hosts.transport", "cpuft.judge.model_errors", "cpuft.judge.judgement", "cpuft.launch.detached"),
     *("cpuft.record", "cpuft.report.comparison", "cpuft.report.estimate", "cpuft.report.page", "cpuft.sweep.results"),
 ]
 """What these verbs import when they are called, apart from what that imports."""
