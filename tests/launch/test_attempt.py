@@ -167,7 +167,7 @@ def test_an_attempt_reports_the_signal_that_asked_its_ranks_to_end(
 ) -> None:
     """Also if the head host is lost before they end."""
 
-    def run_on_this_machine(*given: object) -> int:
+    def run_as_head_host(*given: object) -> int:
         request = given[-1]
         assert isinstance(request, StopRequest)
         assert request.handle_signal(signal.SIGUSR1)
@@ -175,7 +175,7 @@ def test_an_attempt_reports_the_signal_that_asked_its_ranks_to_end(
             raise HeadHostLostError("the head host does not answer: look at it")
         return 75
 
-    monkeypatch.setattr("cpuft.launch.attempt.run_on_this_machine", run_on_this_machine)
+    monkeypatch.setattr("cpuft.launch.attempt.run_as_head_host", run_as_head_host)
     request, here = StopRequest(0.0), gather_cluster(LaunchConfig())
     with suppress(HeadHostLostError):
         code = run_attempt(RunPlan(), str(tmp_path / "run"), here, 0.0, print, request)
