@@ -20,6 +20,7 @@ PURE = {
     "errors",
     "files",
     "hardware",
+    "instance_types",
     "model_files",
     "network",
     "host_memory",
@@ -39,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors", "transfer"},
     "hardware": {"errors"},
+    "instance_types": {"errors", "files", "transfer"},
     # Not a small module: it imports torch.
     "kernels": {"compiler", "errors", "files", "hardware", "serialization", "transfer"},
     "model_files": set(),
@@ -58,8 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "hosts": HOSTS,
     # Supervising a run is reading what its ranks wrote when they failed.
     "launch": HOSTS | {"rank"},
-    # What instances cost is in the table that estimates read.
-    "provision": HOSTS | {"launch", "rank", "report", "judge"},
+    "provision": HOSTS | {"launch", "rank"},
     "doctor": HOSTS | {"launch", "rank"},
     "rank": ON_A_RANK,
     "comm": ON_A_RANK | {"rank", "kernels"},
@@ -220,6 +221,7 @@ TESTED_ELSEWHERE = {
     "judge/resampling.py": "judge/test_difference.py",
     "judge/weighted_metrics.py": "judge/test_judgement.py",
     "kernels.py": "train/fast/test_kernels.py",
+    "instance_types.py": "report/test_estimate.py",
     "model_files.py": "cli/test_push.py",
     "network.py": "provision/test_simulated.py",
     "provision/aws/options.py": "provision/aws/test_plan.py",

@@ -22,8 +22,9 @@ from cpuft.network import parse_bit_rate
 from cpuft.serialization import is_count
 
 if TYPE_CHECKING:
+    from cpuft.instance_types import InstanceType
     from cpuft.record import Measurement, Record
-    from cpuft.report.estimate import InstanceType, Network
+    from cpuft.report.estimate import Network
 
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
@@ -106,6 +107,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     which you give with --bandwidth, --link or --instance. Without RUN, 16 steps of --task are trained on this machine
     for at most a minute. With --hosts, you can choose other numbers of hosts, up to 1024.
     """
+    from cpuft.instance_types import find_instance
     from cpuft.record import read_record
     from cpuft.report.estimate import (
         Network,
@@ -113,7 +115,6 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
         describe_least_rate,
         estimate_hosts,
         estimates_to_json,
-        find_instance,
         find_least_rate,
         find_network,
         format_estimates,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from cpuft.compressions import (
@@ -22,66 +19,11 @@ from cpuft.compressions import (
     count_coding_seconds,
     count_ring_passes,
 )
-from cpuft.errors import CpuftError, counted, suggest_names
-from cpuft.files import read_given_text
+from cpuft.errors import CpuftError, counted
 from cpuft.network import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Link, Measurement, Record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
-
-TABLE = Path(__file__).with_name("instances.csv")
-
-
-@dataclass(frozen=True)
-class InstanceType:
-    """One kind of rented host."""
-
-    name: str
-    cores: int
-    """Number of physical cores."""
-    amx: bool
-    gbits_per_second: float
-    """Network rate in Gbit/s, as the seller states it."""
-    dollars_per_hour: float
-    """Approximate list price per hour on demand, in US dollars."""
-    dated: str
-    arm: bool = False
-    """Whether its CPU is an Arm CPU."""
-
-
-INSTANCE_COLUMNS = ("name", "cores", "amx", "gbits_per_second", "dollars_per_hour", "dated")
-"""The head line of a table of instances; amx is yes, no, or arm for an Arm CPU."""
-
-
-def parse_instance_types(text: str, path: str) -> dict[str, InstanceType]:
-    """Return a CSV table's types by name, the last of equal names. Raises CpuftError: a line has another form."""
-    lines = csv.reader(io.StringIO(text, newline=""))
-    try:
-        if tuple(next(lines, ())) != INSTANCE_COLUMNS:
-            raise ValueError(f"its head is not {','.join(INSTANCE_COLUMNS)}")
-        return {words[0]: _parse_words(words) for words in lines if words}
-    except (ValueError, csv.Error) as error:
-        raise CpuftError(f"{path}, line {lines.line_num}: {error}: make it like {TABLE}") from None
-
-
-def _parse_words(words: list[str]) -> InstanceType:
-    if len(words) != len(INSTANCE_COLUMNS):
-        raise ValueError(f"{len(words)} columns, not {len(INSTANCE_COLUMNS)}")
-    name, cores, amx, rate, price, dated = words
-    made = InstanceType(name, int(cores), amx == "yes", float(rate), float(price), dated, amx == "arm")
-    if not (0 < made.cores < 10**6 and 0 < made.gbits_per_second < 10**6 and 0 <= made.dollars_per_hour < 10**6):
-        raise ValueError("cores, rate and price must be positive numbers")
-    return made
-
-
-def find_instance(name: str, path: str = "") -> InstanceType:
-    """Return the type of this name from the CSV table at `path`, or from cpuft's own; CpuftError: it is not there."""
-    table = path or str(TABLE)
-    found = parse_instance_types(read_given_text(table, "--instances", f"give a CSV file like {TABLE}"), table)
-    if name not in found:
-        raise CpuftError(f"--instance {name:.60} is not a known type of instance: {suggest_names(name, tuple(found))}")
-    return found[name]
-
 
 RING_EFFICIENCY = 0.87
 """Share of a link's rate that the messages of all-reduces use, because ranks wait for each other between them. In slow

@@ -25,8 +25,8 @@ from typing import Any
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.files import write_text
+from cpuft.instance_types import find_instance
 from cpuft.record import read_record
-from cpuft.report.estimate import find_instance
 
 DATA = {"sst2": ("SST-2", 5000), "mrpc": ("MRPC", 0), "wnli": ("WNLI", 0)}
 """Name of each task, and the number of training rows that are used, the first ones; 0 for all."""

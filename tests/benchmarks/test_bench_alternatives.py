@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cpuft.report.estimate import find_instance
+from cpuft.instance_types import find_instance
 from scripts.benchmarks.bench_alternatives import (
     GPUS,
     INSTANCE,

@@ -28,6 +28,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts import registry, ssh_config, topology
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import parse_version
+from cpuft.instance_types import INSTANCE_COLUMNS, parse_instance_types
 from cpuft.launch.compare import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.run_state import format_state, parse_state
@@ -53,7 +54,7 @@ from cpuft.record import (
     parse_record,
     read_record,
 )
-from cpuft.report.estimate import INSTANCE_COLUMNS, Estimate, parse_instance_types
+from cpuft.report.estimate import Estimate
 from cpuft.report.page import read_estimates
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.job_node import parse_node, parse_registration

@@ -13,24 +13,21 @@ from hypothesis import strategies as st
 
 from cpuft.compressions import count_buckets, count_coding_seconds
 from cpuft.errors import CpuftError
+from cpuft.instance_types import INSTANCE_COLUMNS, TABLE, find_instance, parse_instance_types
 from cpuft.network import ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Measurement, Record, ResumedLine
 from cpuft.report import estimate
 from cpuft.report.estimate import (
-    INSTANCE_COLUMNS,
     MESSAGE_BYTES,
-    TABLE,
     Estimate,
     Network,
     UpdateCosts,
     count_worthwhile_hosts,
     describe_least_rate,
     estimate_hosts,
-    find_instance,
     find_least_rate,
     find_network,
     list_ready_shares,
-    parse_instance_types,
     read_job,
     scale_cores,
 )

@@ -11,11 +11,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from cpuft.errors import CpuftError, suggest_names
+from cpuft.instance_types import TABLE, InstanceType, parse_instance_types
 from cpuft.provision.aws.client import SPOT_ROLE, AwsClient, CallError, Tag, read_tags
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.image import read_recipe
-from cpuft.report.estimate import TABLE, parse_instance_types
-from cpuft.report.estimate import InstanceType as ListedType
 from cpuft.serialization import is_count
 
 LIVE = ("pending", "running")
@@ -249,7 +248,7 @@ def find_disk_size(image: Image) -> int:
     return int(disks.get(image.get("RootDeviceName"), {}).get("VolumeSize", 0))
 
 
-def read_listed_types() -> dict[str, ListedType]:
+def read_listed_types() -> dict[str, InstanceType]:
     """Return the table of instance types and their list prices in us-east-1 that comes with cpuft, by type."""
     return parse_instance_types(TABLE.read_text(encoding="utf-8"), str(TABLE))
 
