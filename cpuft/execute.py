@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO, Any, TextIO
 
 from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted, TransientError
-from cpuft.steps import Plan, Step
+from cpuft.plans import Plan, Step
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SSH_FAILED = 255

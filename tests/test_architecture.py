@@ -30,7 +30,7 @@ PURE = {
     "terminal",
     "transfer",
 }
-TOLD = PURE | {"config", "embedding_files", "record", "steps"}
+TOLD = PURE | {"config", "embedding_files", "record", "plans"}
 HOSTS = TOLD | {"execute", "hosts"}
 ON_A_RANK = PURE | {"config", "embedding_files", "record", "trackers"}
 ALLOWED: dict[str, set[str]] = {
@@ -53,10 +53,10 @@ ALLOWED: dict[str, set[str]] = {
     "transfer": set(),
     "config": PURE,
     "embedding_files": PURE | {"config"},
-    "steps": PURE,
+    "plans": PURE,
     "record": PURE | {"config"},
     "trackers": PURE | {"config", "record"},
-    "execute": PURE | {"steps"},
+    "execute": PURE | {"plans"},
     "hosts": HOSTS,
     # Supervising a run is reading what its ranks wrote when they failed.
     "launch": HOSTS | {"rank"},

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cpuft.argv import make_shell_line, module_command, pack_argv, unpack_argv
-from tests.test_steps import AWKWARD
+from tests.test_plans import AWKWARD
 from tests.train.tiny import save_tiny
 
 ODD = [*AWKWARD, ":", "-genv", "-m", "%r", "json:1", "--", "-", "--x y", "\udcff", "--lr=1e-4", "a:b", "100%"]

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpuft.plans import RunPlan, Setting, Step
 from cpuft.serialization import load, parse_json, parse_yaml
-from cpuft.steps import RunPlan, Setting, Step
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 ANYTHING = st.recursive(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.execute import run_step
+from cpuft.plans import Step
 from cpuft.record import Writer, read_record
-from cpuft.steps import Step
 from cpuft.terminal import format_table
 from tests.conftest import run_shell
 from tests.records import make_record

@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError
 if TYPE_CHECKING:
     from cpuft.config.launch import LaunchConfig
     from cpuft.hosts.cluster import Cluster
-    from cpuft.steps import RunPlan, Setting, Step
+    from cpuft.plans import RunPlan, Setting, Step
 
 MODEL = "model"
 _FOR_COMPUTE = ("GLIBC_TUNABLES", "KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
@@ -29,7 +29,7 @@ def say(line: str) -> None:
 
 def print_plans(plans: Sequence[RunPlan]) -> None:
     """Print the stages of plans as one bash script, with the notes of the first plan and without `partial_cleanup`."""
-    from cpuft.steps import Plan, format_plan
+    from cpuft.plans import Plan, format_plan
 
     stages = tuple(stage for plan in plans for stage in plan.full_plan.stages)
     command_prefixes = {host: way for plan in plans for host, way in plan.command_prefixes.items()}
@@ -39,7 +39,7 @@ def print_plans(plans: Sequence[RunPlan]) -> None:
 def plan_module(why: str, module: str, arguments: Sequence[str]) -> Step:
     """Return the step that runs a module of cpuft on this machine, as a single rank would run."""
     from cpuft.argv import module_command
-    from cpuft.steps import Step
+    from cpuft.plans import Step
 
     return Step(why, (*module_command(sys.executable, module), *arguments), compute_settings(os.environ))
 
@@ -47,7 +47,7 @@ def plan_module(why: str, module: str, arguments: Sequence[str]) -> Step:
 def run_or_print(step: Step, dry_run: bool) -> None:
     """Run a step on this machine and exit with its exit code, or print it as a bash script with `dry_run`."""
     from cpuft.execute import run_step
-    from cpuft.steps import Plan, format_plan
+    from cpuft.plans import Plan, format_plan
 
     if not dry_run:
         sys.exit(run_step(step, os.environ))

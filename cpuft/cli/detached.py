@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from cpuft.hosts.cluster import Cluster
-    from cpuft.steps import Plan
+    from cpuft.plans import Plan
 
 _PLACE = ("cluster", "hostfile", "ssh_config")
 _OF_RUN = "those with which the run was started, if that was on this machine"
@@ -91,8 +91,8 @@ def move(
         start_detached,
     )
     from cpuft.launch.inputs import TRAINING_INPUTS, LaunchNote, list_input_paths
+    from cpuft.plans import format_comment, format_plan
     from cpuft.secret_variables import secrets_for_ranks
-    from cpuft.steps import format_comment, format_plan
 
     config = pick(LaunchConfig, values)
     given = {name: values[name] for name in ("np", *given_options()) if name in values}

@@ -24,7 +24,7 @@ def env(**values: Any) -> None:
     """
     from cpuft.hosts.cluster import gather_cluster, read_hosts
     from cpuft.launch.settings import export_settings, plan_settings, unexportable_names
-    from cpuft.steps import format_export
+    from cpuft.plans import format_export
 
     config = pick(LaunchConfig, values)
     # One rank on each host: a shell that sets these variables starts one process.

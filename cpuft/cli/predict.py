@@ -21,8 +21,8 @@ from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, suggest_names
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, TASKS, find_task
 
 if TYPE_CHECKING:
+    from cpuft.plans import Step
     from cpuft.record import Header
-    from cpuft.steps import Step
 
 _NOT_GLUE = ("demo", *FILE_TASKS)
 _SPLITS = ("validation", "test")
@@ -100,7 +100,7 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
     from cpuft.launch.plan import plan_embedding
     from cpuft.launch.results import NotStoredError
     from cpuft.launch.run_folder import choose_run_dir
-    from cpuft.steps import RunPlan, Step
+    from cpuft.plans import RunPlan, Step
 
     path = name_embeddings(asked)
     run_dir = choose_run_dir(config.run_dir, f"embeddings-np{config.np}")

@@ -12,10 +12,10 @@ import click
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
+from cpuft.plans import Plan, format_plan
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.base import PROVIDERS, find_cluster, load_cluster, load_provider
 from cpuft.provision.options import ImageConfig, LocalConfig
-from cpuft.steps import Plan, format_plan
 
 if TYPE_CHECKING:
     from cpuft.provision.aws.ami import AmiBuilder

@@ -75,7 +75,7 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
     """Move a new sweep to the head host, after it has been planned here as far as possible, and exit."""
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.run_folder import choose_run_dir
-    from cpuft.steps import Plan
+    from cpuft.plans import Plan
     from cpuft.sweep.parallel import parse_parallel
     from cpuft.sweep.plan import find_places, plan_sweep
 

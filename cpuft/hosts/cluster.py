@@ -25,8 +25,8 @@ from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.rank_counts import Assignment, choose_ranks
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import SshTransport, Transport, map_hosts
+from cpuft.plans import Plan, Step
 from cpuft.serialization import load, parse_json
-from cpuft.steps import Plan, Step
 
 LOCAL = Host("localhost")
 JOB = "CPUFT_JOB"

@@ -40,10 +40,10 @@ from cpuft.launch.run_state import (
     note_state,
 )
 from cpuft.launch.supervise import StopRequest, run_as_head_host
+from cpuft.plans import RunPlan, Setting, Step
 from cpuft.rank.process import OWNER_VARIABLE, end_with_parent
 from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
-from cpuft.steps import RunPlan, Setting, Step
 from cpuft.terminal import protect_streams
 from cpuft.transfer import open_locked
 

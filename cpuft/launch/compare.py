@@ -17,8 +17,8 @@ from cpuft.launch.inputs import gather_missing, pack_training
 from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
 from cpuft.launch.progress_bar import show_progress
+from cpuft.plans import RunPlan
 from cpuft.serialization import is_count
-from cpuft.steps import RunPlan
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ from cpuft.launch.run_folder import choose_run_dir, plan_claim
 from cpuft.launch.run_state import RunState, begin_state, write_state
 from cpuft.launch.script_command import plan_script
 from cpuft.launch.settings import forwarded_settings, user_variables
+from cpuft.plans import Plan, Step
 from cpuft.serialization import load, parse_json
-from cpuft.steps import Plan, Step
 
 _PLACE = ("cluster", "hostfile", "ssh_config")
 _STAYS_HERE = ("run_dir", "detach", "check", "config", "dry_run", "script", "action")

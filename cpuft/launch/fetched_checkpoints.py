@@ -22,7 +22,7 @@ from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.inputs import Bundle
 from cpuft.launch.resume import BEST, CHECKPOINTS, HostCopy, find_checkpoint_here, find_newest_update
-from cpuft.steps import Plan, Step
+from cpuft.plans import Plan, Step
 
 MOST_SECONDS = 30.0
 _LEAST_SECONDS = 1.0

@@ -27,8 +27,8 @@ from cpuft.hosts.ssh_config import COMMAND_OPTIONS
 from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.relay import Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
+from cpuft.plans import RunPlan, Setting, Stages, Step
 from cpuft.serialization import load, parse_json
-from cpuft.steps import RunPlan, Setting, Stages, Step
 
 _RELAY_BYTES = 64_000_000
 """Least bytes, for all hosts together, of a bundle that is sent as a tree. Starting a tree costs a second."""

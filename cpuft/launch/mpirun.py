@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.mpi_implementations import MpiImplementation
-from cpuft.steps import Setting
+from cpuft.plans import Setting
 
 KEY = "CPUFT_RUN_KEY"
 """Variable with the secret key by which the ranks of a run recognize each other. It is on no command line: mpirun

@@ -45,10 +45,10 @@ from cpuft.launch.settings import (
     script_settings,
     user_variables,
 )
+from cpuft.plans import RunPlan, Setting, Step
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
 from cpuft.rank.interruption import NOTICE_VARIABLE
 from cpuft.rank.process import OWNER_VARIABLE
-from cpuft.steps import RunPlan, Setting, Step
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.run_state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
 from cpuft.launch.settings import unexportable_names
+from cpuft.plans import RunPlan, Setting
 from cpuft.secret_variables import SECRETS_PREFIX, may_be_secret, secrets_for_ranks
-from cpuft.steps import RunPlan, Setting
 
 _SECRET_FILES = PRIVATE + REMOVE + Path(__file__).with_name("secret_files.sh").read_text(encoding="utf-8")
 _REFRESH_SECONDS = 200.0

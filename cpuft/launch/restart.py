@@ -42,9 +42,9 @@ from cpuft.launch.resume import (
 )
 from cpuft.launch.run_state import LaterStartError, find_end, read_state
 from cpuft.launch.supervise import StopRequest
+from cpuft.plans import RunPlan
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
-from cpuft.steps import RunPlan
 
 T = TypeVar("T")
 Start = Callable[[RunPlan, str, Cluster, float], int]

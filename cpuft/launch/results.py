@@ -24,7 +24,7 @@ from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
 from cpuft.launch.run_state import FINISHED, find_end, note_state, read_usable_state
-from cpuft.steps import RunPlan, Stages, Step, format_plan
+from cpuft.plans import RunPlan, Stages, Step, format_plan
 
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
 """End of a line for the user that names hosts that do not answer."""

@@ -16,7 +16,7 @@ from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run_state import RunState, format_state
-from cpuft.steps import Step
+from cpuft.plans import Step
 
 LEAST_FREE_BYTES = 256 << 20
 """Free bytes that the disk of a new run folder must have. A trained encoder takes a few hundred MB."""

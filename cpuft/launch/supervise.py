@@ -35,12 +35,12 @@ from cpuft.launch.failures import (
 from cpuft.launch.results import write_plan
 from cpuft.launch.run_state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
 from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, diagnose_run
+from cpuft.plans import RunPlan, Step
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes
 from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, OWNER_VARIABLE, STARTED_MARK, WAITS_MARK
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
-from cpuft.steps import RunPlan, Step
 
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take after the first Ctrl-C to finish one or two updates and save a checkpoint."""

@@ -24,10 +24,10 @@ from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.hosts import registry
 from cpuft.hosts.registry import Entry
+from cpuft.plans import Plan
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import check_places
 from cpuft.provision.options import HostsConfig, LocalConfig
-from cpuft.steps import Plan
 from cpuft.transfer import open_locked
 
 Say = Callable[[str], None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE
 from cpuft.hosts.registry import FILE_NAME, carries_mark
-from cpuft.steps import Step
+from cpuft.plans import Step
 
 KEY_MARK = "cpuft"
 """Comment of the keys that cpuft makes: the last word of their .pub files."""

@@ -21,12 +21,12 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError, describe_error
 from cpuft.files import REMOVE, hash_text, remove_command
+from cpuft.plans import Plan, Step, format_comment
 from cpuft.provision.base import Say, reconcile
 from cpuft.provision.cluster_files import check_prefix, plan_file
 from cpuft.provision.options import RECIPE
 from cpuft.provision.wheels import INSTALL, Supply, gather_supply, list_pins, make_stamp, plan_own_wheel
 from cpuft.serialization import find_control, load, parse_json, parse_yaml
-from cpuft.steps import Plan, Step, format_comment
 
 STAMP = "etc/cpuft-image.json"
 """The file in an image that says how it was built and what it contains."""

@@ -27,6 +27,7 @@ from cpuft.hosts.ssh_config import (
     parse_jumps,
 )
 from cpuft.hosts.transport import SshTransport, Transport, fingerprint, map_hosts, scan_host_key, try_hosts
+from cpuft.plans import Plan, Step
 from cpuft.provision.base import Ask, Provider
 from cpuft.provision.cluster_files import (
     check_prefix,
@@ -40,7 +41,6 @@ from cpuft.provision.cluster_files import (
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.wheels import INSTALL, Supply, add_own, gather_supply, list_pins, make_stamp, parse_pins
 from cpuft.serialization import is_count
-from cpuft.steps import Plan, Step
 
 _MIN_PYTHON = (3, 10)
 _PARALLEL_PUSHES = 4

@@ -33,11 +33,11 @@ from cpuft.hosts.ssh_config import (
 )
 from cpuft.hosts.topology import parse_lscpu
 from cpuft.network import parse_bit_rate
+from cpuft.plans import Plan, Setting, Step
 from cpuft.provision.base import Provider
 from cpuft.provision.cluster_files import plan_files, plan_key, plan_removal, read_files, read_raw
 from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
-from cpuft.steps import Plan, Setting, Step
 
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
 """The Debian package of each program."""

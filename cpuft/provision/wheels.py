@@ -42,7 +42,7 @@ from cpuft.files import (
     write_folder_atomically,
 )
 from cpuft.hosts.registry import refuse_untrusted
-from cpuft.steps import Step
+from cpuft.plans import Step
 
 EXTRAS = ("train", "mpi", "ccl", "demo", "sweep")
 """Extras of cpuft that every host gets, because a run may need each of them."""

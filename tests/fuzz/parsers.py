@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from cpuft import argv, hardware, serialization, steps
+from cpuft import argv, hardware, serialization, plans
 from cpuft.cli.estimate import parse_hosts
 from cpuft.cli.options import read_config
 from cpuft.cli.stacks import format_dumps
@@ -341,7 +341,7 @@ _CPUINFO = "processor\t: 0\ncpu family\t: 6\nmodel\t: 1\nmodel name\t: X\nflags\
 _FACTS = vars(make_facts()) | {"allowed_cpus": [0, 1], "cpuinfo": _CPUINFO, "machine": "x86_64"}
 _FACTS = {name: value for name, value in _FACTS.items() if name not in ("cpu_model", "cpu_flags")}
 _PLAN = dataclasses.asdict(
-    steps.RunPlan(prepare=((steps.Step("w", ("a", "b"), (steps.Setting("n", "v", "r"),)),),), notes=("n",))
+    plans.RunPlan(prepare=((plans.Step("w", ("a", "b"), (plans.Setting("n", "v", "r"),)),),), notes=("n",))
 )
 
 _MODEL = {
@@ -420,7 +420,7 @@ PARSERS: dict[str, Parser] = {
     "parse_measurements": Parser(partial(parse_measurements, path="x"), _MEASURED),
     "parse_lines": Parser(partial(parse_lines, path="x"), _MEASURED),
     "load of a plan": Parser(
-        lambda text: serialization.load(steps.RunPlan, serialization.parse_json(text)),
+        lambda text: serialization.load(plans.RunPlan, serialization.parse_json(text)),
         values.damaged_json(_PLAN),
         (ValueError,),
     ),

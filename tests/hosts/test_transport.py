@@ -26,7 +26,7 @@ from cpuft.hosts.cluster import Access, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_config import parse_jumps
 from cpuft.hosts.transport import HostError, SshTransport, Transport, map_hosts
-from cpuft.steps import Plan, Setting, Step
+from cpuft.plans import Plan, Setting, Step
 from tests.provision.simulated import needs_root
 
 pytestmark = pytest.mark.real

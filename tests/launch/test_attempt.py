@@ -28,7 +28,7 @@ from cpuft.launch.results import HeadHostLostError
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run_state import begin_state
 from cpuft.launch.supervise import StopRequest
-from cpuft.steps import RunPlan, Step
+from cpuft.plans import RunPlan, Step
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
 pytestmark = needs_root

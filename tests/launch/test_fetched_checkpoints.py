@@ -23,8 +23,8 @@ from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.results import fetch_and_clean_up, plan_results
 from cpuft.launch.resume import HostCopy, ResumedRun, check_newest_checkpoint, find_checkpoint_here, read_resumed_run
 from cpuft.launch.run_state import write_state
+from cpuft.plans import RunPlan
 from cpuft.record import Line, format_line
-from cpuft.steps import RunPlan
 from cpuft.train.checkpoint.files import keep_best, write_checkpoint
 from cpuft.transfer import connect, receive
 from tests.conftest import wait_until

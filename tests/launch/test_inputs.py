@@ -53,8 +53,8 @@ from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.launch.run_state import LaterStartError, read_state
+from cpuft.plans import Plan, RunPlan, Step
 from cpuft.serialization import load, parse_json
-from cpuft.steps import Plan, RunPlan, Step
 from cpuft.transfer import FILE, FROM_STREAM, connect, send, walk, walk_names
 from tests.conftest import make_facts
 from tests.records import make_state

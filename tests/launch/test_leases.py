@@ -22,7 +22,7 @@ from cpuft.launch import leases
 from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import Job, plan_ranks
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, run_launch
-from cpuft.steps import RunPlan
+from cpuft.plans import RunPlan
 from tests.conftest import wait_until
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster

@@ -13,7 +13,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.mpi_implementations import MpiImplementation, parse_version
 from cpuft.launch.mpirun import RankGroup, mpirun_settings, plan_mpirun
-from cpuft.steps import Plan, Setting, Step, format_plan
+from cpuft.plans import Plan, Setting, Step, format_plan
 from tests.conftest import Golden
 
 VERSIONS = {

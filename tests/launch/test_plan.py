@@ -20,7 +20,7 @@ from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.launch.plan import add_call, plan_ranks, plan_training
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.settings import plan_settings
-from cpuft.steps import RunPlan, format_plan
+from cpuft.plans import RunPlan, format_plan
 from tests.conftest import Golden, make_facts
 
 

@@ -43,10 +43,10 @@ from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, find_newest_update
 from cpuft.launch.run_state import FINISHED, LaterStartError, RunState, StateWriter, format_state, write_state
 from cpuft.launch.supervise import StopRequest
+from cpuft.plans import RunPlan, Step
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import read_measurements
-from cpuft.steps import RunPlan, Step
 from tests.launch.test_plan import make_cluster
 from tests.launch.test_resume import HEADER, TRAIN, write_run
 from tests.records import make_state, make_steps

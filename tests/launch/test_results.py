@@ -26,7 +26,7 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch import results
 from cpuft.launch.results import NotStoredError, fetch_and_clean_up, fetch_results, plan_results
 from cpuft.launch.run_state import StateWriter, read_state, write_state
-from cpuft.steps import RunPlan, Step
+from cpuft.plans import RunPlan, Step
 from cpuft.transfer import FROM_STREAM
 from tests.launch.test_inputs import AWAY
 from tests.records import make_state

@@ -39,9 +39,9 @@ from cpuft.launch.resume import (
 )
 from cpuft.launch.run_state import FINISHED, INTERRUPTED, read_state, write_state
 from cpuft.launch.supervise import run_as_head_host
+from cpuft.plans import Plan, RunPlan, Step
 from cpuft.rank import describe_run
 from cpuft.record import Line, RecordedRank, ResumedLine, Writer, format_line, read_measurements
-from cpuft.steps import Plan, RunPlan, Step
 from tests.conftest import run_cpuft
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster

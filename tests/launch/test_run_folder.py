@@ -16,7 +16,7 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch.plan import plan_ranks
 from cpuft.launch.run_folder import LEAST_FREE_BYTES, choose_run_dir
 from cpuft.launch.supervise import run_as_head_host
-from cpuft.steps import RunPlan, Step
+from cpuft.plans import RunPlan, Step
 from tests.launch.test_plan import make_cluster
 from tests.records import make_state
 

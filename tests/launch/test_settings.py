@@ -21,7 +21,7 @@ from cpuft.launch.settings import (
     unexportable_names,
     user_variables,
 )
-from cpuft.steps import Setting
+from cpuft.plans import Setting
 from tests.conftest import make_facts
 from tests.launch.test_plan import make_cluster, settings_of
 

@@ -37,12 +37,12 @@ from cpuft.launch.supervise import (
     StuckError,
     run_as_head_host,
 )
+from cpuft.plans import RunPlan, Setting, Step
 from cpuft.rank import kill
 from cpuft.rank.diagnostics import HANG_MARK
 from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.process import ENDED_MARK, STARTED_MARK, WAITS_MARK, format_failure
 from cpuft.rank.world import World
-from cpuft.steps import RunPlan, Setting, Step
 from cpuft.transfer import open_locked
 from tests.launch.test_failures import error_log
 from tests.records import make_state

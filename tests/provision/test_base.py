@@ -20,9 +20,9 @@ from cpuft.config.fields import option
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import Entry, format_entry
+from cpuft.plans import Plan, Step
 from cpuft.provision.base import PROVIDERS, Kind, Provider, lock, reconcile, run_plan
 from cpuft.provision.cluster_files import plan_file, plan_removal
-from cpuft.steps import Plan, Step
 
 STEP = Step("make it", ("true",))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.plans import Plan
 from cpuft.provision.image import (
     ImageFacts,
     format_install,
@@ -22,7 +23,6 @@ from cpuft.provision.image import (
 )
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.wheels import EXTRAS, Supply, Wheel, make_own_wheel, make_stamp
-from cpuft.steps import Plan
 
 AMI = Path(__file__).parents[2] / "ami"
 

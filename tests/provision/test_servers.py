@@ -15,6 +15,7 @@ from cpuft.files import write_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.hosts.ssh_config import Login, Member, format_inside, format_ssh_config
 from cpuft.hosts.transport import fingerprint
+from cpuft.plans import Plan
 from cpuft.provision import servers
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.servers import (
@@ -30,7 +31,6 @@ from cpuft.provision.servers import (
     plan_servers_down,
 )
 from cpuft.provision.wheels import Supply, Wheel, make_stamp
-from cpuft.steps import Plan
 from tests.provision.simulated import needs_root
 
 CONFIG = HostsConfig(hosts="a,b", name="lab")

@@ -20,7 +20,7 @@ from cpuft.schedulers.aws_batch import AwsBatch, BatchOptions
 from cpuft.schedulers.base import NODE_COMMAND, JobLaunch
 from tests.conftest import Golden
 from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_launch, run_script, told_of, words_said
-from tests.test_steps import AWKWARD
+from tests.test_plans import AWKWARD
 
 SECRET = "arn:aws:secretsmanager:us-east-1:111122223333:secret:cpuft-AbCdEf"
 ROLE = "arn:aws:iam::111122223333:role/ecsTaskExecutionRole"

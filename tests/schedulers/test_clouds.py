@@ -27,7 +27,7 @@ from tests.schedulers.programs import (
     told_of,
     words_said,
 )
-from tests.test_steps import AWKWARD
+from tests.test_plans import AWKWARD
 
 IMAGE = "registry.example/cpuft:0.1.0"
 DSTACK = DstackOptions(name="mrpc-np8", image=IMAGE, cores=16, memory=64)

@@ -19,7 +19,7 @@ from cpuft.schedulers.kubernetes import Kubernetes, KubernetesOptions, escape_va
 from tests.conftest import Golden
 from tests.launch.operator import expand
 from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_launch, run_script, told_of, words_said
-from tests.test_steps import AWKWARD
+from tests.test_plans import AWKWARD
 
 SITE = KubernetesOptions(
     name="mrpc-np8",

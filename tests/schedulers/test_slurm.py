@@ -12,7 +12,7 @@ from cpuft.schedulers.base import JobLaunch
 from cpuft.schedulers.slurm import Slurm, SlurmOptions
 from tests.conftest import Golden
 from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_launch, run_script, told_of, words_said
-from tests.test_steps import AWKWARD
+from tests.test_plans import AWKWARD
 
 SITE = SlurmOptions(
     name="mrpc-np8",

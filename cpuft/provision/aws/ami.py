@@ -12,6 +12,7 @@ from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
+from cpuft.plans import Plan, Step
 from cpuft.provision.aws.client import CallStep, Tag, plan_call, read_tags, specify_tags
 from cpuft.provision.aws.facts import (
     PENDING,
@@ -29,7 +30,6 @@ from cpuft.provision.cluster_files import is_ours
 from cpuft.provision.image import CHECK, PROVE, Recipe, environment_python, format_install, read_recipe
 from cpuft.provision.options import ImageConfig
 from cpuft.provision.wheels import Supply, gather_supply, list_pins, make_stamp
-from cpuft.steps import Plan, Step
 
 _SUITE = "bookworm"
 """Suite of the Debian 12 image that AWS offers, from which AMIs are made."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, describe_error, install_command, suggest_names
-from cpuft.steps import Step
+from cpuft.plans import Step
 
 
 class Tag:

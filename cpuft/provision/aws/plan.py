@@ -16,6 +16,7 @@ from typing import Any
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
+from cpuft.plans import Plan, Step
 from cpuft.provision.aws.client import SPOT_SERVICE, CallStep, Tag, make_tags, plan_call, specify_tags
 from cpuft.provision.aws.facts import QUOTA_CODES, Offer, Resources, Rule, SecurityGroup, find_disk_size, is_standard
 from cpuft.provision.aws.lease import (
@@ -29,7 +30,6 @@ from cpuft.provision.aws.lease import (
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import plan_files, plan_key, plan_removal
 from cpuft.provision.servers import ClusterFacts
-from cpuft.steps import Plan, Step
 
 _NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
 """EC2's metadata service has this URL on a spot instance when AWS is about to reclaim it."""

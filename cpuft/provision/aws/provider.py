@@ -15,6 +15,7 @@ from cpuft.errors import CpuftError, counted
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.hosts.transport import SshTransport
+from cpuft.plans import Plan
 from cpuft.provision.aws.client import CAPACITY_CODES, AwsClient, CallError, CallStep, plan_call
 from cpuft.provision.aws.facts import (
     Offer,
@@ -47,7 +48,6 @@ from cpuft.provision.aws.price import describe_cost, describe_instances, describ
 from cpuft.provision.base import Ask, Provider, Say, run_plan
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.servers import ClusterFacts
-from cpuft.steps import Plan
 
 _BOOT_SECONDS = 300.0
 """Time limit for instances to reach the state "running", and again to accept ssh connections."""

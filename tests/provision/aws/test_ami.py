@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.plans import format_plan
 from cpuft.provision.aws import ami, facts
 from cpuft.provision.aws.ami import describe_images, is_ready, name_image, plan_deletion, plan_finish
 from cpuft.provision.aws.client import AwsClient, CallStep
 from cpuft.provision.image import format_install, read_recipe
-from cpuft.steps import format_plan
 
 RECIPE = read_recipe(str(Path(__file__).parents[3] / "ami" / "recipe.yaml"))
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from cpuft.steps import Plan, Setting, Step, format_export, format_plan
+from cpuft.plans import Plan, Setting, Step, format_export, format_plan
 from tests.conftest import Golden
 
 AWKWARD = ["a 0", 'a"=0"', "a'; echo foo", "$HOME", "a\nb", "", "`id`", "-n", "ä", "\\"]
