@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from cpuft import argv, hardware, serialization, plans
+from cpuft import argv, hardware, plans, serialization
 from cpuft.cli.estimate import parse_hosts
 from cpuft.cli.options import read_config
 from cpuft.cli.stacks import format_dumps
