@@ -1,21 +1,32 @@
 """Compile the optional oneCCL shim, and the kernels of a release. All other settings are in setup.cfg.
 
 With CPUFT_RELEASE=1, as scripts/release sets it, the wheel contains the kernels for every class of CPUs. All compiled
-files have plain C functions, so one wheel is for every Python 3 and every torch. Otherwise, also for an editable
-install, the kernels are compiled on each host when they are first used.
+files have plain C functions, so one wheel is for every Python 3 and every torch. CPUFT_MACHINE=aarch64, with a compiler
+for Arm in CXX, makes the wheel for Arm on x86-64. Without CPUFT_RELEASE, also for an editable install, the kernels are
+compiled on each host when they are first used.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 IS_RELEASE = os.environ.get("CPUFT_RELEASE") == "1"
+MACHINE = os.environ.get("CPUFT_MACHINE", platform.machine())
+
+
+class CompiledDistribution(Distribution):
+    """A release, which has compiled files also where all of them are kernels."""
+
+    def has_ext_modules(self) -> bool:
+        """Return whether the wheel is for one architecture."""
+        return IS_RELEASE or bool(super().has_ext_modules())
 
 
 class BuildExtension(build_ext):
@@ -40,13 +51,13 @@ def compile_kernels(folder: Path) -> None:
     """Write the kernels for every class of CPUs into `folder`."""
     # Build tools need not have the folder of setup.py in their path.
     sys.path.insert(0, str(Path(__file__).parent.absolute()))
-    from cpuft.compiler import compile_targets, find_compiler
+    from cpuft.compiler import MACHINES, compile_targets, find_compiler
 
     compiler = find_compiler(os.environ)
     if compiler is None:
         sys.exit("a release needs a C++ compiler: install g++ (Debian: apt-get install g++)")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in compile_targets(compiler).items():
+    for name, content in compile_targets(compiler, MACHINES[MACHINE]).items():
         if not isinstance(content, bytes):
             sys.exit(f"a release needs all kernels, and {name} is missing: {content}")
         (folder / name).write_bytes(content)
@@ -57,11 +68,11 @@ if IS_RELEASE:
     from setuptools.command.bdist_wheel import bdist_wheel
 
     class BuildWheel(bdist_wheel):
-        """Name the wheel of a release for every Python 3, on this machine's architecture."""
+        """Name the wheel of a release for every Python 3, on one architecture."""
 
         def get_tag(self) -> tuple[str, str, str]:
             """Return the Python, the ABI and the platform of the wheel."""
-            return "py3", "none", super().get_tag()[2]
+            return "py3", "none", f"linux_{MACHINE}"
 
     commands["bdist_wheel"] = BuildWheel
 
@@ -78,4 +89,5 @@ shim = Extension(
     optional=not IS_RELEASE,
 )
 
-setup(ext_modules=[shim], cmdclass=commands)
+# oneCCL is for x86-64 only.
+setup(ext_modules=[shim] if MACHINE == "x86_64" else [], cmdclass=commands, distclass=CompiledDistribution)

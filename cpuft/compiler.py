@@ -35,12 +35,9 @@ SOURCES = tuple(
 
 # -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. -ffast-math is not used, because
 # linking with it makes all threads of the process flush denormals, also torch's.
-FLAGS = (
-    *("-O3", "-fno-math-errno", "-fno-trapping-math"),
-    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),  # GCC for Arm refuses this option
-    *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
-)
-"""Compiler options for every target; `Target.options` come before them."""
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+"""Compiler options for every CPU; those for a class of CPUs come before them."""
+_WIDE = ("-mprefer-vector-width=512",)  # GCC for Arm refuses this option
 PACKAGE = "cpuft_kernels"
 """Name of the wheel that has only compiled kernels, and of its folder beside the package cpuft."""
 IN_PACKAGE = Path(cpuft.__file__).parent / "train" / "fast" / "compiled"
@@ -63,14 +60,19 @@ class Target:
 _AVX2 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
-_AMX = ("-march=cooperlake", "-mamx-tile", "-mamx-int8", "-mamx-bf16")
-TARGETS = (
-    Target("amx", _AMX, _BF16 | {"amx_tile", "amx_int8", "amx_bf16"}),
-    Target("avx512_bf16", ("-march=cooperlake",), _BF16),
-    Target("avx512", ("-march=skylake-avx512",), _AVX512),
-    Target("avx2", ("-march=haswell",), _AVX2),
-)
-"""The classes of CPUs for which kernels are compiled in advance, the fastest first."""
+_AMX = ("-march=cooperlake", "-mamx-tile", "-mamx-int8", "-mamx-bf16", *_WIDE)
+MACHINES = {
+    "x86_64": (
+        Target("amx", _AMX, _BF16 | {"amx_tile", "amx_int8", "amx_bf16"}),
+        Target("avx512_bf16", ("-march=cooperlake", *_WIDE), _BF16),
+        Target("avx512", ("-march=skylake-avx512", *_WIDE), _AVX512),
+        Target("avx2", ("-march=haswell", *_WIDE), _AVX2),
+    ),
+    "aarch64": (Target("neon", ("-march=armv8-a",), frozenset(("asimd",))),),
+}
+"""Architecture (as in uname -m) -> the classes of CPUs for which kernels are compiled in advance, the fastest first."""
+TARGETS = MACHINES.get(platform.machine(), ())
+"""Those of this machine's architecture."""
 
 
 def find_compiler(environ: Mapping[str, str]) -> str | None:
@@ -83,6 +85,11 @@ def hash_sources(*more: str) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of all that the compiler gets: the sources, FLAGS and `more`."""
     texts = [*(source.read_text(encoding="utf-8") for source in SOURCES), *FLAGS, *more]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def native_options(processor: str) -> tuple[str, ...]:
+    """Return the compiler options for a CPU of this machine's architecture, for example "native" or "haswell"."""
+    return (f"-march={processor}", *(_WIDE if platform.machine() == "x86_64" else ()))
 
 
 def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> None:
@@ -159,8 +166,6 @@ def choose_target(cpu_flags: Collection[str]) -> Target | None:
 
 def find_installed(cpu_flags: Collection[str], folders: Sequence[Path] = FOLDERS) -> Path | None:
     """Return the fastest library compiled in advance from exactly these sources that this CPU can run, or None."""
-    if platform.machine() != "x86_64":
-        return None
     names = [name_library(target) for target in TARGETS if target.needs <= set(cpu_flags)]
     paths = (folder / name for name in names for folder in folders)
     return next((path for path in paths if path.is_file()), None)

@@ -22,7 +22,15 @@ from typing import Any
 
 import torch
 
-from cpuft.compiler import compile_kernels, find_compiler, find_installed, hash_sources, last_line_of, read_cpu_flags
+from cpuft.compiler import (
+    compile_kernels,
+    find_compiler,
+    find_installed,
+    hash_sources,
+    last_line_of,
+    native_options,
+    read_cpu_flags,
+)
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.hardware import compiler_target
@@ -158,7 +166,7 @@ def _load_own() -> tuple[Kernels | None, str]:
 def _locate_library(compiler: str, processor: str = "native") -> Path:
     """Return the path at which `build` stores the library of kernels; the file need not be there."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    name = hash_sources(f"-march={processor}", version, _processor())
+    name = hash_sources(*native_options(processor), version, _processor())
     return cache_folder(os.environ) / f"kernels-{name}.so"
 
 
@@ -171,7 +179,7 @@ def build(compiler: str, processor: str = "native") -> Path:
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / "kernels.so"
-            compile_kernels(compiler, [f"-march={processor}"], made)
+            compile_kernels(compiler, native_options(processor), made)
             made.replace(library)
     return library
 

@@ -1,11 +1,13 @@
-"""What scripts/release checks: `files WHEEL SDIST`, and `speed FOLDER` of the runs that it has made.
+"""What scripts/release checks: `files SDIST WHEEL...`, `speed FOLDER` of its runs, `publish FOLDER` before an upload.
 
-Both print what they found, and end with exit code 1 if it is not as it should be.
+Each prints what it found, and ends with exit code 1 if it is not as it should be. `bill FILE ARCHIVE...` completes the
+list of packages that cyclonedx-py has made.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -14,25 +16,35 @@ import zipfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from cpuft.compiler import IN_PACKAGE, TARGETS, name_library
+import cpuft
+from cpuft.compiler import IN_PACKAGE, MACHINES, name_library
+from cpuft.files import hash_file
 
 ROOT = Path(__file__).parents[1]
 MAX_BYTES = 10_000_000
-"""Size that neither of the two files may reach."""
+"""Size that no file of a release may reach."""
 MIN_SPEED = 0.95
 """Least speed without a compiler, as a share of the speed with kernels that the host has compiled for itself. Both are
 the same code; two runs on a shared machine differ by some per cent."""
-COMPILED = (
-    "cpuft/comm/backends/_ccl_shim.so",
-    *((IN_PACKAGE / name_library(target)).relative_to(ROOT).as_posix() for target in TARGETS),
-)
-"""Compiled files in a wheel: oneCCL's shim, and the kernels for each class of CPUs."""
+GLIBC = 28
+"""A wheel must run with glibc 2.28, which torch's own wheels need."""
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+"""Architecture -> its number in the header of a compiled file (e_machine, in elf.h)."""
+SUMS, BILL = "SHA256SUMS", f"cpuft-{cpuft.__version__}.cdx.json"
+
+_COMMIT = ("--always", "--exclude=*", "--abbrev=40", "--dirty")
+"""Arguments of git describe for the hash of the commit, with "-dirty" behind it if files have changed."""
+
+
+def list_compiled(machine: str) -> list[str]:
+    """Return the compiled files of a wheel: the kernels for each class of CPUs, and on x86-64 oneCCL's shim."""
+    kernels = [(IN_PACKAGE / name_library(target)).relative_to(ROOT).as_posix() for target in MACHINES[machine]]
+    return kernels + ["cpuft/comm/backends/_ccl_shim.so"] * (machine == "x86_64")
 
 
 def list_sources() -> list[str]:
     """Return the paths of the package's files that git knows, relative to the checkout."""
-    command = ["git", "-C", str(ROOT), "ls-files", "cpuft"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return _git(ROOT, "ls-files", "cpuft").splitlines()
 
 
 def find_faults(names: Collection[str], wanted: Iterable[str], compiled: Collection[str]) -> list[str]:
@@ -49,18 +61,30 @@ def find_faults(names: Collection[str], wanted: Iterable[str], compiled: Collect
     return [f"{name} is missing" for name in missing] + [f"{name} does not belong there" for name in unexpected]
 
 
-def check_files(wheel: Path, sdist: Path) -> list[str]:
-    """Return a line for each fault of a release: missing or foreign files, too many bytes, or a wrong name."""
-    sources = list_sources()
+def check_wheel(wheel: Path) -> list[str]:
+    """Return a line for each fault of a wheel: missing, foreign or wrongly compiled files, or a wrong name."""
+    machine = "aarch64" if wheel.stem.endswith("_aarch64") else "x86_64"
+    compiled = list_compiled(machine)
     with zipfile.ZipFile(wheel) as archive:
-        faults = [f"{wheel.name}: {fault}" for fault in find_faults(archive.namelist(), sources, COMPILED)]
-    with tarfile.open(sdist) as archive_of_sources:
-        names = [name.partition("/")[2] for name in archive_of_sources.getnames()]
+        names = archive.namelist()
+        faults = find_faults(names, list_sources(), compiled)
+        for name in set(compiled) & set(names):
+            if int.from_bytes(archive.read(name)[18:20], "little") != ELF_MACHINES[machine]:
+                faults.append(f"{name} is not compiled for {machine}")
+    systems = [int(number) for number in re.findall(rf"manylinux_2_(\d+)_{machine}", wheel.name)]
+    if "-py3-none-" not in wheel.name or min(systems, default=GLIBC + 1) > GLIBC:
+        faults.append(f"the name is not that of a wheel for every Python 3 and for glibc 2.{GLIBC}")
+    return [f"{wheel.name}: {fault}" for fault in faults]
+
+
+def check_files(sdist: Path, *wheels: Path) -> list[str]:
+    """Return a line for each fault of a release: of its wheels and of its sources, or too many bytes."""
+    faults = [fault for wheel in wheels for fault in check_wheel(wheel)]
+    with tarfile.open(sdist) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
     build = ("setup.py", "setup.cfg", "README.md", "LICENSE")
-    faults += [f"{sdist.name}: {fault}" for fault in find_faults(names, [*sources, *build], ())]
-    if "-py3-none-manylinux" not in wheel.name:
-        faults.append(f"{wheel.name} is not for every Python 3 and for manylinux")
-    for path in (wheel, sdist):
+    faults += [f"{sdist.name}: {fault}" for fault in find_faults(names, [*list_sources(), *build], ())]
+    for path in (*wheels, sdist):
         print(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB")
         if path.stat().st_size >= MAX_BYTES:
             faults.append(f"{path.name} has {path.stat().st_size} bytes, which are too many")
@@ -89,7 +113,50 @@ def check_speed(folder: Path) -> list[str]:
     return faults + [f"without a compiler, the speed is {share:.3f} of that with one"] * (share < MIN_SPEED)
 
 
+def complete_bill(bill: Path, *archives: Path, root: Path = ROOT) -> None:
+    """Make cpuft the subject of a list of installed packages (CycloneDX), with its archives' hashes and its commit."""
+    content = json.loads(bill.read_text(encoding="utf-8"))
+    (own,) = (one for one in content["components"] if one["name"] == "cpuft")
+    content["components"].remove(own)
+    own["externalReferences"] = [
+        {"type": "distribution", "url": path.name, "hashes": [{"alg": "SHA-256", "content": hash_file(path)}]}
+        for path in archives
+    ]
+    own["pedigree"] = {"commits": [{"uid": _git(root, "describe", *_COMMIT)}]}
+    content["metadata"]["component"] = own
+    bill.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def find_obstacles(folder: Path, root: Path = ROOT) -> list[str]:
+    """Return a line for each reason why the files in `folder` must not be published from the checkout `root`."""
+    version, obstacles = cpuft.__version__, []
+    if _git(root, "status", "--porcelain"):
+        obstacles.append("the checkout has changes: commit them, and run scripts/release again")
+    if _git(root, "tag", "--list", f"v{version}"):
+        obstacles.append(f"there is a tag v{version} already: raise cpuft.__version__")
+    if not re.search(
+        rf"^## {re.escape(version)}, \d{{4}}-\d\d-\d\d$", (root / "CHANGELOG.md").read_text("utf-8"), re.M
+    ):
+        obstacles.append(f"CHANGELOG.md has no heading with the date of version {version}: write it")
+    if not (folder / SUMS).exists():
+        return [*obstacles, f"{folder} was not checked to the end: run scripts/release"]
+    sums = dict(reversed(line.split()) for line in (folder / SUMS).read_text(encoding="utf-8").splitlines())
+    for name in sorted({*sums, *(path.name for path in folder.iterdir())} - {SUMS}):
+        if not name.startswith(f"cpuft-{version}") or not (folder / name).exists():
+            obstacles.append(f"{name} is not of version {version}, or missing: run scripts/release again")
+        elif sums.get(name) != hash_file(folder / name):
+            obstacles.append(f"{name} is not what scripts/release has checked: run it again")
+    commit = json.loads((folder / BILL).read_text(encoding="utf-8"))["metadata"]["component"]["pedigree"]["commits"][0]
+    if commit["uid"] != _git(root, "describe", *_COMMIT):
+        obstacles.append(f"the files are of commit {commit['uid'][:8]}: run scripts/release again")
+    return obstacles
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
 if __name__ == "__main__":
     kind, *paths = sys.argv[1:]
-    found = check_files(*map(Path, paths)) if kind == "files" else check_speed(*map(Path, paths))
-    sys.exit("\n".join(found) or 0)
+    check = {"files": check_files, "speed": check_speed, "bill": complete_bill, "publish": find_obstacles}[kind]
+    sys.exit("\n".join(check(*map(Path, paths)) or ()) or 0)

@@ -12,6 +12,7 @@ import pytest
 
 from cpuft import compiler as compiler_module
 from cpuft.compiler import (
+    MACHINES,
     PACKAGE,
     TARGETS,
     compile_target,
@@ -43,8 +44,8 @@ BF16 = AVX512 | {"avx512_vnni", "avx512_bf16"}
 def test_a_cpu_gets_the_fastest_library_that_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], name: str
 ) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    for target in TARGETS:
+    monkeypatch.setattr(compiler_module, "TARGETS", MACHINES["x86_64"])
+    for target in MACHINES["x86_64"]:
         (tmp_path / name_library(target)).touch()
     (tmp_path / "kernels-0123456789abcdef-amx.so").touch()  # of other sources
     found = find_installed(flags, [tmp_path / "none", tmp_path])
@@ -52,9 +53,13 @@ def test_a_cpu_gets_the_fastest_library_that_it_runs(
     if found:
         found.unlink()
         slower = find_installed(flags, [tmp_path])
-        order = [target.name for target in TARGETS]
+        order = [target.name for target in MACHINES["x86_64"]]
         assert slower is None or order.index(slower.stem.rpartition("-")[2]) > order.index(name)
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(compiler_module, "TARGETS", MACHINES["aarch64"])
+    assert find_installed(flags | {"asimd"}, [tmp_path]) is None
+    (neon,) = MACHINES["aarch64"]
+    (tmp_path / name_library(neon)).touch()
+    assert find_installed(flags | {"asimd"}, [tmp_path]) == tmp_path / name_library(neon)
     assert find_installed(flags, [tmp_path]) is None
 
 
@@ -84,10 +89,11 @@ def test_the_build_of_a_host_can_be_told(
     build: str,
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(compiler_module, "TARGETS", MACHINES["x86_64"])
     monkeypatch.setattr(compiler_module, "parse_cpuinfo", lambda *_: Cpu("Xeon", tuple(sorted(flags))))
     folder = tmp_path / "compiled"
     folder.mkdir()
-    for target in TARGETS if wheel else ():
+    for target in MACHINES["x86_64"] if wheel else ():
         (folder / name_library(target)).touch()
     if compiler:
         (tmp_path / "c++").touch(mode=0o755)

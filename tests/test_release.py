@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import configparser
 import io
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from email import message_from_bytes
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import cpuft
 from cpuft.compiler import choose_target, read_cpu_flags
-from scripts.release_checks import COMPILED, MAX_BYTES, ROOT, check_speed, find_faults, list_sources
+from scripts.release_checks import (
+    ELF_MACHINES,
+    MAX_BYTES,
+    ROOT,
+    SUMS,
+    check_speed,
+    check_wheel,
+    complete_bill,
+    find_faults,
+    find_obstacles,
+    list_compiled,
+    list_sources,
+)
+
+COMPILED = list_compiled(platform.machine())
 
 PUSH = """
 import platform, sys
@@ -164,10 +182,136 @@ def test_setup_cfg_names_the_oldest_and_the_newest_torch() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "machine, compiled_for, system, fault",
+    [
+        ("x86_64", "x86_64", "manylinux_2_27_x86_64.manylinux_2_28", ""),
+        ("aarch64", "aarch64", "manylinux_2_26", ""),
+        ("aarch64", "x86_64", "manylinux_2_26", r".*-neon\.so is not compiled for aarch64"),
+        (
+            "aarch64",
+            "aarch64",
+            "manylinux_2_34",
+            "the name is not that of a wheel for every Python 3 and for glibc 2.28",
+        ),
+        ("aarch64", "aarch64", "linux", "the name is not that of a wheel for every Python 3 and for glibc 2.28"),
+    ],
+)
+def test_a_wheel_is_for_its_architecture_and_older_systems(
+    tmp_path: Path, machine: str, compiled_for: str, system: str, fault: str
+) -> None:
+    path = tmp_path / f"cpuft-1-py3-none-{system}_{machine}.whl"
+    header = bytes(18) + ELF_MACHINES[compiled_for].to_bytes(2, "little")
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in list_sources():
+            archive.writestr(name, "")
+        for name in list_compiled(machine):
+            archive.writestr(name, header)
+    found = "\n".join(check_wheel(path))
+    assert re.fullmatch(f"{re.escape(path.name)}: {fault}" if fault else "", found)
+
+
+def copy_checkout(folder: Path) -> Path:
+    """Return a repository with this checkout's files in one commit, whose change log has the date of the version."""
+    names = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, check=True).stdout.decode()
+    for name in filter(None, names.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    changes = folder / "CHANGELOG.md"
+    changes.write_text(changes.read_text(encoding="utf-8").replace(", not released", ", 2026-11-29", 1), "utf-8")
+    commit = ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message=all")
+    for words in (("init", "--quiet"), ("add", "--all"), commit):
+        subprocess.run(["git", "-C", folder, *words], check=True)
+    return folder
+
+
+def write_release(folder: Path, root: Path) -> None:
+    """Write what scripts/release leaves in its folder, without any content."""
+    folder.mkdir()
+    archive = folder / f"cpuft-{cpuft.__version__}.tar.gz"
+    archive.write_text("")
+    bill = folder / f"cpuft-{cpuft.__version__}.cdx.json"
+    bill.write_text('{"components": [{"name": "cpuft"}, {"name": "torch"}], "metadata": {}}')
+    complete_bill(bill, archive, root=root)
+    sums = subprocess.run(["sha256sum", archive.name, bill.name], cwd=folder, capture_output=True, check=True)
+    (folder / SUMS).write_bytes(sums.stdout)
+
+
+def test_only_what_was_checked_is_published(tmp_path: Path) -> None:
+    root, dist, version = copy_checkout(tmp_path / "root"), tmp_path / "dist", cpuft.__version__
+    write_release(dist, root)
+    assert find_obstacles(dist, root) == []
+    subprocess.run(["git", "-C", root, "tag", f"v{version}"], check=True)
+    assert find_obstacles(dist, root) == [f"there is a tag v{version} already: raise cpuft.__version__"]
+    subprocess.run(["git", "-C", root, "tag", "--delete", f"v{version}"], check=True)
+
+    (dist / f"cpuft-{version}.tar.gz").write_text("other")
+    (dist / "cpuft-0.0.1.tar.gz").write_text("")
+    (dist / f"cpuft-{version}-py3-none-any.whl").write_text("")
+    again = "is not what scripts/release has checked: run it again"
+    assert find_obstacles(dist, root) == [
+        f"cpuft-0.0.1.tar.gz is not of version {version}, or missing: run scripts/release again",
+        f"cpuft-{version}-py3-none-any.whl {again}",
+        f"cpuft-{version}.tar.gz {again}",
+    ]
+    (dist / SUMS).unlink()
+    (root / "CHANGELOG.md").write_text(f"## {version}, not released\n")
+    assert find_obstacles(dist, root) == [
+        "the checkout has changes: commit them, and run scripts/release again",
+        f"CHANGELOG.md has no heading with the date of version {version}: write it",
+        f"{dist} was not checked to the end: run scripts/release",
+    ]
+
+
+def test_files_of_another_commit_or_of_changes_are_not_published(tmp_path: Path) -> None:
+    root = copy_checkout(tmp_path / "root")
+    (root / "README.md").write_text("changed")
+    write_release(tmp_path / "dist", root)
+    subprocess.run(["git", "-C", root, "checkout", "--quiet", "README.md"], check=True)
+    (said,) = find_obstacles(tmp_path / "dist", root)
+    assert re.fullmatch(r"the files are of commit [0-9a-f]{8}: run scripts/release again", said)
+
+
+class Index(BaseHTTPRequestHandler):
+    """A package index that keeps the names of the files it gets."""
+
+    got: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.got.extend(name.decode() for name in re.findall(rb'filename="([^"]+)"', content))
+        self.send_response(200)
+        self.end_headers()
+
+
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
-def test_a_release_is_built_checked_and_used_elsewhere(tmp_path: Path) -> None:
-    environ = os.environ | {"DIST": str(tmp_path / "dist"), "ROUNDS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run([ROOT / "scripts/release"], env=environ, capture_output=True, text=True, timeout=3500)
+def test_a_release_is_built_checked_used_elsewhere_and_published(tmp_path: Path) -> None:
+    root = copy_checkout(tmp_path / "root")
+    tagger = {"GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
+    environ = os.environ | {"ROUNDS": "1", "TMPDIR": str(tmp_path)} | tagger
+
+    def release(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [root / "scripts/release", *words], env=environ, capture_output=True, text=True, timeout=3500
+        )
+
+    done = release()
     assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "dist").iterdir())) == 2
+    uploaded = sorted(path.name for path in (root / "dist").iterdir() if path.suffix in (".whl", ".gz"))
+    assert len(uploaded) == 2 + (shutil.which("aarch64-linux-gnu-g++") is not None)
+    bill = json.loads((root / f"dist/cpuft-{cpuft.__version__}.cdx.json").read_text(encoding="utf-8"))
+    assert {"torch", "transformers", "impi-rt"} <= {one["name"] for one in bill["components"]}
+    assert str(tmp_path) not in str(bill)
+    done = release("publish", "--dry-run")
+    assert done.stdout.split()[:2] == ["twine", "upload"], done.stderr
+    with HTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        words = ("--repository-url", f"http://127.0.0.1:{server.server_port}/", "--username", "a", "--password", "b")
+        done = release("publish", *words)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert sorted(Index.got) == uploaded
+    done = release("publish", *words)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"there is a tag v{cpuft.__version__} already: raise cpuft.__version__\n"

@@ -37,6 +37,7 @@ VERBS = {
     "predict": "Predict with the model of a finished run, or compute embeddings.",
     "provision": "Make clusters from servers, rented instances or simulated hosts, and remove them.",
     "push": "Upload the model of a finished run to the Hugging Face hub.",
+    "quickstart": "Train the built-in task with one rank and with two ranks on this machine, and report the speedup.",
     "report": "Show recorded runs side by side, as a table or an HTML page.",
     "runs": "List detached runs and their states.",
     "stacks": "Show what every rank of an active run is doing, and which rank the others wait for.",

@@ -31,6 +31,7 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("export",): [["--dry-run"]],
     ("predict",): [["--dry-run"]],
     ("push",): [["--dry-run"]],
+    ("quickstart",): [["--dry-run"]],
     ("provision", "aws"): [["--dry-run", "--region=us-east-1"], ["--policy"]],
     ("provision", "hosts"): [["--dry-run", "--accept-host-keys", "--hosts=127.0.0.1"]],
     ("provision", "image"): [["--dry-run", "--output=out", "--wheels=wheels"]],
@@ -99,6 +100,7 @@ GOOD = {
     "trials": ["2"],
     "storage": ["sqlite:///trials.db", "sqlite:///none/trials.db", "nothing"],
     "only_hosts": ["localhost", "127.0.0.1"],
+    "options": ["--np=2", "--epochs=1", "--run-dir=runs/x"],
     "extra": ["--mem=0", "'--qos=high' --mem=0"],
 }
 

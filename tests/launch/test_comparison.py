@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +14,9 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Assignment, Cluster
-from cpuft.hosts.facts import gather
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
-from cpuft.hosts.topology import HostFacts, parse_lscpu
+from cpuft.hosts.topology import HostFacts
 from cpuft.launch.comparison import limit_cores, order_runs, refuse_different_precisions
 from cpuft.launch.settings import plan_settings
 from cpuft.record import STEP_PHASES, read_record
@@ -89,29 +84,6 @@ def test_with_equal_cores_a_rank_has_its_share_of_the_largest_run_in_every_run()
 
     assert list_threads((1, 2, 4), make_facts()) == [8, 8, 8]
     assert list_threads((1, 2), replace(make_facts(), allowed_cpus=(5,))) == [1, 1]
-
-
-TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-
-
-@pytest.mark.parametrize("cores", [1, pytest.param(2, marks=TWO_CORES)])
-def test_the_quickstart_compares_half_of_the_cores_with_all(cores: int, tmp_path: Path) -> None:
-    """Without its installation, and with a core that two ranks share where there is only one."""
-    found = parse_lscpu(str(gather([])["lscpu"]), tuple(os.sched_getaffinity(0)))
-    cpus = [str(core.threads[0]) for core in found[:cores]]
-    for name, text in (("scripts/install", "exit"), (".venv/bin/cpuft", f'exec {sys.executable} -m cpuft "$@"')):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    shutil.copy(Path(__file__).parents[2] / "scripts/quickstart", tmp_path / "scripts")
-    command = ["taskset", "--cpu-list", ",".join(cpus), str(tmp_path / "scripts/quickstart"), "--dry-run"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=os.environ | {"TMPDIR": str(tmp_path)}
-    )
-    assert done.returncode == 0, done.stderr
-    placed = re.findall(r"CPUFT_CORES[ =]'?([\d;,]+)", done.stdout)
-    assert list(dict.fromkeys(placed)) == [cpus[0], f"{cpus[0]};{cpus[-1]}"]
-    assert list(tmp_path.glob("tmp*")) == []
 
 
 def test_each_seed_is_a_round_of_its_own() -> None:
