@@ -105,6 +105,13 @@ def requires(extra: str, problem: str) -> Iterator[None]:
         raise CpuftError(f"{problem}: {install_command(extra)}") from None
 
 
+def refuse_other_systems(what: str, advice: str) -> None:
+    """Raise CpuftError on any system but Linux: `what` needs it, and `advice` helps. Nothing is refused on Linux."""
+    if sys.platform != "linux":
+        name = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        raise CpuftError(f"{what} needs Linux, and this machine has {name}: {advice}")
+
+
 def find_full_disk(error: OSError) -> DiskFullError | None:
     """Return, without raising it, the error to report if a disk or the user's quota is full; None for other errors."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)

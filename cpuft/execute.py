@@ -219,8 +219,17 @@ def _describe(step: Step, output: str) -> str:
 
 
 def open_memory_file() -> IO[bytes]:
-    """Return an empty binary file in memory, open for reading and writing: a disk may be full or read-only."""
-    return open(os.memfd_create("cpuft"), "w+b")
+    """Return an empty binary file, open for reading and writing. On Linux it is in memory: a disk may be full."""
+    if sys.platform == "linux":
+        return open(os.memfd_create("cpuft"), "w+b")
+    import tempfile
+
+    return tempfile.NamedTemporaryFile()
+
+
+def path_of(file: IO[bytes]) -> str:
+    """Return a path by which this process can open a file of `open_memory_file` again."""
+    return f"/proc/{os.getpid()}/fd/{file.fileno()}" if sys.platform == "linux" else file.name
 
 
 def _relay(source: IO[bytes] | None, stream: TextIO) -> threading.Thread:
@@ -285,7 +294,7 @@ def start_with_log(
 
 
 def _open_process(command: Sequence[str], environ: Mapping[str, str], stays: bool = False, **options: Any) -> Process:
-    end = None if stays else _end_with_parent
+    end = None if stays or sys.platform != "linux" else _end_with_parent
     return subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **options)
 
 

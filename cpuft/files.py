@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import hashlib
 import os
@@ -11,12 +10,13 @@ import secrets
 import shlex
 import shutil
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.transfer import FILE, TransferError, walk
+from cpuft.transfer import FILE, TransferError, lock_file, walk
 
 _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 _SPECIAL = {
@@ -59,10 +59,10 @@ def write_atomically(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     # The random name and O_EXCL make sure that no link which somebody else put there is followed.
-    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield beside
-        beside.rename(path)
+        beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -160,7 +160,7 @@ def is_locked(path: str | Path) -> bool:
     try:
         with open(path) as file:
             # NFSv4 refuses an exclusive lock of a file that is open for reading only, with EBADF.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_file(file, is_shared=True)
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False
@@ -211,6 +211,8 @@ def _describe_risk(folder: Path) -> str:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return "is a link or a file"
+    if sys.platform == "win32":  # which has access control lists in place of owners and modes
+        return ""
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}, and you are user {os.geteuid()}"
     return f"can be written to by other users (mode {found.st_mode & 0o777:o})" if found.st_mode & 0o022 else ""

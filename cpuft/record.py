@@ -8,7 +8,6 @@ comparisons and estimates read nothing else.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from typing import IO, Any
 
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
+from cpuft.transfer import lock_file
 
 FORMAT = 2
 
@@ -423,7 +423,7 @@ class Writer:
         self._file: IO[str] = open(beside, "x", encoding="utf-8")  # noqa: SIM115
         # The lock only tells `cpuft launch --resume` that the run is active. Some file systems have no locks (ENOLCK).
         with suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            lock_file(self._file, waits=True)
         self._file.write(begun or "")
         self._file.flush()
         beside.rename(path)

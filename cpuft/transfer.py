@@ -22,7 +22,6 @@ There is no limit in total, but one of 60 s without any byte.
 
 import collections
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -276,6 +275,8 @@ class _Pipe(io.RawIOBase):
     """A descriptor that has a time limit."""
 
     def __init__(self, file: int) -> None:
+        import fcntl  # Windows has none
+
         self._file = file
         os.set_blocking(file, False)
         with contextlib.suppress(OSError):
@@ -409,6 +410,17 @@ def open_part(folder: str) -> "Iterator[str]":
             os.close(lock)
 
 
+def lock_file(file: "Any", is_shared: bool = False, waits: bool = False) -> None:
+    """Lock an open file until it is closed. Raises BlockingIOError: another process has the lock, and this one does not
+    wait. Raises another OSError: the file system has no locks, or this is Windows.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        raise OSError("this system has no locks of files") from None
+    fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+
+
 def open_locked(path: str, seconds: float = 0.0) -> int:
     """Open or make a file, and return a descriptor that holds its lock until it is closed. Raises BlockingIOError:
     another process holds the lock, and still does after `seconds`.
@@ -417,7 +429,7 @@ def open_locked(path: str, seconds: float = 0.0) -> int:
     while True:
         held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(held)
         except BlockingIOError:
             if time.monotonic() > end:
                 os.close(held)

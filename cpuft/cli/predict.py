@@ -35,7 +35,7 @@ _RUN_DIR = (
 )
 _STORE = (
     'mkdir -p "$(dirname "$1")" && part=$(mktemp "$1.XXXXXX") && '
-    '{ mv -f "$0" "$part" && mv -fT "$part" "$1" || { rm -f "$part"; exit 1; }; }'
+    '{ mv -f "$0" "$part" && [ ! -d "$1" ] && mv -f "$part" "$1" || { rm -f "$part"; exit 1; }; }'
 )
 """Shell program that moves a file, perhaps from another disk, so that its new name never stands for a part of it."""
 

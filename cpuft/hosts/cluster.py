@@ -19,7 +19,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.execute import Answer
 from cpuft.files import hash_text
-from cpuft.hosts import facts, mpijob, registry, slurm
+from cpuft.hosts import facts, registry, slurm
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.topology import HostFacts, parse_facts
@@ -271,6 +271,8 @@ def find_access(config: LaunchConfig) -> Access:
     """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
     if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:
+        from cpuft.hosts import mpijob  # only its pods need it
+
         return Access(mpijob.make_transport())  # this writes the job's ssh files
     if entry is None:
         in_job = None if config.hostfile else slurm.find_transport(os.environ)

@@ -21,7 +21,9 @@ _PRELOADS = ("tcmalloc", "tcmalloc_minimal", "jemalloc", "iomp5")
 
 
 def read_interfaces() -> dict[str, str]:
-    """Return interface name -> IPv4 address of the interfaces that have one."""
+    """Return interface name -> IPv4 address of the interfaces that have one; only Linux tells them."""
+    if sys.platform != "linux":
+        return {}
     import fcntl
 
     addresses = {}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import grp
 import json
 import os
-import pwd
 import re
 import reprlib
 import stat
@@ -71,7 +69,7 @@ def state_root(environ: Mapping[str, str]) -> Path:
     Raises CpuftError: it contains white space, which ssh's configuration and mpirun's options cannot hold, or others
     may write to it.
     """
-    home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '/root')}/.local/state"
+    home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
     if find_control(str(root)) or len(str(root).split()) > 1:
         raise CpuftError(
@@ -91,8 +89,10 @@ def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
     The owner and the write permission of `path` and of all folders above it are checked, as it is written and without
     symbolic links. A folder above may be writable when it is sticky, as /tmp is. The owner of the Python environment is
     trusted, because the running code is theirs, and so is a group of which only the file's owner is a member. `harm` is
-    (what others could do who write there, what to do instead of correcting the mode).
+    (what others could do who write there, what to do instead of correcting the mode). Nothing is refused on Windows.
     """
+    if sys.platform == "win32":  # which has access control lists in place of owners and modes
+        return
     trusted = {0, os.geteuid(), os.stat(sys.prefix).st_uid}
     for leaf in dict.fromkeys((path, Path(os.path.realpath(path)))):
         for place in (leaf, *leaf.parents):
@@ -115,6 +115,9 @@ def _has_private_group(found: os.stat_result) -> bool:
     """Return whether a file's group has its owner as the only member, as on distributions with umask 002."""
     if not found.st_uid:
         return False
+    import grp
+    import pwd
+
     try:
         user, group = pwd.getpwuid(found.st_uid), grp.getgrgid(found.st_gid)
     except KeyError:
@@ -135,6 +138,8 @@ def _find_unmapped() -> int:
 
 
 def _name_user(number: int) -> str:
+    import pwd
+
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

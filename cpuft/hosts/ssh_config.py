@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import glob
 import os
-import pwd
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -109,13 +109,16 @@ def read_login(host: Host, config_path: str = "") -> Login:
     """
     import paramiko
 
-    try:
-        pwd.getpwuid(os.getuid())
-    except KeyError:
-        raise CpuftError(
-            f"host {host.name} cannot be reached, because ssh needs an entry of the user in /etc/passwd, and user "
-            f"{os.getuid()} has none: add one, use a user that has one, or name this machine localhost"
-        ) from None
+    if sys.platform != "win32":
+        import pwd
+
+        try:
+            pwd.getpwuid(os.getuid())
+        except KeyError:
+            raise CpuftError(
+                f"host {host.name} cannot be reached, because ssh needs an entry of the user in /etc/passwd, and user "
+                f"{os.getuid()} has none: add one, use a user that has one, or name this machine localhost"
+            ) from None
     path = os.path.expanduser(config_path or "~/.ssh/config")
     try:
         config = _read_config(path, *_read_stamp(path)) if os.path.exists(path) else paramiko.SSHConfig()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
 from cpuft.argv import make_shell_line
-from cpuft.errors import CpuftError, TransientError
+from cpuft.errors import CpuftError, TransientError, refuse_other_systems
 from cpuft.execute import Answer
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.hostfile import NEEDS_IPV4, Host
@@ -47,6 +47,7 @@ _PROBE_SECONDS = 6.0
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _BEGIN = "cpuft: the command begins"
+_NAME_HOSTS = "name Linux hosts with --cluster or --hostfile, or run the command on a machine with Linux"
 
 UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
 """Kinds of `HostError`: no connection or a broken one; the host's key is in no known_hosts file; another is there."""
@@ -139,9 +140,11 @@ class Transport(ABC):
         127, and one that takes longer than `seconds` or cannot be started 126. Logging in has time limits of its own.
 
         Raises CpuftError (over ssh HostError, with its kind): another host cannot be reached, its host key is unknown
-        or has changed, it refuses the login, or the command takes longer than `seconds`.
+        or has changed, it refuses the login, or the command takes longer than `seconds`; or the host is this machine,
+        which has another system than Linux.
         """
         if self.is_here(host):
+            refuse_other_systems("a host of cpuft", _NAME_HOSTS)
             return execute.run_command(argv, seconds, stdin)
         return self._run_remotely(host, argv, stdin, seconds)
 

@@ -249,6 +249,8 @@ def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str
         text = f"Include {shlex.quote(there)}\n"
     elif config:
         text = Path(config).expanduser().read_text(encoding="utf-8")
+        # An option of Apple's ssh client, at which that of the head host would end.
+        text = f"IgnoreUnknown UseKeychain\n{text}" if sys.platform == "darwin" else text
     # A restart may need hosts that the run does not use yet.
     known = access.transport.hosts or cluster.hosts
     hosts = tuple(Host(one.name, one.slots, max_slots=one.max_slots) for one in known.values())

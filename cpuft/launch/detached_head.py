@@ -8,7 +8,6 @@ command prints, `alive` with a lock that its keeper holds, `stop` for a request,
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import getpass
 import json
 import os
@@ -33,8 +32,8 @@ from cpuft.hosts.cluster import DETACHED, JOB, WORK_ROOT
 from cpuft.hosts.registry import FILE_NAME
 from cpuft.launch.leases import RENEWAL_SECONDS
 from cpuft.launch.run_state import LATER_START, read_state, read_usable_state
-from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
+from cpuft.transfer import lock_file
 
 MODULE = "cpuft.launch.detached_head"
 STARTED, OUTPUT, ERRORS, BEGUN, END = "started", "output", "errors", "begun", "end"
@@ -198,7 +197,7 @@ def _keep(folder: Path) -> None:
     order = _read_order(folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # scripts start what runs in the background with SIGINT ignored
     with (folder / _ALIVE).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, waits=True)
         log = _EventLog(folder / _EVENTS)
         log.write(STARTED)
         command = (*module_command(sys.executable, "cpuft"), *order.arguments)
@@ -308,7 +307,7 @@ def _claim(folder: Path, who: str) -> None:
     """Let one viewer fetch the results. Another one may have begun to a moment ago, or be receiving."""
     claim = folder / _CLAIM
     with (folder / f"{_CLAIM}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, waits=True)
         is_new = claim.exists() and time.time() - claim.stat().st_mtime < _CLAIM_SECONDS
         if (is_new and claim.read_text(encoding="utf-8") != who) or is_locked(f"{_read_order(folder).run_dir}.lock"):
             raise CpuftError("another cpuft attach fetches the results")
@@ -334,6 +333,8 @@ def main() -> None:
             for line in _list(root):
                 print(line)
         elif action == "follow":
+            from cpuft.rank.process import end_with_parent
+
             end_with_parent(signal.SIGTERM)
             for position, line in _follow(root / words[0], int(words[1]), "past" in words[2:]):
                 print(position, line, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,8 @@ _NO_PROCESS = re.compile(
 """How Python, shells, OpenMP and OpenBLAS report that the user may have no more processes or threads."""
 _LESS_MEMORY = "lower --batch-size or --max-length, add --gradient-checkpointing, or start fewer ranks on this host"
 _TRACE_LINES = 15
+_LAST_SIGNAL = 64
+"""SIGRTMAX of Linux, which all hosts have."""
 _SIGNAL_CAUSES = {
     135: ("killed by SIGBUS", "/dev/shm may be full: check it with cpuft doctor"),
     137: ("killed by SIGKILL", f"if memory ran out, {_LESS_MEMORY}"),
@@ -230,7 +231,7 @@ def explain_exit(code: int, text: str = "") -> tuple[str, str]:
 
 
 def _is_signal(code: int) -> bool:
-    return 128 < code <= 128 + signal.SIGRTMAX  # a program may end itself with a code above, such as 255
+    return 128 < code <= 128 + _LAST_SIGNAL  # a program may end itself with a code above, such as 255
 
 
 def _last_error(text: str) -> str:

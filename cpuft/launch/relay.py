@@ -27,7 +27,6 @@ from typing import Any, cast
 
 from cpuft import execute, transfer
 from cpuft.errors import CpuftError
-from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import detect_dead_peer
 
@@ -251,7 +250,7 @@ def _make_context(protocol: int, certificate: str) -> ssl.SSLContext:
     with execute.open_memory_file() as file:
         file.write(certificate.encode())
         file.flush()
-        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        context.load_cert_chain(execute.path_of(file))
     return context
 
 
@@ -341,6 +340,8 @@ class _PassedOn(io.RawIOBase):
 def main() -> None:
     """Send, or with the argument `receive` receive. Exits with 1 after a failure, with 255 if only ssh failed."""
     if sys.argv[1:] == ["receive"]:
+        from cpuft.rank.process import end_with_parent  # which Windows cannot import
+
         end_with_parent(signal.SIGTERM)
         try:
             receive(cast(io.BufferedReader, sys.stdin.buffer))

@@ -20,7 +20,7 @@ from cpuft.hosts.topology import (
     plan_placement,
     spread_cores,
 )
-from cpuft.rank.connection_check import CHECK_VARIABLE
+from cpuft.rank.world import CHECK_VARIABLE
 from cpuft.secret_variables import OWN_PREFIX, may_be_secret
 from cpuft.serialization import load, parse_json
 from cpuft.steps import Setting

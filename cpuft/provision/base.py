@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -27,6 +28,7 @@ from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import check_places
 from cpuft.provision.options import HostsConfig, LocalConfig
 from cpuft.steps import Plan
+from cpuft.transfer import open_locked
 
 Say = Callable[[str], None]
 """Prints a line of text for the user."""
@@ -248,14 +250,20 @@ def run_stages(plan: Plan, say: Say) -> None:
 def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
     """Hold the lock of the cluster at `path`, which need not exist: only one `cpuft provision` at a time changes it.
 
-    The lock is the name of a Unix socket, which Linux releases when the process ends in any way. Raises CpuftError when
-    another process holds the lock for more than `seconds`.
+    The lock is the name of a Unix socket, which Linux releases when the process ends in any way; only Linux has such
+    names, so that it is that of a temporary file elsewhere. Raises CpuftError when another process holds the lock for
+    more than `seconds`.
     """
-    end = time.monotonic() + seconds
-    with socket.socket(socket.AF_UNIX) as holder:
+    end, name = time.monotonic() + seconds, f"cpuft-provision-{hash_text(os.path.realpath(path), 32)}"
+    with socket.socket(socket.AF_UNIX) as holder, ExitStack() as stack:
         while True:
             try:
-                holder.bind(f"\0cpuft-provision-{hash_text(os.path.realpath(path), 32)}")
+                if sys.platform == "linux":
+                    holder.bind(f"\0{name}")
+                else:
+                    from tempfile import gettempdir  # slow, and not needed on Linux
+
+                    stack.callback(os.close, open_locked(f"{gettempdir()}/{name}"))
                 break
             except OSError:
                 if time.monotonic() > end:
@@ -313,7 +321,7 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if region and not (entry and entry.options.get("region") == region):
         return load_provider("aws")(AwsConfig(name=name, region=region), environ)
-    if not entry:
+    if not entry and sys.platform == "linux":
         left = load_provider("local")(LocalConfig(name=name), environ)
         if left.show_down().stages:
             return left

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from cpuft.errors import CpuftError, counted, last_line
-from cpuft.execute import open_memory_file
+from cpuft.execute import open_memory_file, path_of
 from cpuft.files import REMOVE, hash_text
 from cpuft.hardware import ARCHITECTURES
 from cpuft.hosts.cluster import WORK_ROOT
@@ -432,12 +431,11 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     def _temporary_transport(self, bastions: Bastions) -> Iterator[Transport]:
         """Provide a transport to the servers whose ssh configuration is in memory, so that nothing is written."""
         with open_memory_file() as config, open_memory_file() as known:
-            folder = f"/proc/{os.getpid()}/fd"
-            text = format_ssh_config(self.members, self.config.key, f"{folder}/{known.fileno()}", bastions)
+            text = format_ssh_config(self.members, self.config.key, path_of(known), bastions)
             for file, content in ((config, text), (known, format_known_hosts(self._list_members()))):
                 file.write(content.encode())
                 file.flush()
-            yield SshTransport(f"{folder}/{config.fileno()}", here=self.here)
+            yield SshTransport(path_of(config), here=self.here)
 
     def _make_transport(self) -> SshTransport:
         return SshTransport(str(self.directory / "ssh_config"), here=self.here)

@@ -19,7 +19,7 @@ from typing import Any
 
 import cpuft
 from cpuft import execute
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, refuse_other_systems
 from cpuft.files import cache_path, hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
@@ -403,6 +403,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
     options = LocalConfig
 
     def __init__(self, config: LocalConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
+        refuse_other_systems("a simulated cluster", "provision hosts or aws makes a real one from here")
         # The registry stores the options, and later commands may run in another working directory.
         config = replace(config, image=os.path.abspath(config.image)) if config.image else config
         super().__init__(config, environ, entry)

@@ -31,10 +31,7 @@ from urllib.parse import urlsplit
 from cpuft.errors import CpuftError
 from cpuft.rank.diagnostics import dump_recorder, read_operations
 from cpuft.rank.process import format_steps
-from cpuft.rank.world import parse_world
-
-CHECK_VARIABLE = "CPUFT_CHECK_CONNECTED"
-"""Environment variable that is 1 where ranks of a script must be connected; else nothing is changed or checked."""
+from cpuft.rank.world import CHECK_VARIABLE, parse_world
 
 _CHECKED_STEPS = (2, 10, 50, 100)
 """Optimizer steps before which the rank notes whether its process group has exchanged data. The flight recorder of

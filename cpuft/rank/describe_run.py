@@ -4,7 +4,6 @@ The launcher sends this file to each host on standard input and runs it there wi
 below that of this user. It imports nothing of cpuft and prints a JSON object with the fields of `HostCopy`.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -46,6 +45,8 @@ def _read(path: str) -> str:
 
 def _is_locked(path: str) -> bool:
     """Return whether the supervisor of the run holds the lock, which the kernel releases when it ends."""
+    import fcntl  # the launcher imports this file on Windows, too
+
     try:
         with open(path, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

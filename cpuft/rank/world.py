@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from cpuft.argv import parse_slurm_counts
 from cpuft.errors import CpuftError
 
+CHECK_VARIABLE = "CPUFT_CHECK_CONNECTED"
+"""Environment variable that is 1 where ranks of a script must be connected; else nothing is changed or checked."""
+
 
 @dataclass(frozen=True)
 class World:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from cpuft.launch.active_runs import lock_run
 from cpuft.serialization import load
 from cpuft.sweep.parameters import Parameters, make_distributions
 from cpuft.sweep.search import SEED, Assignment, Key, apply_assignment, estimate_length, make_base_config, make_key
+from cpuft.transfer import lock_file
 
 FILE_NAME = "sweep.jsonl"
 _STUDY, _SETTINGS, _RUNS, _PRUNED = "sweep", "settings", "runs", "pruned"
@@ -466,7 +466,7 @@ def _lock(folder: str, mode: str) -> Iterator[None]:
         file = stack.enter_context(open(Path(folder, FILE_NAME), mode))
         try:
             stack.enter_context(lock_run(os.path.abspath(folder)))
-            fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_SH if mode == "rb" else fcntl.LOCK_EX))
+            lock_file(file, is_shared=mode == "rb")
         except (BlockingIOError, CpuftError):
             raise busy from None
         except OSError:

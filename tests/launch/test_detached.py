@@ -48,6 +48,7 @@ from cpuft.record import read_record
 from tests.conftest import wait_until
 from tests.launch.test_plan import make_cluster
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
+from tests.system import imitate
 from tests.train.tiny import save_tiny
 
 TEXTS = (
@@ -153,6 +154,17 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     assert order.claimed == f"{order.id}/x"
 
 
+def test_ssh_on_the_head_host_takes_the_configuration_of_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config"
+    config.write_text("UseKeychain yes\nHost node1\n  Port 2201\n")
+    cluster = replace(make_cluster((1, 1)), access=Access(SshTransport(str(config))), works_remotely=True)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    order, _ = plan_move("launch", {"np": 2}, (), cluster, "/Users/ada/runs/x", {})
+    config.write_text(order.files["ssh_config"])
+    shown = subprocess.run(["ssh", "-G", "-F", config, "node1"], capture_output=True, text=True, check=True)
+    assert "port 2201\n" in shown.stdout
+
+
 def test_what_is_moved_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import helper\n")
@@ -208,20 +220,6 @@ def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytes
     for name in ("77", ""):
         with pytest.raises(CpuftError, match=f"there is no detached run {name}: see cpuft runs"):
             find_run(name, config, environ)
-
-
-WITHOUT_LINUX = """
-import os, signal
-for module, names in ((os, "memfd_create sched_getaffinity sched_setaffinity pidfd_open eventfd splice"),
-                      (signal, "SIGRTMIN SIGRTMAX")):
-    for name in names.split():
-        delattr(module, name)
-import cpuft.cli.attach, cpuft.cli.logs, cpuft.cli.runs, cpuft.cli.stop, cpuft.launch.detached
-"""
-
-
-def test_the_part_on_the_user_s_machine_imports_nothing_that_only_linux_has() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_LINUX], check=True, timeout=60)
 
 
 def test_a_viewer_reads_on_where_its_connection_broke(
@@ -467,6 +465,32 @@ def test_a_run_goes_on_without_its_launcher_and_is_attached_to_from_elsewhere(
     assert "/away/" not in cluster.on(1, "find /var/tmp/cpuft-0")
     listed = cluster.cpuft("runs", "--cluster", cluster.name)
     assert re.search(rf"{run} +launch +away .* ended, exit code 0 +\S+:{place}/runs/away\n", listed.stdout), listed
+
+
+@needs_root
+def test_a_mac_starts_shows_stops_and_fetches_a_run(cluster: Simulated) -> None:
+    mac = imitate("darwin")
+    place = ("--cluster", cluster.name)
+    planned = cluster.cpuft("launch", "--detach", "--dry-run", *place, *TEXTS, *QUIET, *STEPS, **mac)
+    assert (planned.returncode, "send book.txt to" in planned.stdout) == (0, True), planned.stderr
+    begun = cluster.cpuft("launch", "--detach", *place, "--run-dir", "mac", *TEXTS, *QUIET, *STEPS, **mac)
+    assert begun.returncode == 0, begun.stderr
+    done = cluster.cpuft("attach", "mac", **mac)
+    assert (done.returncode, "step 6/6" in done.stderr) == (0, True), done.stderr
+    assert len(read_record(str(cluster.folder / "mac")).steps) == 6
+    assert "step 6/6" in cluster.cpuft("logs", begun.stdout.split()[-1], **mac).stderr
+    assert re.search(r"launch +mac .* ended, exit code 0 +\S+/mac\n", cluster.cpuft("runs", **mac).stdout)
+    there = cluster.cpuft("launch", *place, "--run-dir", "attended", *TEXTS, *QUIET, *STEPS, **mac)
+    assert there.returncode == 0, there.stderr
+    assert len(read_record(str(cluster.folder / "attended")).steps) == 6
+    run = start(cluster, "stopped", *TEXTS, *QUIET, "--max-steps", "2000")
+    wait_for_update(cluster)
+    for system in ("win32", "darwin"):
+        listed = cluster.cpuft("runs", **imitate(system))
+        assert re.search(rf"{run} +launch +stopped .* training ", listed.stdout), listed
+    assert cluster.cpuft("stop", run, **mac).returncode == 0
+    ended = cluster.cpuft("attach", "stopped", **mac)
+    assert (ended.returncode, "cpuft launch --resume" in ended.stderr) == (75, True), ended.stderr
 
 
 @needs_root

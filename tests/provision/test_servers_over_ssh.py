@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.provision.simulated import Simulated, list_states, needs_root, simulate_servers
+from tests.system import imitate
 
 pytestmark = needs_root
 SECONDS_OF_SECOND_RUN = 10.0
@@ -62,6 +63,7 @@ def test_a_dry_run_changes_nothing_anywhere(cluster: Simulated) -> None:
     assert f"download wheels for Python {python} on {platform.machine()}" in fetched.stdout
     assert "push click" in given.stdout
     assert "push" not in fetched.stdout
+    assert cluster.cpuft(*words(cluster, "--dry-run"), **places, **imitate("darwin")).stdout == given.stdout
 
 
 def read_fingerprint(cluster: Simulated, index: int) -> str:
@@ -110,6 +112,20 @@ def test_the_next_run_completes_what_a_killed_run_began(cluster: Simulated, seco
     assert done.returncode == 0, done.stderr
     for index in (1, 2):
         assert cluster.on(index, "test -x /mnt/cpuft/env/bin/cpuft; echo $?") == "0"
+
+
+def test_a_mac_makes_and_removes_a_cluster(cluster: Simulated) -> None:
+    mac, state = imitate("darwin"), cluster.folder / "state" / "mac"
+    made = cluster.cpuft(*words(cluster, "--accept-host-keys", "--name", "mac", "--prefix", "/mnt/mac"), **mac)
+    assert made.returncode == 0, made.stderr
+    for index in (1, 2):
+        assert cluster.on(index, "test -x /mnt/mac/env/bin/cpuft; echo $?") == "0"
+    assert cluster.cpuft("provision", "diff", "mac", **mac).stdout == "cluster mac is as it was asked for\n"
+    assert cluster.cpuft("provision", "status", "mac", **mac).stdout.count("  up, ") == 2
+    down = cluster.cpuft("provision", "down", "mac", **mac)
+    assert (down.returncode, state.exists()) == (0, False), down.stderr
+    for index in (1, 2):
+        assert cluster.on(index, "ls /mnt/mac 2>/dev/null || true") == ""
 
 
 def test_a_head_host_that_cannot_log_in_to_the_others_is_named(cluster: Simulated) -> None:

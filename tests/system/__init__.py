@@ -1,0 +1,11 @@
+"""Imitations of macOS and Windows, on which cpuft is a head that needs no rank on its own machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def imitate(system: str) -> dict[str, str]:
+    """Return the environment variables with which a Python process resembles that of "darwin" or "win32"."""
+    # Windows says in USERNAME who the user is, and has no module that tells.
+    return {"FOREIGN_SYSTEM": system, "PYTHONPATH": str(Path(__file__).parent), "USERNAME": "root"}
