@@ -60,6 +60,7 @@ class Target:
 _AVX2 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
+_NEON = frozenset(("asimd",))
 _AMX = ("-march=cooperlake", "-mamx-tile", "-mamx-int8", "-mamx-bf16", *_WIDE)
 MACHINES = {
     "x86_64": (
@@ -68,7 +69,10 @@ MACHINES = {
         Target("avx512", ("-march=skylake-avx512", *_WIDE), _AVX512),
         Target("avx2", ("-march=haswell", *_WIDE), _AVX2),
     ),
-    "aarch64": (Target("neon", ("-march=armv8-a",), frozenset(("asimd",))),),
+    "aarch64": (
+        Target("bf16", ("-march=armv8.2-a+bf16",), _NEON | {"atomics", "asimdrdm", "crc32", "bf16"}),
+        Target("neon", ("-march=armv8-a",), _NEON),
+    ),
 }
 """Architecture (as in uname -m) -> the classes of CPUs for which kernels are compiled in advance, the fastest first."""
 TARGETS = MACHINES.get(platform.machine(), ())

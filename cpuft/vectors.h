@@ -8,6 +8,9 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
 #include <memory>
 #include <vector>
 
@@ -44,8 +47,10 @@ inline void store(bf16 &to, float value) {
 // A vector of floats with the processor's width. On the vector types of GCC and Clang, operators and ?: work lane by
 // lane on any hardware, and become single instructions where the hardware has that width. The compiler splits wider
 // vectors, and comparisons of these number by number.
-#ifdef __AVX512BW__
+#if defined(__AVX512BW__)
 constexpr int64_t W = 16;
+#elif defined(__aarch64__)  // GCC keeps vectors that are wider than NEON's in memory
+constexpr int64_t W = 4;
 #else
 constexpr int64_t W = 8;
 #endif
@@ -131,6 +136,8 @@ inline vec inverse(vec x) { return 1.0f / x; }
 inline vec fused(vec x, vec y, vec sum) {
 #if defined(__AVX2__) && defined(__FMA__)
     return _mm256_fmadd_ps(x, y, sum);
+#elif defined(__aarch64__)
+    return vfmaq_f32(sum, x, y);
 #else
     for (int64_t i = 0; i < W; i++) sum[i] = std::fma(x[i], y[i], sum[i]);
     return sum;
@@ -154,12 +161,17 @@ inline ivec zip_second(ivec x, ivec y) {
 inline vec get_part(const float *p, int64_t n) { return _mm256_maskload_ps(p, (__m256i)(LANE < int32_t(n))); }
 inline void put_part(float *p, vec x, int64_t n) { _mm256_maskstore_ps(p, (__m256i)(LANE < int32_t(n)), x); }
 #else
+#ifdef __aarch64__
+inline ivec zip_first(ivec x, ivec y) { return vzip1q_s32(x, y); }
+inline ivec zip_second(ivec x, ivec y) { return vzip2q_s32(x, y); }
+#else
 inline ivec zip_first(ivec x, ivec y) {
     return ivec{x[0], y[0], x[1], y[1], x[2], y[2], x[3], y[3]};
 }
 inline ivec zip_second(ivec x, ivec y) {
     return ivec{x[4], y[4], x[5], y[5], x[6], y[6], x[7], y[7]};
 }
+#endif
 inline vec get_part(const float *p, int64_t n) { return read_part<vec>(p, n); }
 inline void put_part(float *p, vec x, int64_t n) { std::memcpy(p, &x, size_t(n) * 4); }
 #endif

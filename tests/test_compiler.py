@@ -57,9 +57,12 @@ def test_a_cpu_gets_the_fastest_library_that_it_runs(
         assert slower is None or order.index(slower.stem.rpartition("-")[2]) > order.index(name)
     monkeypatch.setattr(compiler_module, "TARGETS", MACHINES["aarch64"])
     assert find_installed(flags | {"asimd"}, [tmp_path]) is None
-    (neon,) = MACHINES["aarch64"]
-    (tmp_path / name_library(neon)).touch()
-    assert find_installed(flags | {"asimd"}, [tmp_path]) == tmp_path / name_library(neon)
+    bf16, neon = MACHINES["aarch64"]
+    for target in (bf16, neon):
+        (tmp_path / name_library(target)).touch()
+    graviton2 = {"asimd", "atomics", "asimdrdm", "crc32"}
+    assert find_installed(graviton2, [tmp_path]) == tmp_path / name_library(neon)
+    assert find_installed(graviton2 | {"bf16"}, [tmp_path]) == tmp_path / name_library(bf16)
     assert find_installed(flags, [tmp_path]) is None
 
 

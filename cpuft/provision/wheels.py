@@ -29,8 +29,8 @@ from typing import Any
 import cpuft
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.compiler import PACKAGE, TARGETS, Target, compile_targets, find_compiler, has_compiled_kernels, hash_sources
-from cpuft.errors import CPU_INDEX, CpuftError
+from cpuft.compiler import MACHINES, PACKAGE, Target, compile_targets, find_compiler, has_compiled_kernels, hash_sources
+from cpuft.errors import CPU_INDEX, CpuftError, refuse_other_systems
 from cpuft.files import (
     REMOVE,
     cache_folder,
@@ -151,8 +151,9 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
 
     The first one is this cpuft's own, in the folder `own`. The others are those in `folder`, which the user gave, or
     those that are downloaded for this version of Python ("3.11"), if any. `machine` is the hosts' architecture as in
-    uname -m, "" for this machine's. Raises CpuftError when others could have written the wheels or cpuft's cache
-    folder, `folder` has none, or one is for another architecture or has a version of `HASHES` but another hash.
+    uname -m; empty: that of this machine, or x86_64 if this machine has another system than Linux. Raises CpuftError
+    when others could have written the wheels or cpuft's cache folder, `folder` has none, or a wheel is for another
+    architecture or has a version of `HASHES` but another hash.
     """
     machine = machine or (platform.machine() if sys.platform == "linux" else "x86_64")
     name, content = make_own_wheel(machine)
@@ -226,7 +227,7 @@ def downloads_folder(python: str, machine: str, environ: Mapping[str, str]) -> P
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
     pins, hashes = PINS.read_text(encoding="utf-8"), HASHES.read_text(encoding="utf-8")
-    kernels = hash_sources() if find_compiler(environ) and not has_compiled_kernels() else ""
+    kernels = hash_sources() if _needs_kernels(machine) and _find_compiler_for(machine, environ) else ""
     text = f"{python}\n{machine}\n{pins}\n{hashes}\n{requirements}\n{EXTRAS}\n{kernels}"
     return cache_path(environ) / "wheels" / f"{python}-{hash_text(text, 12)}"
 
@@ -263,13 +264,18 @@ def _fill_folder(folder: Path, python: str, machine: str, environ: Mapping[str, 
     _pip(*download, *_choose_torch(folder, python, machine))
     for path in (built, fetched):
         path.unlink()
-    if not (_is_like_here(machine) and has_compiled_kernels()):
+    if _needs_kernels(machine):
         _add_kernels(folder, machine, environ)
 
 
 def _is_like_here(machine: str) -> bool:
     """Return whether what pip chooses for this machine fits Linux hosts of the architecture `machine`."""
     return sys.platform == "linux" and machine == platform.machine()
+
+
+def _needs_kernels(machine: str) -> bool:
+    """Return whether hosts of an architecture need a wheel with kernels, because this cpuft's own has none for them."""
+    return not (_is_like_here(machine) and has_compiled_kernels())
 
 
 def _choose_target(python: str, machine: str) -> tuple[str, ...]:
@@ -323,14 +329,21 @@ def _pip(*argv: str) -> str:
     return answer.output
 
 
+def _find_compiler_for(machine: str, environ: Mapping[str, str]) -> str | None:
+    """Return the path of the C++ compiler for an architecture: another one's is a cross compiler; None without one."""
+    if _is_like_here(machine):
+        return find_compiler(environ)
+    return shutil.which(f"{machine}-linux-gnu-g++", path=environ.get("PATH"))
+
+
 def _add_kernels(folder: Path, machine: str, environ: Mapping[str, str]) -> None:
-    compiler = find_compiler(environ)
+    compiler = _find_compiler_for(machine, environ)
     try:
-        if not _is_like_here(machine):
-            raise CpuftError(f"this machine compiles none for {machine}")
+        refuse_other_systems("compiling them", "install g++ on the hosts, or make the cluster from a Linux machine")
         if compiler is None:
-            raise CpuftError("this machine has no C++ compiler (Debian: apt-get install g++)")
-        write_kernels_wheel(compiler, folder)
+            package = "g++" if _is_like_here(machine) else f"g++-{machine.replace('_', '-')}-linux-gnu"
+            raise CpuftError(f"this machine has no C++ compiler for {machine} (Debian: apt-get install {package})")
+        write_kernels_wheel(compiler, folder, machine=machine)
     except CpuftError as error:
         slow = (
             "hosts without a C++ compiler (Debian: apt-get install g++) will train more slowly, on x86-64 2 to 3 times"
@@ -338,16 +351,22 @@ def _add_kernels(folder: Path, machine: str, environ: Mapping[str, str]) -> None
         print(f"no compiled kernels are sent to the hosts, because {error}; {slow}", file=sys.stderr)
 
 
-def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] = TARGETS) -> Path:
-    """Compile the kernels into one wheel; return its path. CpuftError: all targets fail, or there are none."""
+def write_kernels_wheel(
+    compiler: str, folder: Path, targets: Sequence[Target] = (), machine: str = platform.machine()
+) -> Path:
+    """Compile the kernels for an architecture into one wheel, by default for all its classes of CPUs; return its path.
+
+    Raises CpuftError: all targets fail, or there are none.
+    """
+    targets = targets or MACHINES.get(machine, ())
     if not targets:
-        raise CpuftError(f"no kernels are compiled in advance for {platform.machine()}")
+        raise CpuftError(f"no kernels are compiled in advance for {machine}")
     folder.mkdir(parents=True, exist_ok=True)
     made = compile_targets(compiler, targets)
     files = {f"{PACKAGE}/{name}": found for name, found in made.items() if isinstance(found, bytes)}
     if not files:
         raise CpuftError(str(next(iter(made.values()))))
-    return _write_wheel(folder, *_make_wheel(PACKAGE, f"py3-none-linux_{platform.machine()}", files))
+    return _write_wheel(folder, *_make_wheel(PACKAGE, f"py3-none-linux_{machine}", files))
 
 
 @cache

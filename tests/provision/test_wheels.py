@@ -139,8 +139,11 @@ def answer_downloads(
 
     monkeypatch.setattr(wheels, "_pip", answer)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(wheels, "write_kernels_wheel", lambda *_: None)
-    wheels.download_wheels("{}.{}".format(*sys.version_info), machine, {"XDG_CACHE_HOME": str(folder), **os.environ})
+    monkeypatch.setattr(wheels, "has_compiled_kernels", lambda: False)
+    compilers = {"x86_64": "g++", "aarch64": None}
+    monkeypatch.setattr(wheels, "_find_compiler_for", lambda machine, _: compilers[machine])
+    monkeypatch.setattr(wheels, "write_kernels_wheel", lambda *_, machine: None)
+    wheels.download_wheels("{}.{}".format(*sys.version_info), machine, {**os.environ, "XDG_CACHE_HOME": str(folder)})
     return calls, requirements
 
 
@@ -170,9 +173,8 @@ def test_wheels_for_arm_are_downloaded_on_x86(
     assert "--index-url" not in torch
     names = {line.partition("==")[0] for line in requirements}
     assert {"impi-rt", "mpich", "oneccl-cpu", "mpi4py"} & names == {"mpich", "mpi4py"}
-    assert "no compiled kernels are sent to the hosts, because this machine compiles none for aarch64" in (
-        capsys.readouterr().err
-    )
+    missing = "this machine has no C++ compiler for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)"
+    assert f"no compiled kernels are sent to the hosts, because {missing}; hosts without" in capsys.readouterr().err
 
 
 def test_wheels_for_x86_are_downloaded_on_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +184,20 @@ def test_wheels_for_x86_are_downloaded_on_arm(tmp_path: Path, monkeypatch: pytes
     assert {"--target", "manylinux_2_28_x86_64"} <= set(asked)
     assert calls[-1][-3:] == ("torch==2.13.0+cpu", "--index-url", CPU_INDEX)
     assert {"impi-rt", "mpich"} & {line.partition("==")[0] for line in requirements} == {"impi-rt"}
+
+
+def test_kernels_for_arm_come_from_a_cross_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "aarch64-linux-gnu-g++").touch(mode=0o755)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(wheels, "compile_targets", lambda compiler, targets: {t.name: b"" for t in targets})
+    environ = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    wheels._add_kernels(tmp_path / "wheels", "aarch64", environ)
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    assert wheel.name == f"cpuft_kernels-{cpuft.__version__}-py3-none-linux_aarch64.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        assert {"cpuft_kernels/bf16", "cpuft_kernels/neon"} <= set(archive.namelist())
+    folders = [wheels.downloads_folder("3.11", "aarch64", each) for each in (environ, {**environ, "PATH": ""})]
+    assert folders[0] != folders[1]
 
 
 def test_this_cpuft_takes_no_compiled_files_to_another_architecture(
@@ -224,6 +240,20 @@ def test_wheels_of_another_architecture_are_refused(tmp_path: Path, name: str, m
         f"--wheels {tmp_path}: {name} is for {tags}, and the hosts are {machine} with Linux and glibc: download it "
         "for these hosts, or leave --wheels out"
     )
+
+
+def test_a_mac_downloads_wheels_for_linux(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    calls, requirements = answer_downloads("x86_64", "2.13.0", tmp_path, monkeypatch)
+    downloads = [words for words in calls if words[0] == "download"]
+    assert len(downloads) == 2
+    for words in downloads:
+        assert {"--platform", "manylinux_2_28_x86_64", "--python-version", ":all:"} <= {*words}
+    assert downloads[1][-3:] == ("torch==2.13.0+cpu", "--index-url", CPU_INDEX)
+    assert "impi-rt" in {line.partition("==")[0] for line in requirements}
+    assert "because compiling them needs Linux, and this machine has macOS" in capsys.readouterr().err
 
 
 def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,11 @@ struct Fused {
 
 template <class T> constexpr int64_t IN_WORD = 4 / int64_t(sizeof(T));
 // Number of rows of sums, each of two vectors, that fit into registers.
+#ifdef __aarch64__
+constexpr int64_t HIGH = 8;
+#else
 constexpr int64_t HIGH = W / 2;
+#endif
 // Rows and columns of factors are padded with zeros to multiples of these; with AMX to two tiles in each direction.
 #ifdef __AMX_BF16__
 template <class T> constexpr int64_t ROWS = sizeof(T) == 2 ? 32 : HIGH;
@@ -44,8 +48,10 @@ template <> inline vec add_product<Fused>(vec sums, uint32_t left, uvec right) {
     return fused(all(as_float(left)), (vec)right, sums);
 }
 template <> inline vec add_product<bf16>(vec sums, uint32_t left, uvec right) {
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__)
     return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(int(left)), (__m512bh)right);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return vbfdotq_f32(sums, vreinterpretq_bf16_u32(right), vreinterpretq_bf16_u32(vdupq_n_u32(left)));
 #else
     sums += as_float(left << 16) * (vec)(right << 16);
     return sums + as_float(left & 0xffff0000u) * (vec)(right & 0xffff0000u);

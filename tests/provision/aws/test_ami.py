@@ -65,7 +65,7 @@ def test_the_newest_available_ami_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(facts, "read_recipe", lambda path: RECIPE)
     for found, wanted in (((OLD, NEW, COMING), "ami-2"), ((COMING,), "")):
         monkeypatch.setattr(facts, "find_images", lambda *filter, found=found: found)
-        assert facts._find_recipe_image(client, "recipe.yaml") == wanted
+        assert facts._find_recipe_image(client, "recipe.yaml", "x86_64") == wanted
 
 
 @pytest.mark.parametrize(("image", "ready"), [(NEW, True), (COMING, False), (None, False)])
