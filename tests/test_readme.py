@@ -150,6 +150,28 @@ def test_the_line_for_the_shell_makes_it_complete() -> None:
     assert done.stdout.split()[-1] == "cpuft"
 
 
+SHELL = "".join(re.findall(r"^```sh\n(.*?)^```", EVERYTHING, re.DOTALL | re.M))
+"""Commands of other tools, which no test can run."""
+
+
+def test_commands_of_other_tools_are_shell() -> None:
+    assert subprocess.run(["bash", "-n"], input=SHELL, capture_output=True, text=True, check=True).stderr == ""
+
+
+@pytest.mark.proof
+def test_azures_client_knows_its_commands(tmp_path: Path) -> None:
+    """Without an account, it gets as far as that."""
+    lines = re.findall(r"^az .*$", SHELL.replace("\\\n", ""), re.M)
+    assert len(lines) >= 4
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "own"], check=True)
+    subprocess.run([tmp_path / "own/bin/pip", "install", "--quiet", "azure-cli==2.91.0"], check=True)
+    settings = {"AZURE_CONFIG_DIR": str(tmp_path), "PATH": f"{tmp_path}/own/bin:/usr/bin:/bin"}
+    for line in (*lines, "az vm create --siz a"):
+        given = line.replace("~/.ssh/id_ed25519.pub", "/dev/null")
+        done = subprocess.run(["sh", "-c", given], env=settings, capture_output=True, text=True, check=False)
+        assert ("Please run 'az login'" in done.stderr) == (line in lines), done.stderr
+
+
 @pytest.mark.parametrize("line", re.findall(r"^pip install .*$", EVERYTHING, re.M))
 def test_pip_takes_every_line_for_it(line: str) -> None:
     more = ("--dry-run", "--no-index", "--no-deps", "--no-build-isolation", "--quiet")

@@ -1,7 +1,9 @@
-"""The pods of an MPIJob of Kubeflow's operator: how the launcher reaches them, and what its workers run.
+"""The pods of an MPIJob of Kubeflow's operator, or of a TrainJob of its Trainer with the same key and hostfile: how the
+launcher reaches them, and what its workers run.
 
 The operator gives one key pair to all pods of a job, for logins. Workers that `python -m cpuft.hosts.mpijob` starts use
 it as their host key, too, so that no host key has to be accepted on first use: whoever has the job's key is in the job.
+All pods of a job run as the same user, which need not be root.
 
 Source: kubeflow/mpi-operator, pkg/controller/mpi_job_controller.go.
 """
@@ -27,7 +29,8 @@ from cpuft.hosts.transport import KEY_CHANGED, UNREACHABLE, HostError, SshTransp
 
 PORT = 2222
 """As in the operator's own images: users other than root may listen there, and it is not the port of a node's sshd."""
-_KEYS = Path("~/.ssh")
+_KEYS = ("/etc/mpi-ssh", "~/.ssh")
+"""Where the job's keys may be: in the manifests of cpuft submit, and where the operator puts them without its word."""
 _FOLDER = Path(f"/var/tmp/cpuft-mpijob-{os.geteuid()}")
 """The same on all pods, because mpirun's ssh on a worker reads it, too."""
 _START_SECONDS, _RETRY_SECONDS = 60.0, 1.0
@@ -74,7 +77,14 @@ def make_transport() -> MpiJobTransport:
     """Write the ssh files of an MPIJob, and return the transport to its pods from any of them, which tries unreachable
     ones for 60 s from now. Raises CpuftError: this pod has no key of an MPIJob.
     """
-    return MpiJobTransport(write_ssh_config(_KEYS.expanduser(), _FOLDER), deadline=time.monotonic() + _START_SECONDS)
+    config = write_ssh_config(find_keys(), _FOLDER)
+    return MpiJobTransport(config, deadline=time.monotonic() + _START_SECONDS)
+
+
+def find_keys() -> Path:
+    """Return the folder of the job's keys; if there is none, the one in which they would be found last."""
+    folders = [Path(os.path.expanduser(path)) for path in _KEYS]  # a user without a name may have no home
+    return next((path for path in folders if path.is_dir()), folders[-1])
 
 
 def write_ssh_config(keys: Path, folder: Path) -> str:
@@ -83,33 +93,39 @@ def write_ssh_config(keys: Path, folder: Path) -> str:
     """
     try:
         kind, key = (keys / "id_rsa.pub").read_text(encoding="utf-8").split()[:2]
+        private = (keys / "id_rsa").read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CpuftError(
             f"this pod has no key of an MPIJob ({error}): set sshAuthMountPath to {keys}, or name --ssh-config"
         ) from None
     make_private_folder(folder, "restart the pod")
+    # ssh and sshd refuse a key that belongs to their user and that others may read; a mounted one may be of that kind.
+    write_text(folder / "id_rsa", private)
+    os.chmod(folder / "id_rsa", 0o600)
     write_text(folder / "known_hosts", f"mpijob {kind} {key}\n")
-    text = ssh_config.format_shared_key_config("mpijob", f"{keys}/id_rsa", f"{folder}/known_hosts", PORT)
+    write_text(folder / "authorized_keys", f"{kind} {key}\n")
+    text = ssh_config.format_shared_key_config("mpijob", f"{folder}/id_rsa", f"{folder}/known_hosts", PORT)
     write_text(folder / "ssh_config", text)
     return str(folder / "ssh_config")
 
 
-def sshd_command(keys: Path) -> tuple[str, ...]:
-    """Return the argv of a worker's ssh server on port 2222, whose host key is `keys`/id_rsa."""
-    # The folder of a mounted secret is writable by all, and only this pod sees it.
-    return ssh_config.sshd_command(f"{keys}/id_rsa", PORT, StrictModes="no")
+def sshd_command(folder: Path) -> tuple[str, ...]:
+    """Return the argv of a worker's ssh server on port 2222, with the files that `write_ssh_config` wrote."""
+    # StrictModes: /var/tmp may be a mounted folder that others may write to.
+    return ssh_config.sshd_command(
+        f"{folder}/id_rsa", PORT, StrictModes="no", AuthorizedKeysFile=f"{folder}/authorized_keys"
+    )
 
 
 def main() -> None:
     """Write ssh's files for logins to other pods, and become a worker's ssh server; exit with 2 if that fails."""
-    keys = _KEYS.expanduser()
     try:
-        write_ssh_config(keys, _FOLDER)
+        write_ssh_config(find_keys(), _FOLDER)
         ssh_config.prepare_sshd()
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)
-    command = sshd_command(keys)
+    command = sshd_command(_FOLDER)
     os.execv(command[0], command)
 
 

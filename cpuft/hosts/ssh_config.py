@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -55,6 +56,8 @@ _FOR_PEOPLE = {
 """Options that suit a person at a terminal and break commands, and what replaces them where the configuration has them:
 older clients do not know all."""
 _SSHD = "/usr/sbin/sshd"
+_EXTRA_USERS = "/var/lib/extrausers/passwd"
+"""The second file with users, in images made by ami/Containerfile; group 0 may write to it."""
 _SERVER = {
     "PasswordAuthentication": "no",
     # Every rank and every query is a connection, and all hosts connect at once.
@@ -109,16 +112,13 @@ def read_login(host: Host, config_path: str = "") -> Login:
     """
     import paramiko
 
-    if sys.platform != "win32":
-        import pwd
-
-        try:
-            pwd.getpwuid(os.getuid())
-        except KeyError:
-            raise CpuftError(
-                f"host {host.name} cannot be reached, because ssh needs an entry of the user in /etc/passwd, and user "
-                f"{os.getuid()} has none: add one, use a user that has one, or name this machine localhost"
-            ) from None
+    try:
+        if sys.platform != "win32":
+            find_user()
+    except CpuftError as error:
+        raise CpuftError(
+            f"host {host.name} cannot be reached, because {error}, or name this machine localhost"
+        ) from None
     path = os.path.expanduser(config_path or "~/.ssh/config")
     try:
         config = _read_config(path, *_read_stamp(path)) if os.path.exists(path) else paramiko.SSHConfig()
@@ -140,6 +140,24 @@ def read_login(host: Host, config_path: str = "") -> Login:
         jumps=parse_jumps(str(found.get("proxyjump", "")), f"ProxyJump of host {host.name}"),
         proxy="" if proxy == "none" else proxy,
         replaced=tuple(dict.fromkeys(option for name, option in _FOR_PEOPLE.items() if name in found)),
+    )
+
+
+def find_user() -> str:
+    """Return the name of this user, without which ssh and sshd start nothing. A user without a name, as a container may
+    have, gets the name cpuft where the image lets them (libnss-extrausers). Raises CpuftError: it does not.
+    """
+    import pwd  # which Windows does not have
+
+    uid = os.getuid()
+    with suppress(KeyError):
+        return pwd.getpwuid(uid).pw_name
+    with suppress(OSError), open(_EXTRA_USERS, "a", encoding="utf-8") as users:
+        users.write(f"cpuft:x:{uid}:{uid}::/var/tmp:/bin/sh\n")
+    with suppress(KeyError):
+        return pwd.getpwuid(uid).pw_name
+    raise CpuftError(
+        f"ssh needs an entry of the user in /etc/passwd, and user {uid} has none: add one, use a user that has one"
     )
 
 
@@ -341,14 +359,19 @@ def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> t
     """Return the argv that starts an ssh server in a container, in the foreground, with its messages on stderr. The
     `options` of sshd_config win over those that cpuft always gives.
     """
-    given = [f"-o{name}={value}" for name, value in (_SERVER | options).items()]
+    # sshd uses PAM as root only.
+    own = {} if not os.geteuid() else {"UsePAM": "no"}
+    given = [f"-o{name}={value}" for name, value in (_SERVER | own | options).items()]
     return (_SSHD, "-D", "-e", *arguments, "-p", str(port), "-h", host_key, *given)
 
 
 def prepare_sshd() -> None:
-    """Make what sshd needs in a container: as root the folder /run/sshd. Raises CpuftError: there is no sshd."""
+    """Make what sshd needs in a container: as root the folder /run/sshd, else a name of the user. Raises CpuftError:
+    there is no sshd, or no name.
+    """
     if not os.path.exists(_SSHD):
         raise CpuftError(f"there is no {_SSHD}: use a container image that has openssh-server")
+    find_user()
     if not os.geteuid():
         os.makedirs("/run/sshd", exist_ok=True)  # where sshd locks up its unprivileged process
 

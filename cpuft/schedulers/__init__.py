@@ -9,11 +9,13 @@ from cpuft.errors import CpuftError
 from cpuft.schedulers.aws_batch import AwsBatch
 from cpuft.schedulers.base import Scheduler
 from cpuft.schedulers.dstack import Dstack
-from cpuft.schedulers.kubernetes import Kubernetes
+from cpuft.schedulers.kubernetes import Kubernetes, TrainJob
 from cpuft.schedulers.skypilot import SkyPilot
 from cpuft.schedulers.slurm import Slurm
 
-SCHEDULERS: dict[str, type[Scheduler[Any]]] = {one.name: one for one in (Slurm, Kubernetes, AwsBatch, Dstack, SkyPilot)}
+SCHEDULERS: dict[str, type[Scheduler[Any]]] = {
+    one.name: one for one in (Slurm, Kubernetes, TrainJob, AwsBatch, Dstack, SkyPilot)
+}
 
 
 def parse_job(text: str) -> tuple[Scheduler[Any], str]:

@@ -263,7 +263,8 @@ def read_template(name: str) -> str:
 def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) -> str:
     """Return a YAML template of this folder in which each text `$key` is replaced by that of `values`, or an option.
 
-    Keys of mappings whose value is None are left out. Raises CpuftError: `options` name no image.
+    A template may have several documents. Keys of mappings whose value is None are left out. Raises CpuftError:
+    `options` name no image.
     """
     import yaml
 
@@ -283,7 +284,8 @@ def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) 
 
     dumper: Any = type("Dumper", (yaml.SafeDumper,), {})
     dumper.add_representer(str, represent)
-    return str(yaml.dump(fill(yaml.safe_load(read_template(name))), Dumper=dumper, sort_keys=False, width=120))
+    filled = map(fill, yaml.safe_load_all(read_template(name)))
+    return str(yaml.dump_all(filled, Dumper=dumper, sort_keys=False, width=120))
 
 
 def follow_job(

@@ -19,7 +19,6 @@ import hmac
 import io
 import logging
 import os
-import pwd
 import re
 import secrets
 import select
@@ -461,7 +460,7 @@ def _dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, p
             if session.get_remote_server_key() != keys.host:
                 session.close()
                 raise differs
-            session.auth_publickey(pwd.getpwuid(os.geteuid()).pw_name, keys.login)
+            session.auth_publickey(ssh_config.find_user(), keys.login)
             return connection, session
         except paramiko.AuthenticationException:
             raise differs from None

@@ -1,4 +1,5 @@
-"""Kubernetes: the manifest of an MPIJob of Kubeflow's operator (v2beta1), and kubectl.
+"""Kubernetes: the manifests of an MPIJob of Kubeflow's operator (v2beta1) and of a TrainJob of Kubeflow's Trainer
+(v1alpha1), and kubectl.
 
 Where a job's hosts are, and what its workers run: cpuft/hosts/mpijob.py.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cpuft.config.fields import option
 from cpuft.errors import CpuftError
@@ -26,8 +27,8 @@ from cpuft.schedulers.base import (
 _LABEL = re.compile("[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _DEFAULTS = ("--grace-period", "110")
 """Seconds for a checkpoint: a little less than the pod's terminationGracePeriodSeconds."""
-_CONDITIONS = ("Failed", "Succeeded", "Suspended", "Restarting", "Running", "Created")
-"""States of an MPIJob; of several that are true, the first one here is shown."""
+_CONDITIONS = ("Failed", "Succeeded", "Complete", "Suspended", "Restarting", "Running", "Created")
+"""States of an MPIJob or a TrainJob; of several that are true, the first one here is shown."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,21 @@ class Kubernetes(Scheduler[KubernetesOptions]):
     name = "kubernetes"
     options = KubernetesOptions
     help = "Submit a launch or a sweep by kubectl, as an MPIJob of Kubeflow's operator."
+    _kinds: ClassVar[str] = "mpijob"
+    """Kinds of the objects that make up a job, the job's own first."""
+    _last_pod: ClassVar[str] = "{name}-worker-{last}"
+    """The longest name that the operator makes of a job's."""
+    _launcher: ClassVar[str] = "training.kubeflow.org/job-name={name},training.kubeflow.org/job-role=launcher"
+    """Labels of the launcher's pod."""
 
     def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
         """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host. Raises
         CpuftError: the name, namespace or --nodes does not fit, or there is no image.
         """
         hosts, ranks = launch.count_hosts(options.nodes)
-        last_host = f"{options.name}-worker-{hosts - 1}"
+        last_pod = self._last_pod.format(name=options.name, last=hosts - 1)
         for flag, text, label in (
-            ("name", options.name, last_host),
+            ("name", options.name, last_pod),
             ("namespace", options.namespace, options.namespace or "a"),
             ("queue", options.queue, options.queue or "a"),
         ):
@@ -90,31 +97,36 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         return fill_template("kubernetes.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Create an MPIJob; return "NAME", or "NAMESPACE/NAME" with a namespace. Raises CpuftError: kubectl fails."""
-        created = run_client("kubectl", "create", "--output=name", "--filename=-", stdin=text)
-        name = created.strip().rpartition("/")[2]  # "mpijob.kubeflow.org/NAME"
+        """Create a job; return "NAME", or "NAMESPACE/NAME" with a namespace. Raises CpuftError: kubectl fails."""
+        name = _create(text).rpartition("/")[2]  # "mpijob.kubeflow.org/NAME"
         return f"{self.scope}/{name}" if self.scope else name
 
     def cancel(self, job: str) -> None:
-        """Delete an MPIJob and its pods by kubectl."""
-        run_client("kubectl", "delete", "mpijob", job, *self._namespace)
+        """Delete a job and its pods by kubectl."""
+        run_client("kubectl", "delete", self._kinds, job, *self._namespace)
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the MPIJob has the label of cpuft's manifests, app.kubernetes.io/managed-by: cpuft."""
-        return self._get("mpijob", job, r"{.metadata.labels.app\.kubernetes\.io/managed-by}") == ["cpuft"]
+        """Return whether the job has the label of cpuft's manifests, app.kubernetes.io/managed-by: cpuft."""
+        return self._get(self._kind, job, r"{.metadata.labels.app\.kubernetes\.io/managed-by}") == ["cpuft"]
 
     def status(self, job: str) -> JobStatus:
-        """Return the state of an MPIJob, with the log of its launcher's pod; the log is "" if it cannot be read.
+        """Return the state of a job, with the log of its launcher's pod; the log is "" if it cannot be read.
 
-        The exit code is 0 for Succeeded, the pod's (1 if there is none) for Failed, else None.
+        The exit code is 0 for Succeeded and Complete, the pod's (1 if there is none) for Failed, else None.
         """
-        launcher = f"--selector=training.kubeflow.org/job-name={job},training.kubeflow.org/job-role=launcher"
-        true = self._get("mpijob", job, '{.status.conditions[?(@.status=="True")].type}')
+        launcher = f"--selector={self._launcher.format(name=job)}"
+        true = self._get(self._kind, job, '{.status.conditions[?(@.status=="True")].type}')
         codes = self._get("pods", launcher, "{.items[*].status.containerStatuses[0].state.terminated.exitCode}")
-        state = next((condition for condition in _CONDITIONS if condition in true), "Pending")
+        state = next((condition for condition in _CONDITIONS if condition in true), "")
+        if not state:  # a TrainJob has no condition while it runs
+            state = ["Pending", *self._get("pods", launcher, "{.items[*].status.phase}")][-1]
         log = run_command(("kubectl", "logs", launcher, "--tail=-1", *self._namespace), ANSWER_SECONDS)
-        exit_code = {"Succeeded": 0, "Failed": int(codes[-1]) if codes else 1}.get(state)
+        exit_code = {"Succeeded": 0, "Complete": 0, "Failed": int(codes[-1]) if codes else 1}.get(state)
         return JobStatus(state, exit_code, "" if log.exit_code else log.output)
+
+    @property
+    def _kind(self) -> str:
+        return self._kinds.partition(",")[0]
 
     @property
     def _namespace(self) -> tuple[str, ...]:
@@ -122,6 +134,51 @@ class Kubernetes(Scheduler[KubernetesOptions]):
 
     def _get(self, kind: str, which: str, path: str) -> list[str]:
         return run_client("kubectl", "get", kind, which, *self._namespace, f"--output=jsonpath={path}").split()
+
+
+class TrainJob(Kubernetes):
+    """Kubernetes with Kubeflow's Trainer: a TrainJob, and a TrainingRuntime of the same name that has its pods.
+
+    The runtime's MPI policy gives the pods the same key and hostfile as an MPIJob, for any implementation of MPI: those
+    that the policy knows differ only in the hostfile's form and in variables of Open MPI. Source: kubeflow/trainer,
+    pkg/runtime/framework/plugins/mpi/mpi.go (2.0 to 2.3).
+    """
+
+    name = "trainjob"
+    help = "Submit a launch or a sweep by kubectl, as a TrainJob of Kubeflow's Trainer (version 2)."
+    _kinds = "trainjob,trainingruntime"
+    _last_pod = "{name}-launcher-0-{last}-abcde"
+    _launcher = "jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/replicatedjob-name=launcher"
+
+    def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
+        """Return the manifests of a runtime and of a job, whose pods are those of an MPIJob. Raises as its method."""
+        import yaml
+
+        spec = yaml.safe_load(super().render(options, launch, cpuft))["spec"]
+        values: dict[str, Any] = {"ranks": spec["slotsPerWorker"], "seconds": options.seconds or None}
+        values |= {"namespace": options.namespace or None, "queue": options.queue or None}
+        for role, replicas in spec["mpiReplicaSpecs"].items():
+            pod = replicas["template"]["spec"]
+            container = pod["containers"][0] | {"name": "node"}  # the policy leaves others as they are
+            values[role.lower()] = pod | {"restartPolicy": replicas["restartPolicy"], "containers": [container]}
+            values["hosts"] = replicas["replicas"]  # the workers come last
+        values["launcher"]["containers"][0]["env"].append({"name": "K_MPI_JOB_ROLE", "value": "launcher"})
+        return fill_template("trainjob.yaml", options, values)
+
+    def submit(self, text: str) -> str:
+        """Create a runtime and its job, or none of them; return the job as `Kubernetes.submit` does."""
+        runtime, job = text.split("\n---\n")
+        made = _create(runtime)
+        try:
+            return super().submit(job)
+        except CpuftError:
+            run_command(("kubectl", "delete", made, *self._namespace), ANSWER_SECONDS)
+            raise
+
+
+def _create(text: str) -> str:
+    """Create what a manifest describes; return what kubectl calls it, such as "mpijob.kubeflow.org/NAME"."""
+    return run_client("kubectl", "create", "--output=name", "--filename=-", stdin=text).strip()
 
 
 def escape_variables(text: str) -> str:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _SECONDS = 60
 """An input that takes longer hangs."""
 
-_IS_YAML = "import sys, yaml; yaml.safe_load(sys.stdin.buffer)"
+_IS_YAML = "import sys, yaml; list(yaml.safe_load_all(sys.stdin.buffer))"
 _PACKAGE = f"{os.sep}cpuft{os.sep}"
 
 
@@ -152,7 +152,7 @@ def _judge(case: Case, code: Any, output: bytes, errors: str) -> Fault:
     if code == 0 and ("--dry-run" in case.words or case.words[0] == "env"):
         # Plans are scripts, but those of containers; a policy is JSON. Settings set variables and do nothing else.
         command = ["bash", "-n"] if "--dry-run" in case.words else ["env", "-i", "bash", "-e"]
-        is_yaml = verb in ("submit kubernetes", "submit batch") or "--policy" in case.words
+        is_yaml = verb in ("submit kubernetes", "submit trainjob", "submit batch") or "--policy" in case.words
         command = [sys.executable, "-c", _IS_YAML] if is_yaml else command
         script = subprocess.run(command, input=output, capture_output=True, check=False, env={"PATH": "/usr/bin:/bin"})
         wrong = script.returncode or script.stdout or script.stderr

@@ -40,6 +40,7 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("submit", "kubernetes"): [["--dry-run", "--image=i"]],
     ("submit", "skypilot"): [["--dry-run", "--image=i"]],
     ("submit", "slurm"): [["--dry-run"]],
+    ("submit", "trainjob"): [["--dry-run", "--image=i"]],
     ("sweep",): [["--dry-run"]],
     ("provision", "local"): [
         ["--dry-run"],
@@ -90,7 +91,7 @@ GOOD = {
     "backends": ["gloo,auto"],
     "dtypes": ["float32"],
     "operations": ["broadcast"],
-    "job": ["slurm:1", "kubernetes:a/b", "batch:us-east-1/c"],
+    "job": ["slurm:1", "kubernetes:a/b", "trainjob:a/b", "batch:us-east-1/c"],
     "array": ["0-3"],
     "learning_rate": ["1e-5", "1e-5,1e-4"],
     "seed": ["1", "1..3"],

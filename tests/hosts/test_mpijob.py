@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import socket
 import sys
 import time
@@ -13,9 +15,10 @@ import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
+from cpuft.hosts import ssh_config
 from cpuft.hosts.cluster import find_access, read_hosts
 from cpuft.hosts.hostfile import Host, find_job_hostfile
-from cpuft.hosts.mpijob import PORT, MpiJobTransport, sshd_command, write_ssh_config
+from cpuft.hosts.mpijob import PORT, MpiJobTransport, find_keys, sshd_command, write_ssh_config
 from cpuft.launch.settings import user_variables
 from tests.conftest import run_shell
 from tests.hosts.test_transport import Server, make_key, serve
@@ -77,7 +80,7 @@ def serve_job(folder: Path) -> Iterator[tuple[Server, str]]:
         keys = folder / "keys"
         keys.mkdir()
         (keys / "id_rsa").write_bytes((folder / "client").read_bytes())
-        (keys / "id_rsa").chmod(0o600)
+        (keys / "id_rsa").chmod(0o644)  # as the operator gives it; ssh accepts only its copy
         (keys / "id_rsa.pub").write_text(f"{server.key} of the job\n")
         config = Path(write_ssh_config(keys, folder / "trust"))
         config.write_text(config.read_text().replace(f"Port {PORT}", f"Port {server.port}\n    HostName 127.0.0.1"))
@@ -102,6 +105,7 @@ def test_a_worker_is_known_by_the_jobs_key(tmp_path: Path) -> None:
 def test_unreachable_pods_are_retried_until_the_deadline(tmp_path: Path) -> None:
     key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGx0uLAkZ4lSbDxZlUmXo8oWDvKPIDUcBTXIyVK7vAVS"
     (tmp_path / "id_rsa.pub").write_text(key)
+    (tmp_path / "id_rsa").touch()
     config = write_ssh_config(tmp_path, tmp_path / "trust")
     Path(config).write_text("Host *\n    HostName 127.0.0.1\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -126,6 +130,7 @@ def test_a_pod_is_recognized_by_the_first_part_of_its_name() -> None:
 
 def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / "id_rsa.pub").write_text("ecdsa-sha2-nistp521 AAAA\n")
+    (tmp_path / "id_rsa").touch()
     (tmp_path / "trust").mkdir()
     (tmp_path / "trust").chmod(0o777)
     with pytest.raises(CpuftError, match=r"can be written to by other users .* restart the pod$"):
@@ -139,6 +144,52 @@ def test_a_worker_without_a_key_is_refused_in_one_line(tmp_path: Path) -> None:
     assert done.stderr.endswith(f"set sshAuthMountPath to {tmp_path}/.ssh, or name --ssh-config\n")
 
 
+def test_the_job_s_key_is_found_where_a_manifest_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("cpuft.hosts.mpijob._KEYS", (f"{tmp_path}/keys", "~/.ssh"))
+    assert find_keys() == tmp_path / ".ssh"
+    (tmp_path / "keys").mkdir()
+    assert find_keys() == tmp_path / "keys"
+
+
+def test_ssh_gets_a_copy_of_the_key_that_nobody_else_can_read(tmp_path: Path) -> None:
+    make_key(tmp_path / "id_rsa")
+    (tmp_path / "id_rsa").chmod(0o644)
+    write_ssh_config(tmp_path, tmp_path / "trust")
+    assert (tmp_path / "trust/id_rsa").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "trust/id_rsa").read_text() == (tmp_path / "id_rsa").read_text()
+    public = " ".join((tmp_path / "id_rsa.pub").read_text().split()[:2])
+    assert (tmp_path / "trust/authorized_keys").read_text() == f"{public}\n"
+
+
+def test_a_user_without_a_name_gets_one_where_the_image_lets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = tmp_path / "passwd"
+
+    def look_up(uid: int) -> pwd.struct_passwd:
+        lines = users.read_text().splitlines() if users.exists() else []
+        for name, _, number, *rest in (line.split(":") for line in lines):
+            if int(number) == uid:
+                return pwd.struct_passwd((name, "x", uid, int(rest[0]), *rest[1:]))
+        raise KeyError(uid)
+
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    monkeypatch.setattr(pwd, "getpwuid", look_up)
+    monkeypatch.setattr(ssh_config, "_EXTRA_USERS", str(tmp_path / "none/passwd"))
+    with pytest.raises(CpuftError, match="user 4000000 has none: add one"):
+        ssh_config.find_user()
+    monkeypatch.setattr(ssh_config, "_EXTRA_USERS", str(users))
+    assert [ssh_config.find_user() for _ in range(2)] == ["cpuft", "cpuft"]
+    assert users.read_text() == "cpuft:x:4000000:4000000::/var/tmp:/bin/sh\n"
+
+
+def test_only_root_s_sshd_uses_pam(monkeypatch: pytest.MonkeyPatch) -> None:
+    for uid, has in ((0, False), (1000, True)):
+        monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
+        assert ("-oUsePAM=no" in sshd_command(Path("/a"))) == has
+
+
 def test_sshd_accepts_its_options(tmp_path: Path) -> None:
     """And says which it has then, the first of each name."""
     make_key(tmp_path / "id_rsa")
@@ -146,5 +197,6 @@ def test_sshd_accepts_its_options(tmp_path: Path) -> None:
     done = run_shell(if_root.replace(" -D ", " "))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.lower().splitlines()
-    assert {f"port {PORT}", f"hostkey {tmp_path}/id_rsa".lower(), "strictmodes no"} <= {*lines}
+    keys = f"authorizedkeysfile {tmp_path}/authorized_keys".lower()
+    assert {f"port {PORT}", f"hostkey {tmp_path}/id_rsa".lower(), "strictmodes no", keys} <= {*lines}
     assert [line for line in lines if line.startswith("hostkey ")] == [f"hostkey {tmp_path}/id_rsa".lower()]

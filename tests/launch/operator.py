@@ -1,6 +1,7 @@
-"""A small stand-in for Kubeflow's operator: it makes pods of an MPIJob's manifest, each one a simulated host.
+"""A small stand-in for Kubeflow's operator and its Trainer: it makes pods of the manifest of an MPIJob or of a TrainJob
+with its runtime, each one a simulated host.
 
-As the real one: a key for the job, names for pods, a hostfile, the launcher's variables, and a
+As the real ones: a key for the job, names for pods, a hostfile, the launcher's variables, and a
 launcher that starts once all workers are ready. The last host is the launcher's.
 """
 
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ from tests.provision.simulated import Simulated
 _READY_SECONDS = 60.0
 _MOUNT = """set -e
 hostname "$1"
+for place in etc root; do
+    mkdir /dev/shm/$place
+    mount -t tmpfs tmpfs /dev/shm/$place
+    mkdir /dev/shm/$place/upper /dev/shm/$place/work
+    mount -t overlay overlay -o lowerdir=/$place,upperdir=/dev/shm/$place/upper,workdir=/dev/shm/$place/work /$place
+done
 mount --bind "$2/hosts" /etc/hosts
-mkdir /dev/shm/root
-mount -t tmpfs tmpfs /dev/shm/root
-mkdir /dev/shm/root/upper /dev/shm/root/work
-mount -t overlay overlay -o lowerdir=/root,upperdir=/dev/shm/root/upper,workdir=/dev/shm/root/work /root
-mkdir -p /root/.ssh /root/.cache
-mount --bind "$2/secret" /root/.ssh
+mkdir -p "$4" /root/.cache
+mount --bind "$2/secret" "$4"
 mount --bind "$3" /root/.cache
 mount -t tmpfs tmpfs /var/tmp
 """
@@ -56,13 +59,24 @@ class Operator:
     job: dict[str, Any]
     cluster: Simulated
     folder: Path
+    runtime: dict[str, Any] = field(default_factory=dict)
+    """The specification of a TrainJob's runtime; empty for an MPIJob."""
 
     @property
     def workers(self) -> int:
-        return int(self.job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"])
+        spec = self.job["spec"]
+        return int(spec["trainer"]["numNodes"] if self.runtime else spec["mpiReplicaSpecs"]["Worker"]["replicas"])
+
+    @property
+    def slots(self) -> int:
+        policy = self.runtime["mlPolicy"]["mpi"] if self.runtime else {}
+        return int(policy["numProcPerNode"] if policy else self.job["spec"]["slotsPerWorker"])
 
     def pod(self, role: str, number: int = 0) -> str:
-        return f"{self.job['metadata']['name']}-{role}" + f"-{number}" * (role == "worker")
+        name = self.job["metadata"]["name"]
+        if self.runtime:
+            return f"{name}-{'node' if role == 'worker' else role}-0-{number}"
+        return f"{name}-{role}" + f"-{number}" * (role == "worker")
 
     def _enter(self, number: int) -> tuple[str, ...]:
         holder = (self.cluster.folder / "state" / self.cluster.name / "nodes" / str(number) / "pid").read_text().strip()
@@ -76,30 +90,37 @@ class Operator:
             path.mkdir(parents=True)
         key = ("ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-m", "PEM", "-N", "", "-f", str(secret / "id_rsa"))
         subprocess.run(key, check=True)
-        (secret / "id_rsa.pub").chmod(0o600)
         (secret / "authorized_keys").write_bytes((secret / "id_rsa.pub").read_bytes())
+        for path in secret.iterdir():
+            path.chmod(0o640 if self.runtime else 0o644)
         secret.chmod(0o1777)
         space = self.job["metadata"].get("namespace", "default")
         pods = [self.pod("worker", number) for number in range(self.workers)] + [self.pod("launcher")]
-        names = [f"{pod}.{name}.{space}.svc" for pod in pods]
+        names = [f"{pod}.{name}" + f".{space}.svc" * (not self.runtime) for pod in pods]
         lines = [f"{host.name} {at} {pod}" for host, at, pod in zip(self.cluster.hosts, names, pods)]
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n", encoding="utf-8")
-        slots = self.job["spec"]["slotsPerWorker"]
-        (self.folder / "hostfile").write_text("".join(f"{at}:{slots}\n" for at in names[:-1]), encoding="utf-8")
+        line = "{} slots={}\n" if self.runtime else "{}:{}\n"
+        text = "".join(line.format(at, self.slots) for at in names[:-1])
+        (self.folder / "hostfile").write_text(text, encoding="utf-8")
         cache = cache_folder(os.environ).parent  # kernels are built once
         for number, pod in enumerate(pods, start=1):
-            words = ("sh", "-c", _MOUNT, "kubelet", pod, str(self.folder), str(cache))
+            keys = (self.runtime["mlPolicy"]["mpi"] if self.runtime else self.job["spec"])["sshAuthMountPath"]
+            words = ("sh", "-c", _MOUNT, "kubelet", pod, str(self.folder), str(cache), keys)
             subprocess.run((*self._enter(number), *words), check=True)
 
     def container(self, role: str) -> dict[str, Any]:
-        template = self.job["spec"]["mpiReplicaSpecs"][role]["template"]
+        if self.runtime:
+            jobs = {one["name"]: one["template"]["spec"] for one in self.runtime["template"]["spec"]["replicatedJobs"]}
+            template = jobs["node" if role == "Worker" else "launcher"]["template"]
+        else:
+            template = self.job["spec"]["mpiReplicaSpecs"][role]["template"]
         return dict(template["spec"]["containers"][0])
 
     @contextmanager
     def pod_of(self, role: str, host: int, words: Sequence[str], **more: str) -> Iterator[subprocess.Popen[str]]:
         """A container on a host, with no variable but its own; it goes with its pod."""
         environ = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
-        environ |= {"K_MPI_JOB_ROLE": role, **more}
+        environ |= more if self.runtime else {"K_MPI_JOB_ROLE": role, **more}
         words = [*self._enter(host), *(expand(word, environ) for word in words)]
         out, null = subprocess.PIPE, subprocess.DEVNULL
         process = subprocess.Popen(
@@ -115,12 +136,19 @@ class Operator:
     @contextmanager
     def launcher(self, *words: str) -> Iterator[subprocess.Popen[str]]:
         """The launcher with its own command, or another one."""
-        told = {
-            "I_MPI_HYDRA_HOST_FILE": str(self.folder / "hostfile"),
-            "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-o ConnectionAttempts=10",
-            "I_MPI_PERHOST": str(self.job["spec"]["slotsPerWorker"]),
-        }
-        command = words or self.container("Launcher")["command"]
+        container, hostfile = self.container("Launcher"), str(self.folder / "hostfile")
+        # The Trainer's policy sets these, and no others, in a container of this name only.
+        told = {"OMPI_MCA_orte_default_hostfile": hostfile, "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10"}
+        if not self.runtime:
+            told = {
+                "I_MPI_HYDRA_HOST_FILE": hostfile,
+                "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-o ConnectionAttempts=10",
+                "I_MPI_PERHOST": str(self.slots),
+            }
+        elif container["name"] != "node":
+            told.clear()
+        told |= {one["name"]: one["value"] for one in container["env"] if one["name"].startswith("K_")}
+        command = words or container["command"]
         with self.pod_of("launcher", self.workers + 1, command, **told) as process:
             yield process
 
@@ -139,7 +167,8 @@ class Operator:
 @contextmanager
 def operate(text: str, cluster: Simulated) -> Iterator[Operator]:
     """Make pods of a manifest, and take the workers away at the end."""
-    made = Operator(yaml.safe_load(text), cluster, cluster.folder / "operator")
+    *runtimes, job = yaml.safe_load_all(text)
+    made = Operator(job, cluster, cluster.folder / "operator", *(one["spec"] for one in runtimes))
     made.prepare()
     worker = made.container("Worker")
     with ExitStack() as stack:

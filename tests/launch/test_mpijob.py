@@ -1,4 +1,4 @@
-"""Inside an MPIJob: the manifest that cpuft submit prints, made real on simulated hosts."""
+"""Inside an MPIJob or a TrainJob: the manifest that cpuft submit prints, made real on simulated hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.launch.operator import Operator, operate
 from tests.provision.simulated import needs_root, simulate
 
 pytestmark = needs_root
-SUBMIT = ("submit", "kubernetes", "--dry-run", "--image", "i", "--nodes", "2", "--name", "j", "--", "launch")
+SUBMIT = ("--dry-run", "--image", "i", "--nodes", "2", "--name", "j", "--", "launch")
 TRAINING = (
     "--task",
     "demo",
@@ -51,25 +51,26 @@ print("rank", dist.get_rank(), "of", dist.get_world_size(), "on", socket.gethost
 
 
 @contextmanager
-def make_job(folder: Path, *words: str) -> Iterator[Operator]:
+def make_job(folder: Path, *words: str, kind: str = "kubernetes") -> Iterator[Operator]:
     """A job of two workers; its run is operator/work/runs/j."""
     (folder / "waits.py").write_text(WAITS, encoding="utf-8")
     with simulate(folder, "--nodes", "3") as cluster:
-        done = cluster.cpuft(*SUBMIT, *words)
+        done = cluster.cpuft("submit", kind, *SUBMIT, *words)
         assert done.returncode == 0, done.stderr
         with operate(done.stdout, cluster) as operator:
             yield operator
 
 
-def test_a_script_runs_on_two_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind, worker", [("kubernetes", "j-worker-{}"), ("trainjob", "j-node-0-{}")])
+def test_a_script_runs_on_two_workers(kind: str, worker: str, tmp_path: Path) -> None:
     (tmp_path / "meets.py").write_text(MEETS, encoding="utf-8")
-    with make_job(tmp_path, "--np", "2", "--", str(tmp_path / "meets.py")) as operator:
+    with make_job(tmp_path, "--np", "2", "--", str(tmp_path / "meets.py"), kind=kind) as operator:
         code, said = operator.launch()
         refused = operator.launch("cpuft", "launch", "--np", "5", "--task", "demo")
     assert code == 0, said
     logs = tmp_path / "operator" / "work" / "runs" / "j" / "logs"
     met = [(logs / f"rank-{rank}.out").read_text() for rank in (0, 1)]
-    assert met == [f"rank {rank} of 2 on j-worker-{rank}\n" for rank in (0, 1)]
+    assert met == [f"rank {rank} of 2 on {worker.format(rank)}\n" for rank in (0, 1)]
     line = (
         "cpuft: error: 5 ranks do not fit: 2 hosts with 2 slots: lower --np, or add hosts or slots=N to the hostfile\n"
     )
@@ -87,15 +88,17 @@ def test_two_workers_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_a_lost_worker_is_not_used_for_the_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["kubernetes", "trainjob"])
+def test_a_lost_worker_is_not_used_for_the_restart(kind: str, tmp_path: Path) -> None:
     words = ("--np", "2", "--", str(tmp_path / "waits.py"), str(tmp_path / "here"))
-    with make_job(tmp_path, *words) as operator, operator.launcher() as process:
+    with make_job(tmp_path, *words, kind=kind) as operator, operator.launcher() as process:
         wait_until((tmp_path / "here").exists)
         killed = operator.cluster.cpuft("provision", "local", "kill", "2", "--name", operator.cluster.name)
         assert killed.returncode == 0, killed.stderr
         said, _ = process.communicate(timeout=150)
     assert process.returncode == 0, said
-    hosts = [f"j-worker-{number}.j.default.svc" for number in (0, 1)]
+    name = "j-worker-{}.j.default.svc" if kind == "kubernetes" else "j-node-0-{}.j"
+    hosts = [name.format(number) for number in (0, 1)]
     assert (
         f"cpuft: restart 1 of 3: host {hosts[1]} was lost; 1 rank on {hosts[0]} starts from the beginning, "
         in said.splitlines()

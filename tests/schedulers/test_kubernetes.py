@@ -75,6 +75,7 @@ MPIJOB = {
         "mpiImplementation": re.compile("OpenMPI|Intel|MPICH"),
         "slotsPerWorker": range(1, 10**6),
         "launcherCreationPolicy": re.compile("AtStartup|WaitForWorkersReady"),
+        "sshAuthMountPath": re.compile("/etc/mpi-ssh"),
         "runPolicy": {
             "cleanPodPolicy": re.compile("None|Running|All"),
             "backoffLimit": int,
