@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import cpuft
@@ -103,7 +103,8 @@ def check_speed(folder: Path) -> list[str]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if lines[0]["kernels"] != "compiled":
             faults.append(f"{path.parent.name} has used no kernels")
-        speeds[path.parent.name.partition("-")[0]].append(lines[-1]["steady_samples_per_second"])
+        (footer,) = (line for line in lines if line["kind"] == "footer")
+        speeds[path.parent.name.partition("-")[0]].append(footer["steady_samples_per_second"])
     if not all(speeds.values()):
         return [*faults, f"{folder} does not have runs of both kinds"]
     without, compiled = statistics.median(speeds["without"]), statistics.median(speeds["with"])
@@ -140,7 +141,8 @@ def find_obstacles(folder: Path, root: Path = ROOT) -> list[str]:
         obstacles.append(f"CHANGELOG.md has no heading with the date of version {version}: write it")
     if not (folder / SUMS).exists():
         return [*obstacles, f"{folder} was not checked to the end: run scripts/release"]
-    sums = dict(reversed(line.split()) for line in (folder / SUMS).read_text(encoding="utf-8").splitlines())
+    lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    sums = {name: digest for digest, name in map(str.split, lines)}
     for name in sorted({*sums, *(path.name for path in folder.iterdir())} - {SUMS}):
         if not name.startswith(f"cpuft-{version}") or not (folder / name).exists():
             obstacles.append(f"{name} is not of version {version}, or missing: run scripts/release again")
@@ -158,5 +160,10 @@ def _git(folder: Path, *words: str) -> str:
 
 if __name__ == "__main__":
     kind, *paths = sys.argv[1:]
-    check = {"files": check_files, "speed": check_speed, "bill": complete_bill, "publish": find_obstacles}[kind]
-    sys.exit("\n".join(check(*map(Path, paths)) or ()) or 0)
+    checks: dict[str, Callable[..., list[str] | None]] = {
+        "files": check_files,
+        "speed": check_speed,
+        "bill": complete_bill,
+        "publish": find_obstacles,
+    }
+    sys.exit("\n".join(checks[kind](*map(Path, paths)) or ()) or 0)

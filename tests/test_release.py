@@ -163,8 +163,12 @@ def test_a_slower_run_or_one_without_kernels_is_a_fault(
 ) -> None:
     for name, speed, used in (("without-1", without, "compiled"), ("with-1", compiled, kernels)):
         (tmp_path / name).mkdir()
-        lines = f'{{"kernels": "{used}"}}\n{{"steady_samples_per_second": {speed}}}\n'
-        (tmp_path / name / "record.jsonl").write_text(lines)
+        lines = (
+            {"kind": "header", "kernels": used},
+            {"kind": "footer", "steady_samples_per_second": speed},
+            {"kind": "baseline"},
+        )
+        (tmp_path / name / "record.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert check_speed(tmp_path) == [fault] * bool(fault)
     assert check_speed(tmp_path / "none") == [f"{tmp_path / 'none'} does not have runs of both kinds"]
 
@@ -211,10 +215,9 @@ def test_a_wheel_is_for_its_architecture_and_older_systems(
     assert re.fullmatch(f"{re.escape(path.name)}: {fault}" if fault else "", found)
 
 
-def copy_checkout(folder: Path) -> Path:
-    """Return a repository with this checkout's files in one commit, whose change log has the date of the version."""
-    names = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, check=True).stdout.decode()
-    for name in filter(None, names.split("\0")):
+def copy_checkout(folder: Path, *names: str) -> Path:
+    """Return a repository with these files of this checkout in one commit; the change log has the version's date."""
+    for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     changes = folder / "CHANGELOG.md"
@@ -238,7 +241,7 @@ def write_release(folder: Path, root: Path) -> None:
 
 
 def test_only_what_was_checked_is_published(tmp_path: Path) -> None:
-    root, dist, version = copy_checkout(tmp_path / "root"), tmp_path / "dist", cpuft.__version__
+    root, dist, version = copy_checkout(tmp_path / "root", "CHANGELOG.md"), tmp_path / "dist", cpuft.__version__
     write_release(dist, root)
     assert find_obstacles(dist, root) == []
     subprocess.run(["git", "-C", root, "tag", f"v{version}"], check=True)
@@ -264,7 +267,7 @@ def test_only_what_was_checked_is_published(tmp_path: Path) -> None:
 
 
 def test_files_of_another_commit_or_of_changes_are_not_published(tmp_path: Path) -> None:
-    root = copy_checkout(tmp_path / "root")
+    root = copy_checkout(tmp_path / "root", "CHANGELOG.md", "README.md")
     (root / "README.md").write_text("changed")
     write_release(tmp_path / "dist", root)
     subprocess.run(["git", "-C", root, "checkout", "--quiet", "README.md"], check=True)
@@ -287,7 +290,8 @@ class Index(BaseHTTPRequestHandler):
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_a_release_is_built_checked_used_elsewhere_and_published(tmp_path: Path) -> None:
-    root = copy_checkout(tmp_path / "root")
+    names = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, check=True).stdout.decode()
+    root = copy_checkout(tmp_path / "root", *filter(None, names.split("\0")))
     tagger = {"GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
     environ = os.environ | {"ROUNDS": "1", "TMPDIR": str(tmp_path)} | tagger
 
