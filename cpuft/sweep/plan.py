@@ -118,17 +118,22 @@ def _choose_pruner(config: SweepConfig, configs: Sequence[TrainConfig]) -> str:
 
 
 def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
-    """Count this machine's cores; return the places of a sweep's runs. CpuftError: hosts or cores are too few."""
+    """Return the places of a sweep's runs: if there are no other hosts, this machine's cores are counted. CpuftError:
+    hosts or cores are too few.
+    """
+    if read_hosts(launch) != (LOCAL,):
+        return plan_places(launch, hosts_per_run, parallel, ())
     facts = gather_facts((LOCAL,), Access())[0]
     return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
 
 
 def measure_places(sweep: Sweep, options: Sequence[str], launch: LaunchConfig, say: Say) -> tuple[list[Place], str]:
     """Return (the places with which the first configuration trains fastest, what was measured), after saying so."""
-    hosts_per_run, facts = sweep.settings.hosts_per_run, gather_facts((LOCAL,), Access())[0]
-    candidates = list_candidates([core.threads for core in facts.cores], sweep.total)
+    hosts_per_run, is_here = sweep.settings.hosts_per_run, read_hosts(launch) == (LOCAL,)
+    cores = gather_facts((LOCAL,), Access())[0].cores if is_here else ()
+    candidates = list_candidates([core.threads for core in cores], sweep.total)
     number = 0
-    if read_hosts(launch) != (LOCAL,):
+    if not is_here:
         told = f"--parallel {AUTO}: one run at a time on each group of hosts, because only this machine can be divided"
     elif len(candidates) == 1:
         told = f"--parallel {AUTO}: one run at a time, because there is one run, or one hardware thread"
