@@ -66,10 +66,6 @@ class ServerFacts:
     os: str = ""
     """Name and version of the distribution: "debian 12"."""
     kernel: str = ""
-    machine: str = "x86_64"
-    """Architecture, as in uname -m."""
-    musl: bool = False
-    """Whether its C library is musl, for which torch has no wheels."""
     python: str = ""
     """Such as "3.11.2"; empty if python3 is missing."""
     stamp: str = ""
@@ -92,6 +88,10 @@ class ServerFacts:
     """SHA-256 of each of the cluster's ssh files on the server, by file name; "" for a missing file."""
     authorized: tuple[str, ...] = ()
     """Lines of the user's authorized_keys."""
+    machine: str = "x86_64"
+    """Architecture, as in uname -m."""
+    musl: bool = False
+    """Whether its C library is musl, for which torch has no wheels."""
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
