@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "optimizer": ("Optimizer.", "aten::_foreach_norm", "aten::linalg_vector_norm"),
     "attention": (
         "_Attention",
+        "_FirstToken",  # with its few products
         "_Disentangled",
         "_Rotate",
         "aten::scaled_dot_product",

@@ -6,7 +6,7 @@ that the gradients of the feed-forward half are sent to other hosts while those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from cpuft.kernels import Kernels, address_array, kernels_for
 from cpuft.train.fast.architectures import LayerParts
 from cpuft.train.fast.attention import Grid, bias_strides
 from cpuft.train.fast.elementwise import Mask, is_exact_gelu
-from cpuft.train.fast.gradient_places import take_place
+from cpuft.train.fast.gradient_places import make_gradient
 from cpuft.train.fast.products import can_multiply
 
 
@@ -63,12 +63,6 @@ def _run(kernels: Kernels, name: str, tensors: tuple[Tensor | None, ...], *rest:
         raise MemoryError("there is not enough memory for the buffers of a matrix product: give a smaller --batch-size")
 
 
-def _make_gradient(like: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Return memory for the gradients of these parameters, in the shape of `like`."""
-    place = take_place(parameters)
-    return torch.empty_like(like) if place is None else place
-
-
 class _AttentionHalf(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -90,7 +84,7 @@ class _AttentionHalf(torch.autograd.Function):
         x, packed_weight, weight, norm_weight, packed, context, total, statistics = ctx.saved_tensors
         half, hidden = ctx.half, x.shape[1]
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dpacked_weight, dweight = _make_gradient(packed_weight, ctx.projections), _make_gradient(weight, [weight])
+        dpacked_weight, dweight = make_gradient(packed_weight, ctx.projections), make_gradient(weight, [weight])
         dpacked_bias, dbias, dnorm = x.new_empty(3 * hidden), x.new_empty(hidden), torch.zeros(2, hidden)
         dtotal, dproduct, dcontext, dpacked = (torch.empty_like(one) for one in (x, x, x, packed))
         given = (x, packed_weight, None, weight, None, norm_weight, None, half.bias, half.grid.rows)
@@ -118,7 +112,7 @@ class _FeedForwardHalf(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, inner_weight, inner_bias, weight, norm_weight, inner, slope, total, statistics = ctx.saved_tensors
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dinner_weight, dinner_bias, dweight = (_make_gradient(one, [one]) for one in (inner_weight, inner_bias, weight))
+        dinner_weight, dinner_bias, dweight = (make_gradient(one, [one]) for one in (inner_weight, inner_bias, weight))
         dbias, dnorm = x.new_empty(x.shape[1]), torch.zeros(2, x.shape[1])
         scratch = (torch.empty_like(x), torch.empty_like(x), torch.empty_like(slope))
         given = (x, inner_weight, None, weight, None, norm_weight, None, inner, slope, total, None, *statistics)
@@ -131,18 +125,20 @@ _attention_half: Callable[..., Tensor] = _AttentionHalf.apply
 _feed_forward_half: Callable[..., Tensor] = _FeedForwardHalf.apply
 
 
-def can_run_halves(parts: LayerParts, x: Tensor) -> bool:
+def can_run_halves(parts: LayerParts, x: Tensor, few: bool = False) -> bool:
     """Return whether `attention_half` and `feed_forward_half` can compute this layer for `x`, (tokens, hidden).
 
-    The caller has to check that the layout has no bias by distance, and that the layer has to compute all tokens.
+    The caller has to check that the layout has no bias by distance. `few`: `x` has one row for each example.
     """
-    if parts.int8 or parts.recomputes or not torch.is_grad_enabled() or not can_multiply(x, parts.inner[0].weight):
+    if parts.int8 or parts.recomputes or not torch.is_grad_enabled() or not can_multiply(x, parts.inner[0].weight, few):
         return False
-    heads, modules = parts.heads, [*parts.linears, parts.attention_norm, parts.outer_norm]
+    heads, linears = parts.heads, (*parts.projections, parts.attention_output, *parts.inner, parts.outer)
     is_simple = heads.back < 0 and heads.ahead < 0 and heads.keys == heads.count and parts.positions is None
     is_simple = is_simple and heads.count * heads.size == x.shape[1] and is_exact_gelu(parts.activation)
-    is_simple = is_simple and all(type(one) is nn.Linear for one in parts.linears)
-    return is_simple and all(one.requires_grad for module in modules for one in (module.weight, module.bias))
+    is_simple = is_simple and all(type(one) is nn.Linear for one in linears)
+    modules = (*linears, parts.attention_norm, parts.outer_norm)
+    # Attributes of a module take ten times as long, and this is asked for each layer of each batch.
+    return is_simple and all(one.requires_grad for module in modules for one in module._parameters.values())
 
 
 def attention_half(
@@ -159,9 +155,9 @@ def attention_half(
     assert packed is not None
     assert kernels is not None
     half = _Attention(kernels, grid, bias, heads.count, heads.factor, norm.eps, score_mask, mask)
-    weights, biases = ([getattr(layer, name) for layer in packed.layers] for name in ("weight", "bias"))
+    packed_weight, packed_bias, parameters = packed.current()
     rest = (output.weight, output.bias, norm.weight.float(), norm.bias.float())  # the kernel reads fp32
-    return _attention_half(x.contiguous(), half, *packed.current(), *weights, *biases, *rest)
+    return _attention_half(x.contiguous(), half, packed_weight, packed_bias, *parameters, *rest)
 
 
 def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Tensor:

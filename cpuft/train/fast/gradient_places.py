@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 _ATTRIBUTE = "_cpuft_gradient_place"
@@ -38,3 +39,9 @@ def take_place(parameters: Sequence[Tensor]) -> Tensor | None:
         return None
     first = found[0]
     return first.as_strided((sum(map(len, found)), *first.shape[1:]), first.stride())
+
+
+def make_gradient(like: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return memory for the gradients of these parameters, in the shape of `like`."""
+    place = take_place(parameters)
+    return torch.empty_like(like) if place is None else place

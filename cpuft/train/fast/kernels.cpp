@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "disentangled.h"
 #include "encoder_layer.h"
+#include "first_token.h"
 #include "norms.h"
 #include "tiles.h"
 #include "../../comm/compression/blocks.h"
@@ -19,6 +20,7 @@
 #include <cmath>
 #include <omp.h>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -302,6 +304,26 @@ void add_table_rows(const T *first_table, const T *second_table, const T *third_
     }
 }
 
+// Groups the numbers ids[0] to ids[count - 1] of table rows: rows[u] is number u of those that occur, ascending, without
+// `left_out`, and order[starts[u]] to order[starts[u + 1] - 1] are the ascending places where it occurs. `found` gets
+// the number of rows. It takes a tenth of the time of torch's sort and unique.
+template <class T>
+void group_rows(const int64_t *ids, int64_t *order, int64_t *starts, int64_t *rows, int64_t *found, int64_t count,
+                int64_t table_rows, int64_t left_out, int) {
+    std::vector<int32_t> places(static_cast<size_t>(table_rows));  // how often a row occurs, then its next place
+    for (int64_t i = 0; i < count; i++) places[size_t(ids[i])]++;
+    int64_t taken = 0, u = 0;
+    for (int64_t row = 0; row < table_rows; row++) {
+        int32_t &place = places[size_t(row)];
+        if (!place || row == left_out) continue;
+        rows[u] = row, starts[u++] = taken;
+        taken += std::exchange(place, int32_t(taken));
+    }
+    starts[u] = taken, *found = u;
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] != left_out) order[places[size_t(ids[i])]++] = i;
+}
+
 // Row u of y is the sum of the rows order[starts[u]] to order[starts[u + 1] - 1] of x: the gradient of a table's row.
 template <class T>
 void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, T *y, int64_t rows, int64_t cols,
@@ -465,11 +487,14 @@ Kernel cpuft_kernels[] = {
     KERNEL(attention_half_backward),
     KERNEL(feed_forward_half_forward),
     KERNEL(feed_forward_half_backward),
+    KERNEL(first_token_half_forward),
+    KERNEL(first_token_half_backward),
     KERNEL(matrix_product),
     KERNEL(quantise_rows),
     KERNEL(dequantise),
     KERNEL(dequantise_rows),
     KERNEL(add_table_rows),
+    KERNEL(group_rows),
     KERNEL(sum_table_rows),
     KERNEL(square_sum),
     KERNEL(adamw),

@@ -28,6 +28,7 @@ from cpuft.train.fast.elementwise import (
     read_norm,
 )
 from cpuft.train.fast.encoder_layer import attention_half, can_run_halves, feed_forward_half
+from cpuft.train.fast.first_token import can_run_first_token_half, first_token_half
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_with_recompute
 from cpuft.train.fast.layout import Layout
 from cpuft.train.fast.projection import can_feed_forward, feed_forward, linear, product
@@ -80,6 +81,12 @@ class _Run:
         if can_run_halves(parts, x) and not self.first_only and layout.positions is None:
             x = attention_half(parts, x, layout.grid, layout.bias, self.attention_mask, self.output_mask)
             return feed_forward_half(parts, x, self.outer_mask)
+        if self.first_only and layout.positions is None and can_run_first_token_half(parts, x):
+            x = first_token_half(parts, x, layout.grid, layout.bias, self.attention_mask, self.output_mask)
+            if can_run_halves(parts, x, few=True):
+                return feed_forward_half(parts, x, self.outer_mask)
+            outer, x = self.expand(ForwardPass.ONLY, x)
+            return dropout_add_norm(outer, parts.outer.bias, x, parts.outer_norm, self.outer_mask)
         inputs = [x]
         if parts.positions is not None and isinstance(layout.positions, Distances) and embeddings is not None:
             inputs.append(parts.positions.dropout(layout.positions.select(embeddings)).to(x.dtype))
@@ -105,8 +112,13 @@ class _Run:
 
     def feed_forward(self, forward_pass: ForwardPass, context: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the second part: from the attention's output to the two operands of the last norm."""
-        parts, (inner,) = self.parts, self.parts.inner
+        parts = self.parts
         x = dropout_add_norm(context, parts.attention_output.bias, x, parts.attention_norm, self.output_mask)
+        return self.expand(forward_pass, x)
+
+    def expand(self, forward_pass: ForwardPass, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the products of feed-forward, and return `x` for the residual connection, too."""
+        parts, (inner,) = self.parts, self.parts.inner
         if is_exact_gelu(parts.activation) and not parts.int8 and can_feed_forward(inner, parts.outer, x):
             return feed_forward(x, inner, parts.outer, forward_pass)
         activated = _activate(parts.activation, product(inner, x, parts.int8), inner.bias)

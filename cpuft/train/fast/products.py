@@ -15,6 +15,8 @@ _STEP = 32
 _MIN_ROWS = 1024
 """Rows of a left factor that is not transposed (in a layer, the tokens of a batch) below which packing the right factor
 takes too long: with 512 tokens on two cores of a Xeon with AMX, the kernel takes 0.6 to 1.4 times as long as torch."""
+_MIN_FEW_ROWS = 16
+"""The same for the rows of first tokens, which a layer's second half computes in one call."""
 _MIN_TOKENS = 128
 """Rows of a left factor that is transposed (in the gradient of a weight, the tokens) below which torch is faster: with
 32 and 64 tokens on two cores of that Xeon, torch takes 0.7 to 1.05 times as long, and with 128 1.07 to 1.26 times."""
@@ -76,13 +78,14 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
     return times_slope(grad @ weight, slope) if product is None else (product, sums)
 
 
-def can_multiply(x: Tensor, weight: Tensor) -> bool:
+def can_multiply(x: Tensor, weight: Tensor, few: bool = False) -> bool:
     """Return whether the kernel computes the products of `x`, (tokens, inputs), with this weight, forward and backward.
 
     What holds for the first layer of a feed-forward block holds for its second layer, and for the attention before.
+    `few`: the rows are those of first tokens.
     """
     tokens, inputs = x.shape
-    large = tokens >= _MIN_ROWS and tokens * inputs * inputs >= _MIN_WORK
+    large = tokens >= (_MIN_FEW_ROWS if few else _MIN_ROWS) and tokens * inputs * inputs >= _MIN_WORK
     fits = inputs % _STEP == 0 and len(weight) % _STEP == 0 and x.dtype == weight.dtype == torch.bfloat16
     kernels = kernels_for(x, weight) if large and fits else None
     return kernels is not None and _has_tiles(kernels)

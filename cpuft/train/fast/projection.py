@@ -281,6 +281,9 @@ class PackedLinear:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
+        self._addresses: list[int] = []
+        """Addresses of the parameters from which `current` has made `_joined`."""
+        self._joined: tuple[Tensor, ...] = ()
         if len(layers) > 1:
             if not isinstance(_base_of(layers[0]), FrozenLinear):
                 self._pack([layer.weight for layer in layers])
@@ -305,6 +308,15 @@ class PackedLinear:
         """
         return _project(x, self.layers[first:], int8)
 
-    def current(self) -> tuple[Any, Tensor | None]:
-        """Return weights, which may be a FrozenWeight, and biases, without gradients, of the layers."""
-        return _find_weight(self.layers), _find_bias(self.layers)
+    def current(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return the weights, and the biases, as one tensor each without gradients, and the parameters: all weights,
+        then all biases. The layers must be torch.nn.Linear with biases.
+        """
+        parameters: list[Any] = [layer._parameters[name] for name in ("weight", "bias") for layer in self.layers]
+        addresses, count = [parameter.data_ptr() for parameter in parameters], len(self.layers)
+        # A view keeps its memory from being used again, so the same addresses mean the same memory.
+        is_known = addresses == self._addresses and all(one.dtype == parameters[0].dtype for one in self._joined)
+        if not is_known or [one.data_ptr() for one in self._joined] != [addresses[0], addresses[count]]:
+            self._addresses, self._joined = addresses, (_join(parameters[:count]), _join(parameters[count:]))
+        weight, bias = self._joined
+        return weight, bias, parameters

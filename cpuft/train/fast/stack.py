@@ -6,6 +6,7 @@ puts them back. The layers keep their modules and parameters, and get another `f
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -55,8 +56,9 @@ class FastLayer:
         if fast_layout is None:
             with torch.autocast("cpu", torch.bfloat16, enabled=stack.dtype == torch.bfloat16):
                 return super().forward(hidden_states.to(stack.output_dtype), *args, **kwargs)  # type: ignore[misc]
-        rows = fast_layout.pack(hidden_states) if hidden_states.dim() == 3 else hidden_states
-        rows = run_layer(parts, rows.to(stack.dtype), fast_layout, is_last_run, kwargs)
+        rows = hidden_states.to(stack.dtype)
+        rows = fast_layout.pack(rows) if rows.dim() == 3 else rows
+        rows = run_layer(parts, rows, fast_layout, is_last_run, kwargs)
         if is_last_run:
             rows = rows.to(stack.output_dtype)
             rows = rows.unsqueeze(1) if fast_layout.first_only else fast_layout.unpack(rows)
@@ -145,8 +147,7 @@ class Stack:
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self._leave()
         # By name: decorators of transformers look among the keywords, and add some.
-        names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-        given = {**dict(zip(names, args)), **kwargs}
+        given = {**dict(zip(_list_arguments(type(module)), args)), **kwargs}
         inputs = (given.get(name) for name in ("hidden_states", "input_ids", "inputs_embeds"))
         found = next((one for one in inputs if one is not None), None)
         if found is None or self._needs_own_layers(given):
@@ -197,6 +198,12 @@ class Stack:
     def _pack(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Pack tokens before the projection to the hidden size, which the encoder runs before the first layer."""
         return args if self.layout is None else (self.layout.pack(args[0]),)
+
+
+@functools.cache
+def _list_arguments(kind: Any) -> list[str]:
+    """Return the names of the arguments of a module's forward; finding them out takes longer than a small kernel."""
+    return [name for name in inspect.signature(kind.forward).parameters if name != "self"]
 
 
 def _find_obstacle(layer: Any, parts: LayerParts, adapters: bool) -> str:

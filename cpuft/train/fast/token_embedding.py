@@ -6,6 +6,7 @@ norm is taken from them; and AdamW skips rows that no update has touched yet, wh
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -133,32 +134,30 @@ class _LookUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        rows, values = _sum_by_row(grad, tokens, ctx.padding)
+        rows, values = _sum_by_row(grad, tokens, len(ctx.gradient.weight), ctx.padding)
         return None, ctx.gradient.accumulate(rows, values), None, None
 
 
 _look_up: Callable[..., Tensor] = _LookUp.apply
 
 
-def _sum_by_row(grad: Tensor, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Return the rows of a table that were looked up, ascending, and their gradients, (rows,) int64 and (rows, width),
-    from the gradient of what was looked up, (..., width); the row `padding` gets none.
+def _sum_by_row(grad: Tensor, ids: Tensor, size: int, padding: int | None) -> tuple[Tensor, Tensor]:
+    """Return the rows that were looked up in a table of `size` rows, ascending, and their gradients, (rows,) int64 and
+    (rows, width), from the gradient of what was looked up, (..., width); the row `padding` gets none.
     """
-    kernels, ids = kernels_for(grad), ids.long()
+    kernels, ids, left_out = kernels_for(grad), ids.long().contiguous(), -1 if padding is None else padding
     if kernels is None:
         rows, places = torch.unique(ids, return_inverse=True)
         values = torch.ops.aten.embedding_dense_backward(grad, places, len(rows), -1, False)
-    else:
-        ascending, order = ids.reshape(-1).sort(stable=True)
-        rows, counts = torch.unique_consecutive(ascending, return_counts=True)
-        starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
-        torch.cumsum(counts, 0, out=starts[1:])
-        grad, values = grad.contiguous(), grad.new_empty(len(rows), grad.shape[-1])
-        kernels.run("sum_table_rows", grad.dtype, grad, order, starts, values, *values.shape)
-    if padding is None:
-        return rows, values
-    kept = rows != padding
-    return (rows, values) if bool(kept.all()) else (rows[kept], values[kept])
+        kept = rows != left_out
+        return rows[kept], values[kept]
+    order, starts, rows = (torch.empty(ids.numel() + 1, dtype=torch.int64) for _ in range(3))
+    found = torch.empty(1, dtype=torch.int64)
+    kernels.run("group_rows", grad.dtype, ids, order, starts, rows, found, ids.numel(), size, left_out)
+    rows = rows[: int(found)]
+    grad, values = grad.contiguous(), grad.new_empty(len(rows), grad.shape[-1])
+    kernels.run("sum_table_rows", grad.dtype, grad, order, starts, values, *values.shape)
+    return rows, values
 
 
 class _SumOfRows(torch.autograd.Function):
@@ -179,7 +178,7 @@ class _SumOfRows(torch.autograd.Function):
             if not is_wanted:
                 grads.append(None)
                 continue
-            rows, values = _sum_by_row(grad, ids, table.padding_idx)
+            rows, values = _sum_by_row(grad, ids, len(table.weight), table.padding_idx)
             if table.weight is owner.gradient.weight:
                 grads.append(owner.gradient.accumulate(rows, values))
             else:
@@ -210,6 +209,11 @@ _COUNTS_ALL_POSITIONS = {
 """Classes of transformers that `FusedEmbeddings` knows (Embeddings: DistilBERT's) -> whether padding has positions."""
 
 
+@functools.cache
+def _read_signature(kind: Any) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
 class FusedEmbeddings:
     """A module of transformers that adds word, position and token type embeddings, with its norm and dropout: its own
     forward makes eight passes over memory in fp32, and torch's backward of each embedding is serial.
@@ -230,7 +234,7 @@ class FusedEmbeddings:
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """Return the embeddings of a batch, (batch, length, width): the module's forward after patching."""
         kind: Any = type(self.module)
-        given = dict(inspect.signature(kind.forward).bind(self.module, *args, **kwargs).arguments)
+        given = dict(_read_signature(kind).bind(self.module, *args, **kwargs).arguments)
         del given["self"]
         words = given.pop("input_ids", None)
         asked = (given.pop("position_ids", None), given.pop("token_type_ids", None))

@@ -25,6 +25,7 @@ from cpuft.train.fast.int8_products import multiply, quantise_rows
 from cpuft.train.fast.projection import column_sums
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 from tests.train.fast.encoders import relative_error
+from tests.train.fast.test_first_token import check as check_first_token_half
 
 MASK = Mask(seed=99, threshold=6554)
 HEADS = Heads(count=2, size=5, factor=0.5)
@@ -146,6 +147,8 @@ def test_every_processor_s_build_gives_what_plain_torch_does(processor: str, dty
                 wanted = run(dtype, cols)
             for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
                 assert relative_error(mine, theirs) < TOLERANCE[dtype], (run.__name__, number, cols)
+    with use_kernels(build_for(processor)):
+        check_first_token_half(Heads(3, 32, 0.18), Grid(5, 37), MASK, dtype)
 
 
 @pytest.fixture

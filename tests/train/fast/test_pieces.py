@@ -386,8 +386,28 @@ def test_packed_linear_is_one_product_where_weights_were_moved_together(gap: int
         moved = block[7 + place :][:16].view(4, 4)
         moved.copy_(weight.detach())
         weight.data = moved
-    whole, _ = packed.current()
+    whole, _, parameters = packed.current()
+    assert parameters == [*weights, *(layer.bias for layer in layers)]
     assert (whole.data_ptr() == weights[0].data_ptr()) == (gap == 0)
     assert torch.equal(whole, torch.cat(weights))
     x = torch.randn(2, 4)
     torch.testing.assert_close(packed(x, 1), torch.cat([layer(x) for layer in layers[1:]], -1))
+
+
+def test_packed_linear_forgets_where_weights_were() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    packed, weights = PackedLinear(layers), [layer.weight for layer in layers]
+    first = packed.current()[0]
+    assert packed.current()[0] is first
+    for _ in range(2):  # a copy is made anew each time
+        weights[1].data = torch.randn(4, 4)
+        assert torch.equal(packed.current()[0], torch.cat(weights))
+        weights[0].data.add_(1.0)
+        assert torch.equal(packed.current()[0], torch.cat(weights))
+    other = deepcopy(packed)
+    other.layers[0].weight.data.zero_()
+    assert torch.equal(other.current()[0], torch.cat([layer.weight for layer in other.layers]))
+    whole = torch.randn(12, 4)
+    for weight, view in zip(weights, torch.split(whole, 4), strict=True):
+        weight.data = view
+    assert packed.current()[0].data_ptr() == whole.data_ptr()
