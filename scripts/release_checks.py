@@ -68,8 +68,8 @@ def check_wheel(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         faults = find_faults(names, list_sources(), compiled)
-        for name in set(compiled) & set(names):
-            if int.from_bytes(archive.read(name)[18:20], "little") != ELF_MACHINES[machine]:
+        for name in compiled:
+            if name in names and int.from_bytes(archive.read(name)[18:20], "little") != ELF_MACHINES[machine]:
                 faults.append(f"{name} is not compiled for {machine}")
     systems = [int(number) for number in re.findall(rf"manylinux_2_(\d+)_{machine}", wheel.name)]
     if "-py3-none-" not in wheel.name or min(systems, default=GLIBC + 1) > GLIBC:
