@@ -147,7 +147,8 @@ class Stack:
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self._leave()
         # By name: decorators of transformers look among the keywords, and add some.
-        given = {**dict(zip(_list_arguments(type(module)), args)), **kwargs}
+        kind: Any = type(module)
+        given = {**dict(zip(_list_arguments(kind), args)), **kwargs}
         inputs = (given.get(name) for name in ("hidden_states", "input_ids", "inputs_embeds"))
         found = next((one for one in inputs if one is not None), None)
         if found is None or self._needs_own_layers(given):

@@ -32,8 +32,9 @@ def make_parts(heads: Heads, dtype: torch.dtype) -> Any:
     linears = [nn.Linear(hidden, hidden, dtype=dtype) for _ in range(4)]
     norm = nn.LayerNorm(hidden)
     for one in (*linears, norm):
-        one.weight.data.normal_(float(one is norm), hidden**-0.5)
-        one.bias.data.normal_(0.0, 0.3)
+        weight, bias = one.parameters()
+        nn.init.normal_(weight, float(one is norm), hidden**-0.5)
+        nn.init.normal_(bias, 0.0, 0.3)
     *projections, output = linears
     modules = {"projections": projections, "attention_output": output, "attention_norm": norm}
     switches = {"int8": False, "recomputes": False, "positions": None}
@@ -46,7 +47,7 @@ def list_parameters(parts: Any) -> list[Tensor]:
 
 
 def run_dense(x: Tensor, parameters: list[Tensor], heads: Heads, mask: Mask, grid: Grid) -> Tensor:
-    weights, biases, (weight, bias, *norm) = parameters[:3], parameters[3:6], parameters[6:]
+    weights, biases, (weight, bias, gain, shift) = parameters[:3], parameters[3:6], parameters[6:]
     first = x[slice(None, None, grid.length) if grid.rows is None else grid.rows[:: grid.length]]
     both = torch.cat([x @ weights[i].T + biases[i] for i in (1, 2)], 1)
     query, queries = first @ weights[0].T + biases[0], Grid(grid.batch, 1)
@@ -54,7 +55,7 @@ def run_dense(x: Tensor, parameters: list[Tensor], heads: Heads, mask: Mask, gri
     output = context @ weight.T + bias
     if mask.threshold:
         output = output * kept_elements(OUTPUT_MASK, output.shape) * OUTPUT_MASK.scale
-    return functional.layer_norm(first + output, first.shape[1:], *norm)
+    return functional.layer_norm(first + output, first.shape[1:], gain, shift)
 
 
 def run_half(x: Tensor, parts: Any, mask: Mask, grid: Grid) -> Tensor:
