@@ -28,7 +28,7 @@ from cpuft.serialization import load, parse_json
 _BY_VALUE = (
     "ATEN_CPU_CAPABILITY",
     *("CCL_", "FI_", "GLIBC_TUNABLES", "GLOO_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "THP_", "TORCH_"),
-    "UCX_",
+    *("MPICH_", "MPIR_CVAR_", "UCX_"),
     *("HF_ASSETS_CACHE", "HF_DATASETS_", "HF_ENDPOINT", "HF_HOME", "HF_HUB_", "HF_MODULES_CACHE", "HF_XET_"),
     *("MLFLOW_", "TRACKIO_", "WANDB_"),
 )

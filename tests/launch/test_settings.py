@@ -96,8 +96,9 @@ def test_values_exported_by_cpuft_env_are_the_users_only_if_changed() -> None:
 
 def test_known_prefixes_are_passed_on_without_secrets() -> None:
     environ = {"CCL_LOG_LEVEL": "info", "HF_HOME": "/x", "HF_TOKEN": "secret", "PATH": "/bin", "FI_PROVIDER": "efa"}
+    environ |= {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
     found = forwarded_settings(environ, (Setting("FI_PROVIDER", "efa", ""),))
-    assert [setting.name for setting in found] == ["CCL_LOG_LEVEL", "HF_HOME"]
+    assert [setting.name for setting in found] == ["CCL_LOG_LEVEL", "HF_HOME", "MPIR_CVAR_CH4_CMA_ENABLE"]
     odd = {"OMP_X;id #": "1", "OMP_A\nB": "1", "OMP_Ä": "1", "HF_API_KEY": "x", "HF_ENDPOINT": "https://me:pass@hub"}
     assert forwarded_settings(odd, ()) == ()
     assert unexportable_names(odd | environ) == ["'OMP_A\\nB'", "'OMP_X;id #'", "'OMP_\\xc4'"]
