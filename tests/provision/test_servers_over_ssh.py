@@ -99,6 +99,20 @@ def test_an_unknown_host_key_is_not_accepted_without_asking(cluster: Simulated) 
     assert cluster.on(1, "ls /mnt") == ""
 
 
+def test_a_mac_makes_and_removes_a_cluster(cluster: Simulated) -> None:
+    mac, state = imitate("darwin"), cluster.folder / "state" / "mac"
+    made = cluster.cpuft(*words(cluster, "--accept-host-keys", "--name", "mac", "--prefix", "/mnt/mac"), **mac)
+    assert made.returncode == 0, made.stderr
+    for index in (1, 2):
+        assert cluster.on(index, "test -x /mnt/mac/env/bin/cpuft; echo $?") == "0"
+    assert cluster.cpuft("provision", "diff", "mac", **mac).stdout == "cluster mac is as it was asked for\n"
+    assert cluster.cpuft("provision", "status", "mac", **mac).stdout.count("  up, ") == 2
+    down = cluster.cpuft("provision", "down", "mac", **mac)
+    assert (down.returncode, state.exists()) == (0, False), down.stderr
+    for index in (1, 2):
+        assert cluster.on(index, "ls /mnt/mac 2>/dev/null || true") == ""
+
+
 @pytest.mark.parametrize("seconds", [pytest.param(0.8, marks=pytest.mark.proof), 1.6])
 def test_the_next_run_completes_what_a_killed_run_began(cluster: Simulated, seconds: float) -> None:
     command = [sys.executable, "-m", "cpuft", *words(cluster, "--accept-host-keys")]
@@ -112,20 +126,6 @@ def test_the_next_run_completes_what_a_killed_run_began(cluster: Simulated, seco
     assert done.returncode == 0, done.stderr
     for index in (1, 2):
         assert cluster.on(index, "test -x /mnt/cpuft/env/bin/cpuft; echo $?") == "0"
-
-
-def test_a_mac_makes_and_removes_a_cluster(cluster: Simulated) -> None:
-    mac, state = imitate("darwin"), cluster.folder / "state" / "mac"
-    made = cluster.cpuft(*words(cluster, "--accept-host-keys", "--name", "mac", "--prefix", "/mnt/mac"), **mac)
-    assert made.returncode == 0, made.stderr
-    for index in (1, 2):
-        assert cluster.on(index, "test -x /mnt/mac/env/bin/cpuft; echo $?") == "0"
-    assert cluster.cpuft("provision", "diff", "mac", **mac).stdout == "cluster mac is as it was asked for\n"
-    assert cluster.cpuft("provision", "status", "mac", **mac).stdout.count("  up, ") == 2
-    down = cluster.cpuft("provision", "down", "mac", **mac)
-    assert (down.returncode, state.exists()) == (0, False), down.stderr
-    for index in (1, 2):
-        assert cluster.on(index, "ls /mnt/mac 2>/dev/null || true") == ""
 
 
 def test_a_head_host_that_cannot_log_in_to_the_others_is_named(cluster: Simulated) -> None:
