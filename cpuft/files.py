@@ -173,7 +173,8 @@ def remove_command(root: str, *paths: str) -> tuple[str, ...]:
 
 def cache_path(environ: Mapping[str, str]) -> Path:
     """Return $XDG_CACHE_HOME/cpuft (CpuftError: a relative path), else ~/.cache/cpuft, or a folder in /var/tmp."""
-    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
+    own = environ.get("HOME") or os.path.expanduser("~")  # a user without a name, who has no home, gets "~"
+    home = environ.get("XDG_CACHE_HOME") or f"{'' if own == '~' else own}/.cache"
     if not os.path.isabs(home):
         raise CpuftError(f"the cache folder {home} is a relative path: {_ELSEWHERE}")
     folder = Path(home, "cpuft")

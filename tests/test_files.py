@@ -16,6 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import (
     PRIVATE,
     cache_folder,
+    cache_path,
     make_private_folder,
     remove_command,
     write_atomically,
@@ -53,6 +54,12 @@ def test_a_folder_is_made_for_one_user(tmp_path: Path) -> None:
         assert private(tmp_path / "shell").returncode == 0, attempt
         assert make_private_folder(tmp_path / "a" / "python", "") == tmp_path / "a" / "python", attempt
     assert mode_of(tmp_path / "shell") == mode_of(tmp_path / "a" / "python") == mode_of(tmp_path / "a") == 0o700
+
+
+def test_a_user_without_a_name_and_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/")
+    assert cache_path({}) == Path(f"/var/tmp/cpuft-cache-{os.geteuid()}")
 
 
 def test_a_cache_of_ours_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
