@@ -147,16 +147,19 @@ def measure_turns(
     A backend that cannot be used on one of the ranks is left out: rank 0 prints why. All ranks must iterate to the end
     together, without a default process group. `choices` has what `auto` stands for; its results name both: `auto:mpi`.
     """
-    current, is_usable = "", False
+    current, left_out = "", set[str]()
     for number, (backend, operation, dtype, nbytes) in enumerate(plan):
         actual = choices[dtype, nbytes].backend if backend == "auto" and choices else backend
+        if actual in left_out:
+            continue
         if actual != current or backend == "auto":
             _destroy_group()
             current = actual
-            is_usable = _make_group(actual, store, rank, size, f"turn {number}", timeout_seconds)
-        if is_usable:
-            label = backend if actual == backend else f"{backend}:{actual}"
-            yield measure_collective(label, operation, dtype, nbytes, count_repetitions(nbytes))
+            if not _make_group(actual, store, rank, size, f"turn {number}", timeout_seconds):
+                left_out.add(actual)
+                continue
+        label = backend if actual == backend else f"{backend}:{actual}"
+        yield measure_collective(label, operation, dtype, nbytes, count_repetitions(nbytes))
     _destroy_group()
 
 
@@ -178,12 +181,11 @@ def _make_group(backend: str, store: Store, rank: int, size: int, prefix: str, t
 
 
 def _has_no_problem(backend: str, store: Store, rank: int, size: int, problem: str) -> bool:
-    """Return whether no rank has a problem with the backend. Rank 0 prints all problems."""
+    """Return whether no rank has a problem with the backend. Rank 0 prints each different problem once."""
     store.set(str(rank), problem)
     problems = [store.get(str(other)).decode() for other in range(size)]
-    for other, text in enumerate(problems):
-        if text and rank == 0:
-            print(f"cpuft comm: leaving out {backend}: rank {other}: {text}", file=sys.stderr)
+    for text in dict.fromkeys(filter(None, problems)) if rank == 0 else ():
+        print(f"cpuft comm: leaving out {backend}: rank {problems.index(text)}: {text}", file=sys.stderr)
     return not any(problems)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from cpuft.comm import backend_choice
 from cpuft.comm.backend_choice import (
     Choice,
     cache_key,
@@ -94,3 +96,14 @@ def test_own_calls_of_collectives_have_the_names_that_torch_does_not_warn_about(
             assert exchange_examples(torch.ones(1, 2), [1], 0).tolist() == [[1, 1]]
     finally:
         dist.destroy_process_group()
+
+
+def test_a_backend_that_cannot_be_used_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = dist.HashStore()
+    store.set("turn 0/has/1", "no libccl")
+    monkeypatch.setattr(backend_choice, "BACKENDS", {"ccl": SimpleNamespace(find_problem=lambda: "no libccl")})
+    plan = [("ccl", "all_reduce", "float32", 8)] * 3
+    assert list(backend_choice.measure_turns(store, 0, 2, plan, 1.0)) == []
+    assert capsys.readouterr().err == "cpuft comm: leaving out ccl: rank 0: no libccl\n"
