@@ -95,7 +95,7 @@ class Builder:
         given = [f"--root={self.folder}/storage", f"--runroot={self.folder}/run", "--storage-driver=overlay"]
         done = subprocess.run(["buildah", *given, *words], capture_output=True, text=True, check=False, **options)
         assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
-        return done.stdout
+        return str(done.stdout)
 
     def make_base(self) -> None:
         """What Debian's image has, under its name."""
