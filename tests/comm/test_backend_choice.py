@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from cpuft.comm import backend_choice
 from cpuft.comm.backend_choice import (
@@ -101,7 +102,7 @@ def test_own_calls_of_collectives_have_the_names_that_torch_does_not_warn_about(
 def test_a_backend_that_cannot_be_used_is_told_of_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = dist.HashStore()
+    store = HashStore()
     store.set("turn 0/has/1", "no libccl")
     monkeypatch.setattr(backend_choice, "BACKENDS", {"ccl": SimpleNamespace(find_problem=lambda: "no libccl")})
     plan = [("ccl", "all_reduce", "float32", 8)] * 3
