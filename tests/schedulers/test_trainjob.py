@@ -17,8 +17,8 @@ from cpuft.schedulers.base import JobSweep
 from cpuft.schedulers.kubernetes import Kubernetes, KubernetesOptions, TrainJob
 from tests.conftest import Golden
 from tests.launch.operator import expand
-from tests.schedulers.programs import SAY, add_program, path_with, run_script, told_of, words_said
-from tests.schedulers.test_kubernetes import CONFIGS, FIRST, SITE, WORK, make_launch
+from tests.schedulers.programs import SAY, add_program, make_launch, path_with, run_script, told_of, words_said
+from tests.schedulers.test_kubernetes import CONFIGS, FIRST, SITE, WORK
 
 JOBS = ("node", "launcher")
 
