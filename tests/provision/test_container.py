@@ -91,9 +91,9 @@ class Builder:
 
     folder: Path
 
-    def __call__(self, *words: str, **options: Any) -> str:
+    def __call__(self, *words: str) -> str:
         given = [f"--root={self.folder}/storage", f"--runroot={self.folder}/run", "--storage-driver=overlay"]
-        done = subprocess.run(["buildah", *given, *words], capture_output=True, text=True, check=False, **options)
+        done = subprocess.run(["buildah", *given, *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
         return str(done.stdout)
 
