@@ -180,11 +180,19 @@ def serve_worker(words: list[str], work: Path) -> Iterator[None]:
             process.wait(20)
 
 
+@pytest.fixture
+def builder(tmp_path: Path) -> Iterator[Builder]:
+    try:
+        yield Builder(tmp_path)
+    finally:  # buildah leaves its storage mounted
+        subprocess.run(["umount", "--recursive", "--lazy", str(tmp_path / "storage" / "overlay")], check=False)
+
+
 @pytest.mark.proof
 @pytest.mark.clusters
 @needs_root
 @pytest.mark.timeout(3600)
-def test_an_image_trains_as_any_user(tmp_path: Path) -> None:
+def test_an_image_trains_as_any_user(builder: Builder, tmp_path: Path) -> None:
     """Needs buildah. Two ranks train as a user without a name or a home, also from a launcher over a worker's sshd;
     another version of cpuft is one small layer.
     """
@@ -194,7 +202,6 @@ def test_an_image_trains_as_any_user(tmp_path: Path) -> None:
         copy: Any = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         copy(ROOT / name, source / name)
-    builder = Builder(tmp_path)
     builder.make_base()
     layers = builder.build(source, "first")
     with builder.container("first") as container:
