@@ -96,7 +96,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the trained model by name, such as accuracy. Raises CpuftError: the folder holds no record."""
+        """Metrics of the trained model by name, such as accuracy; {} without an evaluation. CpuftError: no record."""
         return self.record.metrics
 
     def load_model(self) -> Any:
@@ -124,14 +124,14 @@ class Run:
         ----------
         rows: each a text, a tuple of two texts, or a dict of columns; for a task with tags, a list of words. A data
             frame is one dict for each of its rows; a single text or dict is one row.
-        options: of `cpuft predict`, such as batch_size or precision.
+        options: of `cpuft predict`, such as batch_size or precision, but none about files or ids.
 
         Returns
         -------
-        For an embedding model, a NumPy array of embeddings, fp32, shape (rows, dimensions). Else a dict for each row,
-        by the task: with `label` (the most likely class) and `probabilities` (by class), with `score`, with `labels`
-        (those above the option `threshold`) and `probabilities`, or with `tags` (for each word a tag, empty if it was
-        cut off). Without rows, [].
+        For an embedding model, a NumPy array of embeddings, fp32, shape (rows, dimensions). Else a list with a dict for
+        each row, by the task: with `label` (the most likely class) and `probabilities` (by class), with `score`, with
+        `labels` (those above the option `threshold`) and `probabilities`, or with `tags` (for each word a tag, empty if
+        it was cut off). Without rows, [].
 
         Raises
         ------
@@ -273,7 +273,7 @@ def compare(
     Parameters
     ----------
     config: the options of the training as TrainConfig or as a dict; None if `options` has them all.
-    np: the numbers of ranks, such as (1, 2, 4).
+    np: the numbers of ranks, such as (1, 2, 4) or "1,2,4".
     options: those of `cpuft compare` with underscores, such as repeats=3 or task="mrpc".
 
     Returns
@@ -309,7 +309,7 @@ def compare(
 
 
 def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
-    """Return the values of options by name, checked as those of the command line.
+    """Return the values of the given options by name, converted and checked as those of the command line.
 
     A list becomes a text with commas, and None leaves an option out. Of fields of the same name in several `configs`,
     the first counts. Raises CpuftError: an option is unknown or not valid, or two exclude each other.
@@ -394,7 +394,7 @@ def _launch_function(
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return the pickle of (function, args, kwargs) by cloudpickle. Raises CpuftError: a part cannot be pickled.
+    """Return the pickle of (function, args, kwargs); CpuftError: a part cannot be pickled, or cloudpickle is missing.
 
     With a function of a module that is not in site-packages goes what it uses of that module: hosts need no copy of it.
     """

@@ -20,7 +20,7 @@ _UNCHANGED = re.compile(r"(--)?[A-Za-z0-9_./][A-Za-z0-9_./=,+@:-]*")
 
 
 def module_command(python: str, module: str) -> tuple[str, ...]:
-    """Return a command like `python -P -m module`, to which arguments are appended; Python 3.10 has no option -P."""
+    """Return the argv `PYTHON -c PROGRAM MODULE`, which acts as `python -P -m MODULE`; append arguments to it."""
     return (python, "-c", _RUN, module)
 
 
@@ -30,10 +30,10 @@ def run_module() -> None:
 
 
 def make_shell_line(argv: Sequence[str]) -> str:
-    """Return a line that sh, bash, zsh, csh, tcsh and fish replace by a command, for ssh: the user chose the shell.
+    """Return `exec COMMAND` for ssh, quoted so that sh, bash, zsh, csh, tcsh and fish read it alike: "exec ls 'a b'".
 
     In quotes, csh expands ! and ends a line, and fish reads \\\\ as one character; `\\` before ', \\ or ! has one
-    meaning in all of them. sh puts lines together again.
+    meaning in all of them. A newline in an argument makes several lines, which sh puts together again.
     """
     lines = f"exec {shlex.join(argv)}".split("\n")
     if len(lines) == 1:
@@ -51,7 +51,7 @@ def _quote(word: str) -> str:
 def pack_argv(argv: Sequence[str]) -> tuple[str, ...]:
     """Return a command line with the same number of arguments, of which mpirun takes none for its own, such as a `:`.
 
-    Safe arguments stay as they are; others become `json:` and their JSON text. `unpack_argv` undoes this.
+    Plain words, --options and a first `-m` stay; others become `json:` and their JSON text. `unpack_argv` undoes this.
     """
     begin = 1 if argv[:1] == ("-m",) else 0
     return (*argv[:begin], *(arg if _is_safe(arg) else _MARK + json.dumps(arg) for arg in argv[begin:]))
@@ -62,13 +62,13 @@ def _is_safe(arg: str) -> bool:
 
 
 def unpack_argv(argv: Sequence[str]) -> list[str]:
-    """Return the command to execute from what `pack_argv` returned; `-m` and a module become `module_command`."""
+    """Return the command that `pack_argv` was given; a first `-m MODULE` becomes `module_command` of this Python."""
     unpacked = [json.loads(arg.removeprefix(_MARK)) if arg.startswith(_MARK) else arg for arg in argv]
     return [*module_command(sys.executable, unpacked[1]), *unpacked[2:]] if argv[:1] == ["-m"] else unpacked
 
 
 def parse_slurm_counts(text: str) -> tuple[int, ...]:
-    """Return Slurm's count for each host: (2, 2, 2, 1) for "2(x3),1"; () for a text of another form."""
+    """Return Slurm's count for each host: (2, 2, 2, 1) for "2(x3),1"; () for "" and any text of another form."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)

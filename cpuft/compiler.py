@@ -92,12 +92,12 @@ def hash_sources(*more: str) -> str:
 
 
 def native_options(processor: str) -> tuple[str, ...]:
-    """Return the compiler options for a CPU of this machine's architecture, for example "native" or "haswell"."""
+    """Return the compiler options for a value of -march, such as "native"; on x86-64 also for vectors of 512 bits."""
     return (f"-march={processor}", *(_WIDE if platform.machine() == "x86_64" else ()))
 
 
 def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> None:
-    """Compile the kernels into the file `library`, with `options` beside FLAGS; CpuftError: the compiler fails."""
+    """Compile the kernels into the file `library`; CpuftError: the compiler fails or takes more than 300 s."""
     _run(compiler, [*options, *FLAGS, str(SOURCES[0]), "-o", str(library)])
 
 
@@ -109,7 +109,7 @@ def _run(compiler: str, arguments: Sequence[str]) -> None:
 
 
 def last_line_of(error: Exception) -> str:
-    """Return the last line that a failed process has written to stderr, or the error's own text if there is none."""
+    """Return the last line that a failed process wrote to stderr, else that of the error's own text; "" without any."""
     return last_line(str(getattr(error, "stderr", None) or error), "")
 
 
@@ -132,7 +132,7 @@ def compile_target(compiler: str, target: Target) -> bytes:
 
 
 def compile_targets(compiler: str, targets: Sequence[Target] = TARGETS) -> dict[str, bytes | CpuftError]:
-    """Return for each target, by its library's file name, the library or why it could not be compiled."""
+    """Return each target's library, or the CpuftError of its compilation (not raised), by the library's file name."""
 
     def attempt(target: Target) -> bytes | CpuftError:
         try:
@@ -150,12 +150,12 @@ def name_library(target: Target) -> str:
 
 
 def has_compiled_kernels() -> bool:
-    """Return whether this cpuft itself contains kernels for all classes of CPUs, as a released wheel does."""
+    """Return whether this cpuft contains kernels for all of TARGETS, as a released wheel does."""
     return all((IN_PACKAGE / name_library(target)).is_file() for target in TARGETS)
 
 
 def read_cpu_flags(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return this CPU's flags without those that ONEDNN_MAX_CPU_ISA forbids; none if /proc/cpuinfo cannot be read."""
+    """Return this CPU's flags without those that ONEDNN_MAX_CPU_ISA forbids; () if /proc/cpuinfo cannot be read."""
     try:
         cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
     except OSError:
@@ -164,21 +164,21 @@ def read_cpu_flags(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def choose_target(cpu_flags: Collection[str]) -> Target | None:
-    """Return the fastest class of CPUs to which a CPU with these flags belongs; None if it belongs to none."""
+    """Return the fastest of TARGETS to which a CPU with these flags belongs; None if it belongs to none."""
     return next((target for target in TARGETS if target.needs <= set(cpu_flags)), None)
 
 
 def find_installed(cpu_flags: Collection[str], folders: Sequence[Path] = FOLDERS) -> Path | None:
-    """Return the fastest library compiled in advance from exactly these sources that this CPU can run, or None."""
+    """Return the path of the fastest library compiled in advance, from these sources, for these CPU flags, or None."""
     names = [name_library(target) for target in TARGETS if target.needs <= set(cpu_flags)]
     paths = (folder / name for name in names for folder in folders)
     return next((path for path in paths if path.is_file()), None)
 
 
 def describe_build(environ: Mapping[str, str], folders: Sequence[Path] = FOLDERS) -> str:
-    """Return which build of the kernels is used here, such as "from the wheel, for AVX2".
+    """Return which build of the kernels is used here, such as "from the wheel, for AVX2"; nothing is built.
 
-    Others are "compiled on this host by /usr/bin/g++, for AVX2" and "none: no C++ compiler", with the reason.
+    Others are "compiled on this host by /usr/bin/g++, for AVX2", "none: no C++ compiler" and "none: CPUFT_KERNELS=0".
     """
     setting, flags = environ.get("CPUFT_KERNELS"), read_cpu_flags(environ)
     if setting == "0":

@@ -79,7 +79,7 @@ of buckets times the number of ranks."""
 
 
 def count_buckets(compression: str, numbers: int, ranks: int) -> int:
-    """Return the number of buckets in which gradients of `numbers` numbers are sent during the backward pass."""
+    """Return the number of gradient buckets: one for each 2**20 numbers, at least 8; powersgd 3, from 32 ranks on 1."""
     if compression == "powersgd":
         return FACTOR_BUCKETS if ranks < MANY_RANKS else 1
     return max(MIN_BUCKETS, -(-numbers // BUCKET_NUMBERS))

@@ -13,7 +13,10 @@ _EMBEDDING_FILES = {".npy": b"\x93NUMPY", ".parquet": b"PAR1"}
 
 
 def name_embeddings(request: PredictConfig) -> Path:
-    """Return --output or embeddings.npy in the run's folder. Raises CpuftError: embeddings may not be written there."""
+    """Return the path of --output, or of embeddings.npy in the run's folder. Raises CpuftError: neither is given, the
+    ending is not .npy or .parquet (.parquet only with --id-column), or a file is there, unless it is empty or, with
+    --overwrite, has embeddings.
+    """
     if not request.output and not request.run:
         raise CpuftError("--model needs --output: name a file for the embeddings that ends in .npy or .parquet")
     path = Path(request.output or Path(request.run, "embeddings.npy"))

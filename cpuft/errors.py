@@ -27,7 +27,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def escape_controls(text: str, kept: str = "") -> str:
-    """Return the text in one line with characters that control a terminal, except those in `kept`, as escapes."""
+    """Return the text with unprintable characters, except those in `kept`, as escapes: newlines become \\n."""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -72,12 +72,12 @@ class Interrupted(Exception):
 
 
 def last_line(text: str, default: str) -> str:
-    """Return the last line of a program's output, or `default` for an output without a line."""
+    """Return the last line with text in a program's output, or `default` if there is none."""
     return (text.strip().splitlines() or [default])[-1]
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the text of any exception in one line of at most 200 characters; its class if it has no text."""
+    """Return the text of any exception in one line of at most 200 characters; its class's name if it has no text."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -87,7 +87,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell command that installs extras of setup.cfg into the Python that runs this process."""
+    """Return the shell line `PYTHON -m pip install ...` for extras of setup.cfg; "train" adds CPU_INDEX to it."""
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
     is_checkout = (package.parent / "setup.cfg").is_file()
@@ -98,7 +98,7 @@ def install_command(*extras: str) -> str:
 
 @contextmanager
 def requires(extra: str, problem: str) -> Iterator[None]:
-    """Raise CpuftError if the block cannot import a package: `problem`, and the command that installs the extra."""
+    """Raise CpuftError if the block raises ImportError: `problem`, and the command that installs the extra."""
     try:
         yield
     except ImportError:
@@ -125,7 +125,7 @@ NO_MORE_PROCESSES = (
 
 
 def describe_path_error(error: OSError) -> str:
-    """Return what is wrong with the path of an OSError, or with the limit of processes, and what to do; else ""."""
+    """Return what is wrong with an OSError's path or the limit of processes, and what to do; "" for other errors."""
     if error.errno == errno.ENOENT and _is_working_folder_deleted():
         return "the working folder does not exist any more: change to another one"
     if error.errno == errno.ENAMETOOLONG:
@@ -150,7 +150,7 @@ _ABOUT_AS_SIMILAR = 0.1
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: "did you mean int8?", else "choose one of" up to 20 names."""
+    """Return the end of a message on an unknown name: "did you mean int8?", else "choose one of a, b" (up to 20)."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     likeness = [difflib.SequenceMatcher(None, other, name).ratio() for other in close]
@@ -159,6 +159,6 @@ def suggest_names(name: str, known: Iterable[str]) -> str:
 
 
 def list_names(names: Sequence[str], most: int = 20) -> str:
-    """Return names with commas between them; of more than `most`, the first ones and the number of the others."""
+    """Return names with commas between them; of more than `most`, the first ones: "a, b and 3 others"."""
     others = f" and {len(names) - most} others" if len(names) > most else ""
     return ", ".join(names[:most]) + others

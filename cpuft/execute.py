@@ -57,7 +57,7 @@ class Answer:
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program in PATH or in the system's sbin folders; empty if it is not installed."""
+    """Return the path of a program in PATH or in the system's sbin folders; "" if it is not installed."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin") or ""
 
 
@@ -126,8 +126,9 @@ def run_step(
 def run_stage(plan: Plan, stage: Sequence[Step], seconds: float, say: Say = lambda line: None) -> list[Answer]:
     """Run steps at the same time, on hosts by the plan's prefixes, and return the answer of each in their order.
 
-    A failed step does not stop the others; an exception, as of `run_step`, ends all. `seconds` is a time limit, or 0
-    for none. `say` gets a line about the steps that have not ended every 30 s. Only for the main thread.
+    A failed step does not stop the others; if its ssh connection was closed at once, it is run again, up to 8 times.
+    `say` gets a line about the steps that have not ended every 30 s. Only for the main thread. Raises, when all have
+    ended, Interrupted for a signal, TimeoutError after `seconds` (0: no limit), OSError: a step cannot be started.
     """
     with signals_raise():
         answers = _run_once(plan, stage, seconds, say)
@@ -167,8 +168,8 @@ def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
     """Execute the stages of a plan up to the first with a failed step; the steps of a stage run at the same time.
 
     `seconds` is a time limit for each stage, or 0 for none. `say` gets lines about the progress. Only for the main
-    thread. Raises CpuftError, which ends with `advice`: a step failed, could not be started or took too long. It is
-    transient if ssh failed (255) for all failed steps. Raises Interrupted for a signal, when the steps have ended.
+    thread. Raises CpuftError, which ends with `advice`: a step failed, its program is missing, or it took too long. It
+    is transient if ssh failed (255) for all failed steps. Raises Interrupted for a signal, when the steps have ended.
     """
     steps = [step for stage in plan.stages for step in stage]
     last_report: dict[str, float] = {}
@@ -197,7 +198,7 @@ def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
 
 
 def make_reminder(report: Callable[[float], None]) -> Callable[[], None]:
-    """Return a function to call often while waiting, which calls `report` every 30 s with the seconds since now."""
+    """Return a function to call often in a wait: every 30 s it calls `report` with the seconds since it was made."""
     begun, calls = time.monotonic(), 0
 
     def watch() -> None:
@@ -280,14 +281,16 @@ def _start(step: Step, environ: Mapping[str, str], given: IO[bytes], output: IO[
 
 
 def start_process(command: Sequence[str], environ: Mapping[str, str], streams: int | None = None) -> Process:
-    """Start a process in a new session; it gets SIGTERM when this thread ends. Raises OSError: it cannot be started."""
+    """Start a process in a new session; it gets SIGTERM when this thread ends. Its input is /dev/null and its output
+    this process's, or all three are `streams`, such as PIPE. Raises OSError: it cannot be started.
+    """
     return _open_process(command, environ, stdin=streams or subprocess.DEVNULL, stdout=streams, stderr=streams)
 
 
 def start_with_log(
     command: Sequence[str], environ: Mapping[str, str], path: str, folder: str | None = None, stays: bool = False
 ) -> Process:
-    """Start a process as `start_process` with its output at the end of a file; if it `stays`, without that SIGTERM."""
+    """Start as `start_process`, in `folder`, with the output at the end of `path`; if it `stays`, without SIGTERM."""
     with open(path, "ab") as log:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         return _open_process(command, environ, stays, cwd=folder, **streams)
@@ -299,7 +302,7 @@ def _open_process(command: Sequence[str], environ: Mapping[str, str], stays: boo
 
 
 def wait_for_exit(process: Process, seconds: float) -> int:
-    """Wait for a process and return its exit code, or 0 if it has not ended after `seconds`; it then runs on."""
+    """Wait for a process and return its exit code; 0, too, if it has not ended after `seconds`: it then runs on."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return exit_code_of(process) if process.returncode is not None else 0
@@ -347,7 +350,7 @@ def _signal(process: Process, signal_number: int) -> bool:
 @contextmanager
 def signals_raise(takes: Callable[[int], bool] = lambda signal_number: False) -> Iterator[None]:
     """Make SIGINT, SIGTERM, SIGHUP (not under nohup) and SIGUSR1 raise `Interrupted` inside, unless `takes` returns
-    True. A second signal does not disturb the clean-up after the first one.
+    True for the signal's number. Signals after the first one that raised do nothing. Only for the main thread.
     """
     received: list[int] = []
 

@@ -39,7 +39,7 @@ It fails for a path that resolves to a place outside ROOT, to / or to a folder t
 
 
 def describe_lfs_pointer(path: Path, begin: bytes) -> str:
-    """Say how to get a file whose first bytes are those of a pointer of Git LFS; else return ""."""
+    """Return how to get a file whose first bytes, `begin`, are those of a pointer of Git LFS; "" for other files."""
     if not begin.startswith(b"version https://git-lfs"):
         return ""
     return (
@@ -53,7 +53,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of an empty file beside `path`, which replaces `path` if the block raises nothing.
 
     A link to a file is replaced, not its target; folders, devices, pipes, sockets and links to them are refused
-    (CpuftError). Missing folders above it are made, and its permissions are those of a new file.
+    (CpuftError). Missing folders above `path` are made, and the file gets the permissions of a new one.
     """
     refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_folder_atomically(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `folder` if the block raises nothing; CpuftError: something is there."""
+    """Yield a folder that becomes `folder` if the block raises nothing; CpuftError: a file or full folder is there."""
     refuse_filled(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def write_folder_atomically(folder: Path) -> Iterator[Path]:
 
 
 def refuse_filled(folder: Path) -> None:
-    """Raise CpuftError if anything but an empty folder is at `folder`."""
+    """Raise CpuftError if anything but an empty folder is at `folder`; a link to a folder is refused, too."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CpuftError(f"{folder} is not a folder: give another --output")
     if folder.is_dir() and any(folder.iterdir()):
@@ -116,7 +116,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_given_text(path: str | Path, option: str, advice: str) -> str:
-    """Return the text, in UTF-8, of a file that an option names. Raises CpuftError, which ends with `advice`."""
+    """Return the text of a file that `option` names; CpuftError, ending with `advice`: it cannot be read as UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def read_given_text(path: str | Path, option: str, advice: str) -> str:
 
 
 def split_paths(text: str) -> list[str]:
-    """Return the paths in a text that separates them by commas, of which patterns such as `data/*.csv` are expanded."""
+    """Return the paths between commas, patterns (*.csv) as their sorted matches, if any; [text] if that path exists."""
     if os.path.exists(text):
         return [text]
     names = [word.strip() for word in text.split(",")]
@@ -134,7 +134,7 @@ def split_paths(text: str) -> list[str]:
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return the files at a path and below it, as `walk` finds them, whose TransferError becomes a CpuftError."""
+    """Return the files at and below a path as `walk` finds them; CpuftError: a link is broken or circular."""
     try:
         return [Path(one.path) for one in walk(str(path), path.name) if one.kind == FILE]
     except TransferError as error:
@@ -156,7 +156,7 @@ def hash_file(path: Path) -> str:
 
 
 def is_locked(path: str | Path) -> bool:
-    """Return whether a process holds an exclusive lock of a file; False if it cannot be opened or locked."""
+    """Return whether a process holds an exclusive lock of a file; False if it cannot be opened, or has no locks."""
     try:
         with open(path) as file:
             # NFSv4 refuses an exclusive lock of a file that is open for reading only, with EBADF.
@@ -172,7 +172,7 @@ def remove_command(root: str, *paths: str) -> tuple[str, ...]:
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/cpuft (CpuftError: a relative path), else ~/.cache/cpuft, or a folder in /var/tmp."""
+    """Return $XDG_CACHE_HOME/cpuft (CpuftError: relative), ~/.cache/cpuft, or if read-only /var/tmp/cpuft-cache-UID."""
     own = environ.get("HOME") or os.path.expanduser("~")  # a user without a name, who has no home, gets "~"
     home = environ.get("XDG_CACHE_HOME") or f"{'' if own == '~' else own}/.cache"
     if not os.path.isabs(home):
@@ -190,7 +190,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def make_private_folder(folder: Path, advice: str) -> Path:
-    """Make a folder of mode 700, or give one this mode; CpuftError: it cannot be made, or others may write to it."""
+    """Make a folder of mode 700, or give one this mode; return it. CpuftError: it fails, or others may write to it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):
@@ -203,7 +203,7 @@ def make_private_folder(folder: Path, advice: str) -> Path:
 
 
 def check_private_folder(folder: Path, advice: str = _ELSEWHERE) -> None:
-    """Raise CpuftError if another user may have written to a folder; that others can read it is no error."""
+    """Raise CpuftError if a folder is a link or file, another user's, or others may write to it; OSError: no folder."""
     if trouble := _describe_risk(folder):
         raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}")
 

@@ -64,29 +64,29 @@ def parse_cpuinfo(text: str, machine: str) -> Cpu:
 
 
 def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
-    """Return the CPU flags that oneDNN uses if ONEDNN_MAX_CPU_ISA is `max_isa`."""
+    """Return the CPU flags that oneDNN uses if ONEDNN_MAX_CPU_ISA is `max_isa`: all flags if that is no known value."""
     hidden, *_ = _ISAS.get(max_isa.upper(), _ANY)
     return tuple(flag for flag in flags if not flag.startswith(hidden))
 
 
 def compiler_target(max_isa: str, flags: Collection[str]) -> str:
-    """Return the -march value for a value of ONEDNN_MAX_CPU_ISA: "native" if it is none or this CPU lacks the ISA."""
+    """Return the -march value for a value of ONEDNN_MAX_CPU_ISA: "native" if it is unknown or the CPU lacks the ISA."""
     _, target, needed = _ISAS.get(max_isa.upper(), _ANY)
     return target if needed in flags else "native"
 
 
 def cpu_class(flags: tuple[str, ...]) -> str:
-    """Return the fastest of CLASSES to which a CPU with these flags belongs, or ""."""
+    """Return the key of CLASSES, such as "avx2", for the fastest class of a CPU with these flags; "" for none."""
     return next((flag for flag in CLASSES if flag in flags), "")
 
 
 def bf16_hardware(flags: tuple[str, ...]) -> str:
-    """Return the CPU's flag for native bf16 products, or ""."""
+    """Return the CPU's flag for native bf16 products: "amx_bf16", "avx512_bf16", or "bf16" of Arm; "" without any."""
     return next((flag for flag in _BF16_FLAGS if flag in flags), "")
 
 
 def name_missing_bf16(flags: Collection[str]) -> str:
-    """Return what a CPU without bf16 products has: "neither AMX nor AVX512_BF16", and for Arm other words."""
+    """Return what a CPU without bf16 has: "neither AMX nor AVX512_BF16", for Arm "no bf16 instructions of Arm"."""
     return "no bf16 instructions of Arm" if "asimd" in flags else "neither AMX nor AVX512_BF16"
 
 
@@ -100,8 +100,8 @@ class Precision:
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """Return the precision of a run, where "auto" is bf16 if the CPU has it, else fp32; CpuftError: it has not, for
-    "bf16".
+    """Return the precision of a run: `wanted`, of which "auto" is bf16 if the CPU multiplies it, else fp32. Raises
+    CpuftError: "bf16" without `emulate` on a CPU that does not multiply it.
     """
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":

@@ -22,6 +22,7 @@ class HostMemory:
     machine: str = ""
     """Boot id of the machine, which simulated hosts share; empty if that is not known."""
     machine_bytes: int = 0
+    """Bytes of memory that the machine has free, whatever limits the host has; 0 if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class RunMemory:
 
 
 def format_run_memory(memory: RunMemory) -> tuple[str, ...]:
-    """Return ("--host-memory=JSON",), which passes this to a process, or () if a host's memory is not known."""
+    """Return ("--host-memory=JSON",), the argument with `memory` for a process; () if a host's memory is not known."""
     return (f"{_MEMORY_FLAG}{json.dumps(asdict(memory))}",) if all(host.free_bytes for host in memory.hosts) else ()
 
 

@@ -35,7 +35,7 @@ INSTANCE_COLUMNS = ("name", "cores", "amx", "gbits_per_second", "dollars_per_hou
 
 
 def parse_instance_types(text: str, path: str) -> dict[str, InstanceType]:
-    """Return a CSV table's types by name, the last of equal names. Raises CpuftError: a line has another form."""
+    """Return a CSV table's types by name, the last of equal names; CpuftError: a line has a wrong form or number."""
     lines = csv.reader(io.StringIO(text, newline=""))
     try:
         if tuple(next(lines, ())) != INSTANCE_COLUMNS:
@@ -56,7 +56,7 @@ def _parse_words(words: list[str]) -> InstanceType:
 
 
 def find_instance(name: str, path: str = "") -> InstanceType:
-    """Return the type of this name from the CSV table at `path`, or from cpuft's own; CpuftError: it is not there."""
+    """Return the type of this name from the CSV table at `path`, or from TABLE; CpuftError: no valid table has it."""
     table = path or str(TABLE)
     found = parse_instance_types(read_given_text(table, "--instances", f"give a CSV file like {TABLE}"), table)
     if name not in found:

@@ -74,7 +74,7 @@ class _Kernel(ctypes.Structure):
 
 
 class Kernels:
-    """A loaded library of kernels."""
+    """A loaded library of kernels. Raises OSError or ValueError: the file cannot be loaded, or has no kernels."""
 
     def __init__(self, path: Path) -> None:
         _check_length(path)
@@ -94,7 +94,7 @@ class Kernels:
 
         Parameters
         ----------
-        dtype: bf16 or fp32.
+        dtype: bf16 or fp32. Raises KeyError: there is no such kernel, or none for this dtype.
         arguments: those of the C++ function in kernels.cpp, in its order, without the last one, the number of threads.
             A tensor is passed as its address, None as null: the tensor must be on the CPU, alive until this returns,
             and contiguous unless the kernel takes its strides. Sizes and dtypes are not checked: wrong ones crash.
@@ -171,9 +171,9 @@ def _locate_library(compiler: str, processor: str = "native") -> Path:
 
 
 def build(compiler: str, processor: str = "native") -> Path:
-    """Return the path of the library of kernels in the cache folder, after compiling it if it is not there yet.
-
-    Raises CpuftError, OSError or SubprocessError: it cannot be compiled, or the folder cannot be used.
+    """Return the path of the library of kernels in the cache folder, after compiling it for the -march value
+    `processor` if it is not there. Raises CpuftError, OSError or SubprocessError: it cannot be compiled, or the folder
+    cannot be used.
     """
     library = _locate_library(compiler, processor)
     if not library.exists():
@@ -194,7 +194,8 @@ def _processor() -> str:
 
 
 def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
-    """Return the kernels if these tensors are on the CPU and all bf16 or all fp32; else None: use plain torch.
+    """Return the kernels if all tensors (one or more) are on the CPU and all bf16 or all fp32; else None: use plain
+    torch.
 
     None, too, if there are no kernels (see `kernel_status`). The first call in a process builds them if necessary,
     which takes up to five minutes. `torch.empty(0)` asks for the kernels alone.

@@ -52,8 +52,8 @@ class Plan:
     """Host -> what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
 
     def as_local(self, step: Step) -> Step:
-        """Return a step that runs on this machine and does the given step on its host: `command_prefixes` and a shell
-        line.
+        """Return a step for this machine that does the given step on its host: the host's prefix, then a shell line
+        with the settings and the command. Without a prefix, only `host` changes, to "".
         """
         prefix = self.command_prefixes.get(step.host, ())
         if not prefix:
@@ -100,11 +100,11 @@ class RunPlan:
         return self.select("claim", "make", "inputs", "prepare", "ranks", "results")
 
     def select(self, *parts: str) -> Plan:
-        """Return a plan of the stages of the fields with these names, with the notes and command prefixes."""
+        """Return a plan of the stages of the fields with these names, in this order, with notes and prefixes."""
         return Plan(tuple(stage for part in parts for stage in getattr(self, part)), self.notes, self.command_prefixes)
 
     def for_head_host(self) -> RunPlan:
-        """Return the parts that the head host executes by itself, without command prefixes."""
+        """Return `prepare` and `ranks`, which the head host executes by itself, and the notes; no command prefixes."""
         return RunPlan(prepare=self.prepare, ranks=self.ranks, notes=self.notes, resumed=self.resumed)
 
 

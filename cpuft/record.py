@@ -39,9 +39,8 @@ class GradientSizes:
     """Mean number of different tokens in one update, by the number of ranks."""
 
     def count_tokens(self, ranks: int) -> float:
-        """Return the number of different tokens in an update of this many ranks; 0 if nothing is known.
-
-        Between known numbers of ranks, and above the largest two, it follows a power law (Heaps' law).
+        """Return the number of different tokens in an update of this many ranks; 0 if nothing is known. A power law
+        (Heaps' law) is used between known numbers of ranks and above them; below, the value of the smallest one.
         """
         known = sorted((int(size), count) for size, count in self.tokens.items())
         if not known:
@@ -97,7 +96,7 @@ class Measurement:
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Return the factor of nccl-tests from algorithm bandwidth to bus bandwidth."""
+    """Return nccl-tests' factor of bus bandwidth: all_reduce 2(n-1)/n, all_gather, reduce_scatter (n-1)/n, others 1."""
     shares = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
     return shares[operation] * (ranks - 1) / ranks if operation in shares else 1.0
 
@@ -285,10 +284,8 @@ class GradientTime:
 
 @dataclass(frozen=True)
 class LayerTimesLine:
-    """When the gradients of a step become ready, as scripts/record-layer-times has measured on one rank.
-
-    All times are medians over the measured updates, and sums over the passes of an update, of this rank without
-    waiting.
+    """When the gradients of a step become ready, as scripts/record-layer-times has measured on one rank. All times are
+    medians over the measured updates, and sums over the passes of an update, of this rank without waiting.
     """
 
     gradients: list[GradientTime]
@@ -415,7 +412,7 @@ class Writer:
     """
 
     def __init__(self, run_dir: str, begun: str | None = None) -> None:
-        """Create record.jsonl, which must not be there, or replace it by the lines `begun` of a resumed run."""
+        """Create record.jsonl (FileExistsError: it is there), or replace it by the lines `begun` of a resumed run."""
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = str(path)
@@ -471,8 +468,8 @@ def parse_lines(text: str, path: str) -> list[Line]:
 
 
 def parse_record(text: str, path: str = "record") -> Record:
-    """Return the record of a run from its text; `path` is only named. Raises CpuftError: it has no header, or is
-    broken.
+    """Return the record of a run from its text; `path` is for messages. Raises CpuftError: the first line is no header,
+    or `parse_lines` raises it.
     """
     parsed = parse_lines(text, path)
     if not parsed or not isinstance(parsed[0], Header):
@@ -492,7 +489,7 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def parse_measurements(text: str, path: str) -> list[Measurement]:
-    """Return the measurements in the text of a comm.jsonl of `cpuft bench comm`. Raises CpuftError: it is none."""
+    """Return the measurements in the text of a comm.jsonl of `cpuft bench comm`; CpuftError: it is no such text."""
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
         raise CpuftError(
@@ -551,5 +548,5 @@ def read_measurements(header: Header) -> EarlierMeasurements:
 
 
 def describe_products(header: Header) -> tuple[str, ...]:
-    """Return what the speed of matrix products depends on, as texts to compare."""
+    """Return CPU model, CPU flags, precision and torch's version, on which the speed of matrix products depends."""
     return (header.cpu_model, *header.cpu_flags, header.precision, header.versions.get("torch", ""))

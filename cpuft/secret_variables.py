@@ -32,7 +32,9 @@ _PLACES = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY"}
 
 
 def may_be_secret(name: str, value: str) -> bool:
-    """Return whether a variable may be secret, by its name, or because its value is a URL with a password or token."""
+    """Return whether a variable may be secret: by its name, or a URL with a password or token as value. PWD, OLDPWD,
+    SSH_AUTH_SOCK, XAUTHORITY and CPUFT_* never are; HF_ENDPOINT is if it has a path.
+    """
     if name in _PLACES or name.startswith(OWN_PREFIX):
         return False
     if name == "HF_ENDPOINT" and not _PLAIN_ENDPOINT.fullmatch(value):
@@ -41,12 +43,12 @@ def may_be_secret(name: str, value: str) -> bool:
 
 
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the secret variables that ranks on other hosts get. Other secrets stay on this machine."""
+    """Return the variables that may be secret and that ranks on other hosts get, such as HF_TOKEN; others stay here."""
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 
 def mask_secrets(text: str, environ: Mapping[str, str], *others: str) -> str:
-    """Replace what is before the @ of URLs, the values of `secrets_for_ranks`, and `others` in a text by ***."""
+    """Return a text with *** for what is before the @ of URLs, the values of `secrets_for_ranks`, and `others`."""
     text = _SECRET_VALUE.sub("://***@", text)
     # Longer values first, because a shorter one may be a part of them.
     for value in sorted({*secrets_for_ranks(environ).values(), *others} - {""}, key=len, reverse=True):
@@ -57,8 +59,8 @@ def mask_secrets(text: str, environ: Mapping[str, str], *others: str) -> str:
 def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
     """Return the secret variables that the launcher has sent to one process of this host, and remove their file.
 
-    There are none if the file `$CPUFT_SENT-PROCESS` cannot be opened, as for a printed plan that is run by hand, or if
-    another user owns it. Raises CpuftError: the file is damaged.
+    {} if the file `$CPUFT_SENT-PROCESS` cannot be opened, as for a printed plan that is run by hand, or if another user
+    owns it. Raises CpuftError: the file is damaged.
     """
     path = f"{environ.get(SECRETS_PREFIX) or '/nowhere'}-{process}"
     try:

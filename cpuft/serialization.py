@@ -24,7 +24,7 @@ def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
 
 
 def to_number(text: str) -> float:
-    """Return the number that a text is, nan if it is none."""
+    """Return the number that a text is, nan if it is no number."""
     try:
         return float(text)
     except ValueError:
@@ -32,7 +32,7 @@ def to_number(text: str) -> float:
 
 
 def find_control(text: str, allowed: str = "") -> str:
-    """Return the first control character or line separator of `text` that is not in `allowed`; empty if there is none.
+    """Return the first control character or line separator of `text` that is not in `allowed`; "" if there is none.
 
     Values of options, hostfiles, registry entries and recipes become lines of other programs' files (ssh_config,
     known_hosts, container files), where a line break in a value would begin another line.
@@ -41,7 +41,7 @@ def find_control(text: str, allowed: str = "") -> str:
 
 
 def parse_json(text: str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text, in which NaN and Infinity are numbers, or raise ValueError."""
+    """Return the value of a JSON text, NaN and Infinity as numbers, objects by `make_object`, or raise ValueError."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RecursionError:
@@ -49,9 +49,9 @@ def parse_json(text: str, make_object: Callable[[list[tuple[str, Any]]], Any] | 
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text, or raise ValueError: dicts, lists, texts, and None for null.
-
-    Numbers, dates and words like `yes` stay texts, because the type of the option decides what they mean.
+    """Return the value of a YAML text: dicts, lists, texts, and None for null or nothing. Numbers, dates and words like
+    `yes` stay texts, because the type of the option decides what they mean. Raises ValueError: it is no YAML, has a key
+    twice, or an alias of a list or mapping.
     """
     import yaml
 

@@ -63,7 +63,7 @@ def _make_protected(stream: TextIO | None, number: int) -> io.TextIOWrapper:
 
 
 def check_stdout() -> None:
-    """Flush standard output, and raise CpuftError if a write to it failed while its reader was still there."""
+    """Flush standard output, and raise CpuftError if a write to it has failed; not if its reader was gone."""
     sys.stdout.flush()
     lost = getattr(getattr(sys.stdout.buffer, "raw", None), "lost", None)
     if lost and lost.errno not in _READER_GONE:
@@ -77,10 +77,10 @@ _LONGEST_INTERVAL = 10_000
 
 
 def detect_dead_peer(connection: socket.socket, seconds: float = DEAD_PEER_SECONDS) -> None:
-    """Make the kernel end a TCP connection after the other host is gone; reads then raise an OSError. See tcp(7).
+    """Make the kernel end a TCP connection `seconds` after the other host is gone (tcp(7)); reads then raise an
+    OSError.
 
-    The seconds of silence are rounded up to a multiple of 7, because the kernel sends the first of four probes after
-    three sevenths of them.
+    `seconds` is rounded up to a multiple of 7, because the kernel sends the first of four probes after three sevenths.
     """
     interval = min(math.ceil(seconds / 7), _LONGEST_INTERVAL)
     limits = (("KEEPIDLE", 3 * interval), ("KEEPINTVL", interval), ("KEEPCNT", 4), ("USER_TIMEOUT", 7000 * interval))
@@ -104,9 +104,9 @@ def format_table(
 ) -> str:
     """Return a table as text that ends with a newline: the title, the headings, a rule, the rows and the notes.
 
-    The first `left` columns are aligned to the left, as texts; the others to the right, as numbers. Cells that do not
-    fit into 120 characters, 16 per column or `width`, whichever is most, are cut off. The title stays as it is; each
-    note begins with "* " and is wrapped.
+    The first `left` columns are aligned to the left, as texts; the others to the right, as numbers. Lines have at most
+    120 characters, 16 per column or `width`, whichever is most; cells are cut off to fit. The title stays as it is;
+    each note begins with "* " and is wrapped.
     """
     from rich import box  # imports many modules, and most commands print no table
     from rich.console import Console
@@ -133,7 +133,7 @@ def format_table(
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows, at least one, as lines: the first column to the left, the others to the right."""
+    """Return rows (at least one) as lines: first column to the left, others to the right, two spaces between them."""
     first, *widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join([f"{row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))]).rstrip()

@@ -51,7 +51,9 @@ class Tracker(abc.ABC):
     """
 
     package: ClassVar[str]
+    """Python module that is there if the tracker is installed."""
     extra: ClassVar[str]
+    """Extra of setup.cfg that installs it."""
 
     @abc.abstractmethod
     def __init__(self, run: TrackedRun) -> None:
@@ -201,7 +203,7 @@ def parse_trackers(text: str) -> list[str]:
 
 
 def check_trackers(text: str, environ: Mapping[str, str]) -> None:
-    """Raise CpuftError if a tracker in the list is unknown, is not installed, or misses an environment variable."""
+    """Raise CpuftError if a tracker in the list is unknown, is not installed, or lacks an environment variable."""
     for name in parse_trackers(text):
         tracker = TRACKERS[name]
         if importlib.util.find_spec(tracker.package) is None:
@@ -210,7 +212,7 @@ def check_trackers(text: str, environ: Mapping[str, str]) -> None:
 
 
 def values_of(line: Line) -> dict[str, float]:
-    """Return what trackers get of a line of a record, by name, such as train/loss; empty for lines without figures."""
+    """Return what trackers get: train/... of a step, eval/... of an evaluation, run/... of a footer; {} of others."""
     if isinstance(line, StepLine):
         rate = line.samples / line.step_seconds if line.step_seconds else 0.0
         return {"train/loss": line.loss, "train/learning_rate": line.learning_rate, "train/samples_per_second": rate}
@@ -226,7 +228,7 @@ def values_of(line: Line) -> dict[str, float]:
 
 
 def make_tracked_run(header: Header, folder: Path) -> TrackedRun:
-    """Return what trackers have to know of the run with this header, which stays the same when the run is restarted."""
+    """Return a TrackedRun with the name of `folder`, and a key of the header, which stays when the run is restarted."""
     versions = {f"version_{name}": version for name, version in header.versions.items()}
     more = {"ranks": header.world_size, "hosts": ", ".join(header.hosts), "cpu": header.cpu_model}
     return TrackedRun(
@@ -238,7 +240,7 @@ def make_tracked_run(header: Header, folder: Path) -> TrackedRun:
 
 
 def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
-    """Send the lines of a record, from its header on, to trackers, whose errors are raised."""
+    """Send the lines of a record, from its header on, to the named trackers, and finish them; raise their errors."""
     trackers: list[Tracker] = []
     step = 0
     for line in lines:
@@ -254,7 +256,7 @@ def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
 
 
 def send_record(run: str, names: Sequence[str]) -> None:
-    """Send the record of an ended run to trackers. Raises CpuftError: there is none, or a tracker does not take it."""
+    """Send the record of an ended run to trackers. Raises CpuftError: there is none, it is broken, a tracker fails."""
     path = Path(run) / FILE_NAME
     try:
         lines = parse_lines(path.read_text(encoding="utf-8", errors="replace"), str(path))

@@ -105,7 +105,7 @@ class _Block(NamedTuple):
 def walk(
     path: str, name: str = "", follow: bool = True, above: "tuple[tuple[int, int], ...]" = ()
 ) -> "Iterator[FileEntry]":
-    """Yield what is at a path and below it, in alphabetical order; a folder without a `name` is not among it.
+    """Yield what is at a path (only with a `name`, with which all names begin) and below it, in alphabetical order.
 
     With `follow`, links are followed, and compiled modules (__pycache__) and special files are left out. `above` is for
     the recursion: device and inode of each folder above. Raises TransferError: a link leads to nothing, or to a folder
@@ -139,13 +139,13 @@ def walk(
 
 
 def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[FileEntry]":
-    """Yield some files and folders of a folder as `walk` does."""
+    """Yield the files and folders of `folder` that have these names, with all that is below them, as `walk` does."""
     for name in names:
         yield from walk(os.path.join(folder, name), name)
 
 
 def hash_blocks(entries: "Sequence[FileEntry]") -> "Iterator[tuple[_Block, bytes]]":
-    """Return each block of the files among the entries, with its SHA-256. Raises TransferError: a file has changed."""
+    """Yield each block of the files among the entries, with its SHA-256. Raises TransferError: a file has changed."""
 
     def read(batch: "list[_Block]") -> "list[tuple[_Block, bytes]]":
         return [(block, _hash(_read_block(block))) for block in batch]
@@ -243,7 +243,7 @@ class Stream:
                 raise LostError("the connection ended before the transfer began")
 
     def drain(self) -> None:
-        """Read to the end."""
+        """Read what still comes, and drop it, until the connection ends."""
         with contextlib.suppress(LostError):
             while True:
                 self.read(_SMALL)
@@ -255,7 +255,7 @@ class Stream:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is left."""
+        """Write what `write` has collected."""
         left, self._written = memoryview(self._written), bytearray()
         while left:
             left = left[self._target.write(left) or 0 :]
@@ -264,7 +264,7 @@ class Stream:
 
 @contextlib.contextmanager
 def raise_lost() -> "Iterator[None]":
-    """Raise LostError in place of OSError."""
+    """Raise LostError in place of an OSError of the block."""
     try:
         yield
     except OSError as error:
@@ -314,7 +314,7 @@ def open_stream(source: "int | io.RawIOBase", target: int) -> Stream:
 @contextlib.contextmanager
 def connect(command: "Sequence[str]") -> "Iterator[Stream]":
     """Start a command that runs FROM_STREAM on a host, yield the stream to it, and wait for its end. Raises
-    TransferError: the command failed, or the block raised this error.
+    TransferError, with the command's exit code: the command failed, or the block raised this error.
     """
     import subprocess
 
@@ -348,9 +348,10 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
 
 
 def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = True, has_checksums: bool = True) -> None:
-    """Send files and folders as `walk` finds them; all of them, with checksums if `has_checksums`, unless the receiver
-    says what it has (`is_answered`). Raises TransferError: a file has changed meanwhile, or the connection was lost.
-    Raises OSError: a file cannot be read. Raises RefusedError: the receiver names a block that no file has.
+    """Send files and folders as `walk` finds them. If `is_answered`, the receiver first says which blocks it has, which
+    are not sent, and whether it wants checksums; else `has_checksums` decides. Raises TransferError: a file has
+    changed, or the connection was lost; OSError: a file cannot be read; RefusedError: the receiver names a block that
+    does not exist.
     """
     entries = list(entries)
     for start in range(0, len(entries), 1000):
@@ -411,8 +412,8 @@ def open_part(folder: str) -> "Iterator[str]":
 
 
 def lock_file(file: "Any", is_shared: bool = False, waits: bool = False) -> None:
-    """Lock an open file until it is closed. Raises BlockingIOError: another process has the lock, and this one does not
-    wait. Raises another OSError: the file system has no locks, or this is Windows.
+    """Lock an open file until it is closed, exclusively unless `is_shared`. Raises BlockingIOError: another process has
+    the lock, and this one does not wait. Raises another OSError: the file system has no locks, or this is Windows.
     """
     try:
         import fcntl
@@ -422,8 +423,8 @@ def lock_file(file: "Any", is_shared: bool = False, waits: bool = False) -> None
 
 
 def open_locked(path: str, seconds: float = 0.0) -> int:
-    """Open or make a file, and return a descriptor that holds its lock until it is closed. Raises BlockingIOError:
-    another process holds the lock, and still does after `seconds`.
+    """Open or make a file, and return a descriptor that holds its lock until it is closed (no lock if the file system
+    has none). Raises BlockingIOError: another process holds the lock, and still does after `seconds`.
     """
     end = time.monotonic() + seconds
     while True:
@@ -592,8 +593,8 @@ def sync(path: str) -> None:
 
 
 def store(part: str, folder: str, entries: "Sequence[FileEntry]", is_bundle: bool) -> None:
-    """Give what has come its place: a new folder as a whole, but in one that exists each file by itself, because a run
-    may be reading them. Beside a bundle, its files and their sizes are noted for `has_bundle`.
+    """Move `part` to `folder`: as a whole if that is new, else each file by itself, because a run may be reading them.
+    For a bundle, its files and their sizes are noted beside it, in `folder`.files, for `has_bundle`.
     """
     if is_bundle:
         with open(part + ".list", "w") as file:
@@ -615,8 +616,8 @@ def store(part: str, folder: str, entries: "Sequence[FileEntry]", is_bundle: boo
 
 
 def has_bundle(folder: str) -> bool:
-    """Whether every file that came with a bundle is there and has its size: systemd-tmpfiles removes single files from
-    /var/tmp, and a full disk leaves files that were cut off.
+    """Return whether every file that came with a bundle is there and has its size: systemd-tmpfiles removes single
+    files from /var/tmp, and a full disk leaves files that were cut off.
     """
     try:
         with open(folder + ".files") as file:

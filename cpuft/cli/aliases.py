@@ -23,7 +23,7 @@ class Alias:
     """How cpuft's option differs, or why there is none."""
 
     def names(self, *tools: str) -> list[str]:
-        """Return the names that these of TOOLS have for the option, such as ["--log_dir"]."""
+        """Return all names that these of TOOLS have for the option, such as ["--log_dir"]; [] if they have none."""
         parts = [part.split() for part in self.theirs.split("; ")]
         return [name for tool, *names in parts for name in names if tool in tools]
 
@@ -45,8 +45,8 @@ def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bo
     """Return what to write instead of the options of other tools: "write --np instead of --nproc_per_node", or "".
 
     `arguments` are those up to `--`, and `flags` those of the verb: an option of another tool is only answered if the
-    verb has cpuft's option for it, or if it is to be left out. If the verb runs scripts (`script`), the arguments after
-    the first one that ends in .py are the script's.
+    verb has cpuft's option for it, or if it is to be left out. If the verb runs scripts (`script`), arguments from the
+    first one that ends in .py on are the script's; if unknown flags are among them, the answer says to write `--`.
     """
     scripts = [number for number, text in enumerate(arguments) if text.endswith(".py") and text[0] != "-"]
     place = scripts[0] if script and scripts else len(arguments)

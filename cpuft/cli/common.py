@@ -55,7 +55,7 @@ def run_or_print(step: Step, dry_run: bool) -> None:
 
 
 def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
-    """Check the hosts briefly unless --no-check was given, print warnings, and raise CpuftError if a run would fail."""
+    """Do `check_before_launch`, with warnings on standard error, unless --no-check was given (`config.check`)."""
     from cpuft.doctor.examine import check_before_launch
 
     if config.check:
@@ -63,7 +63,7 @@ def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
 
 
 def find_model_folder(run: str) -> Path:
-    """Return the folder of the trained model in the folder of a run. Raises CpuftError: the run has none."""
+    """Return RUN/model, the folder of the trained model. Raises CpuftError: there is no config.json in it."""
     folder = Path(run, MODEL)
     if not (folder / "config.json").exists():
         raise CpuftError(
@@ -73,7 +73,7 @@ def find_model_folder(run: str) -> Path:
 
 
 def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings for threads and memory of a single rank here; the user's own values replace cpuft's."""
+    """Return the settings for threads and memory of a single rank here; values in `environ` replace cpuft's."""
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.hosts.topology import Interface, plan_placement
     from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables

@@ -26,7 +26,7 @@ _OF_RUN = "those with which the run was started, if that was on this machine"
 
 
 def place_options(default: str = _OF_RUN, **more: str) -> list[FieldOption]:
-    """Return the options that name hosts (`default`: those without them), and more of LaunchConfig, with their help."""
+    """Return the options that name hosts, and those of the fields of LaunchConfig to which `more` has help texts."""
     texts = {
         "hostfile": f"Hostfile with the hosts to ask (default: {default})",
         "ssh_config": "With --hostfile or --cluster, configuration file of the ssh client (default: that of --cluster, "
@@ -53,7 +53,7 @@ def _complete_detached(ctx: click.Context, param: click.Parameter, incomplete: s
 
 
 def refuse_detaching(config: LaunchConfig, resume: str = "") -> None:
-    """Raise CpuftError if a command cannot be moved to its head host, as far as that is known before it is planned."""
+    """Raise CpuftError for --detach on the hosts of a scheduler's job, with --copy-checkpoints, or with `resume`."""
     from cpuft.launch.detached import refuse_jobs
 
     refuse_jobs(config, os.environ)
@@ -76,10 +76,11 @@ def move(
     dry_run: bool,
     packages: Sequence[str] = (),
 ) -> int:
-    """Move a planned command to its head host, or print the plan of that; return the exit code.
+    """Move a planned command to its head host, or print the plan of that (`dry_run`); return the exit code.
 
     `values` are those of all options of the verb, `there` is what the command does on the head host, whose Python must
-    have `packages` besides cpuft. CpuftError: the head host cannot run it.
+    have `packages` besides cpuft. The exit code is 0 if the run has begun or with `dry_run`, 130 after Ctrl-C, which
+    does not end the run. Raises CpuftError: the head host cannot run the command.
     """
     from cpuft.launch.detached import (
         Detached,

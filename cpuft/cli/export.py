@@ -42,7 +42,7 @@ def export(dry_run: bool, **values: Any) -> None:
 
 
 def check_export(asked: ExportConfig, header: Header) -> None:
-    """Raise CpuftError if the run's model cannot be exported, or options do not fit together."""
+    """Raise CpuftError if the run is of task text or chat or has no model, or an option needs --validate."""
     if header.task in ("text", "chat"):
         raise CpuftError(
             f"{asked.run} is a run of --task {header.task}, whose model predicts tokens and no labels: export the "

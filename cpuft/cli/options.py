@@ -60,9 +60,7 @@ class _FieldType(click.ParamType[Any]):
 
 
 class FieldOption(click.Option):
-    """An option made from a field of a configuration: `section` is its heading in the help, `takes` its placeholder
-    there.
-    """
+    """An option made from a field of a configuration; `section` is its heading in the help, `takes` its placeholder."""
 
     def __init__(self, names: list[str], section: str, takes: str, is_rare: bool = False, **attributes: Any) -> None:
         complete = _complete_paths if takes in ("FILE", "FOLDER") else None
@@ -72,8 +70,8 @@ class FieldOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         """Return (the flag with its placeholder, the help text with the default in brackets).
 
-        An empty default, or one that the text tells in words, "(default: ...)", is not added. Of options without a
-        value, only those that are on are --[no-]NAME, with the default yes.
+        An empty default, or one that the text tells in words, "(default: ...)", is not added. Options without a value
+        are --[no-]NAME with [yes] if they are on by default, else --NAME alone.
         """
         flag, text = self.opts[0], str(self.help)
         if self.is_flag:
@@ -91,7 +89,7 @@ def _complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the folders of runs below the path that is typed; if there are none, let the shell offer folders."""
+    """Return the folders of runs that begin with what is typed, sorted; if there are none, the shell offers folders."""
     from click.shell_completion import CompletionItem
 
     begin = glob.escape(incomplete)
@@ -130,9 +128,9 @@ def make_options(
     lists: Collection[str] = (),
     texts: Mapping[str, str] | None = None,
 ) -> list[FieldOption]:
-    """Return a click option for each field of a class but those in `without`, or for the fields in `only` alone.
+    """Return a click option for each field of a class, in order, but those in `without` or, if given, not in `only`.
 
-    `lists` accept any text. `texts` are help texts that replace those of the fields with these names.
+    Fields in `lists` accept any text. `texts` are help texts by name, which replace those of the fields.
     """
     types, own = get_type_hints(config), texts or {}
     return [
@@ -166,7 +164,7 @@ def given_options() -> dict[str, ParameterSource]:
 
 
 def refuse_options(config: type, reason: str) -> None:
-    """Raise CpuftError for options of this class on the command line; `reason` follows the flag in the message."""
+    """Raise CpuftError if an option of this class is on the command line: its flag, followed by `reason`."""
     given = given_options()
     for name in option_names(config):
         if given.get(name) is ParameterSource.COMMANDLINE:
@@ -220,7 +218,7 @@ class Verb(CheckedCommand):
             self.params.append(_HELP_ALL)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, with the values of --config's file for options that are not among them."""
+        """Parse the arguments, with --config's file for other options; click.UsageError or CpuftError: wrong ones."""
         if ctx.resilient_parsing:  # A shell is completing the line: nothing is refused, and no file is read.
             return super().parse_args(ctx, args)
         own = args[: args.index("--")] if "--" in args else args
@@ -287,7 +285,7 @@ class Verbs(click.Group):
 
 
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
-    """Return the options in a YAML file as texts by name, not checked yet; CpuftError: it is not such a file."""
+    """Return the options in a YAML file as texts by name, values unchecked; CpuftError: a bad file or unknown names."""
     values = _read_mapping(path)
     flags = {flag for name in known for flag in (f"--{name}", format_flag(name), format_flag(name, False))}
     if suggestion := suggest_options([f"--{key}" for key in values], flags):

@@ -85,14 +85,14 @@ def predict(dry_run: bool, **values: Any) -> None:
 
 
 def needs_launch(config: LaunchConfig) -> bool:
-    """Return whether embeddings are computed by ranks that mpirun starts, and not by processes of this host."""
+    """Return whether mpirun starts the ranks: if an option other than --np is given, or --np > 1 on several hosts."""
     from cpuft.hosts.cluster import read_hosts
 
     return replace(config, np=0) != LaunchConfig() or (config.np > 1 and len(read_hosts(config)) > 1)
 
 
 def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) -> None:
-    """Compute embeddings on the ranks of a launch, and move the file to its place, or print the plan of that."""
+    """Compute embeddings on a launch's ranks and move the file to its place, or print the plan; exit if it fails."""
     from cpuft.execute import run_step
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.attempt import run_attempt
@@ -132,7 +132,7 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
 
 
 def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | None = None) -> None:
-    """Raise CpuftError if a run with this header cannot predict what is asked for, or not where `config` says."""
+    """Raise CpuftError if the run has no model or cannot predict what is asked for, or not on the hosts of `config`."""
     if is_embedding_task(header.task):
         _check_embedding_request(asked)
         find_model_folder(asked.run)
@@ -200,7 +200,7 @@ def is_embedding_task(task: str) -> bool:
 
 
 def plan_prediction(asked: PredictConfig, task: str) -> Step:
-    """Return the step that predicts in a process of its own; `task` is chat for any decoder, empty without a run."""
+    """Return the step that predicts in a process of its own; `task` is "chat" for any decoder, "" without a run."""
     module = "predict" if task != "chat" else "generate"
     module = "write_embeddings" if asked.model or is_embedding_task(task) else module
     why = f"predict with {asked.model or asked.run}"

@@ -39,7 +39,7 @@ def stacks(run: str) -> None:
 
 
 def format_dumps(dumps: tuple[RankDump, ...]) -> str:
-    """Return a table of the ranks with each one's longest pending collective, or "after" and its last operations."""
+    """Return a table with a row for each rank: its longest pending collective, else "after" and its last operations."""
     from cpuft.terminal import format_table
 
     return format_table(_COLUMNS, [_format_row(dump) for dump in dumps], left=len(_COLUMNS), width=_WIDTH)

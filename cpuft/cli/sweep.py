@@ -169,7 +169,7 @@ def _resume(config: SweepConfig, dry_run: bool) -> None:
 
 
 def list_options_for_resume() -> list[str]:
-    """Return the names of the options that may be given again with --resume."""
+    """Return the names of the options, with underscores, that may be given again with --resume."""
     own = ("np", "ppn", "only_hosts", "run_dir")
     launch = [name for name in option_names(LaunchConfig) if name not in own]
     return ["parallel", "stop_after_failures", *launch]
@@ -249,7 +249,7 @@ class LiveStatus:
         self._places, self._lines, self._drawn = places, 0, 0.0
 
     def show(self, queue: SweepQueue) -> None:
-        """Draw the state, at most once per second."""
+        """Draw the state anew; nothing is done within a second of the last time."""
         from cpuft.sweep.queue import format_status
 
         if time.monotonic() - self._drawn < _REDRAW_SECONDS:

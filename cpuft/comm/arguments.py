@@ -1,6 +1,6 @@
 """The collectives of a process group, and the checks of their arguments before a buffer is touched.
 
-A check raises RuntimeError, as torch's gloo does, or returns what all ranks of the group must call alike.
+A check raises RuntimeError, as torch's gloo does, or returns a text about the call that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = list[torch.Tensor]
 
 
 def reduction_name(operation: object) -> str:
-    """Return the name of a ReduceOp that not only NCCL has, in lower case; NotImplementedError for others."""
+    """Return the name of a ReduceOp in lower case, such as "avg"; NotImplementedError for PREMUL_SUM or others."""
     for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor"):
         if operation == getattr(dist.ReduceOp, name.upper()):
             return name
@@ -29,19 +29,19 @@ def reduction_name(operation: object) -> str:
 
 
 def count_bytes(value: Any) -> int:
-    """Return the bytes of a tensor (of a sparse one, its indices and values) or of nested lists of them, else 0."""
+    """Return the bytes of a tensor (sparse: indices and values), or their sum in nested lists; 0 for other objects."""
     if isinstance(value, torch.Tensor):
         return value._indices().nbytes + value._values().nbytes if value.is_sparse else value.nbytes
     return sum(map(count_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def flatten(value: Any) -> Tensors:
-    """Return a tensor, or the tensors of nested lists, as one list."""
+    """Return a list of the one given tensor, or of all tensors of nested lists, in their order."""
     return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in flatten(part)]
 
 
 def transpose(lists: Sequence[Tensors]) -> list[Tensors]:
-    """Return a list of each list's first tensors, one of their second ones, and so on; ValueError: unequal lengths."""
+    """Return a list of all first tensors, one of all second tensors, and so on; ValueError: unequal lengths."""
     return [list(tensors) for tensors in zip(*lists, strict=True)]
 
 
@@ -188,7 +188,7 @@ def _check_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensor
 
 
 def check_message(name: str, group: GroupMembership, tensors: Tensors, peer: int | None, tag: int) -> None:
-    """Raise RuntimeError unless a send or receive has one CPU tensor, another rank (None: any), and a tag from 0 on."""
+    """Raise RuntimeError unless there is one dense CPU tensor, `peer` is another rank or None (any), and `tag` >= 0."""
     _check_one(name, tensors)
     _check_tensors(name, tensors)
     if peer is not None and (not 0 <= peer < group.size or peer == group.rank):
@@ -337,9 +337,9 @@ _OLD_NAMES = {
 
 
 def add_methods(group: type[dist.ProcessGroup], make: Callable[[str, str], Callable[..., dist.Work]]) -> None:
-    """Give a class of groups all collectives that this torch knows, under its old and new names.
+    """Set all collectives that this torch knows, under torch's old and new names, as methods of a class of groups.
 
-    `make` returns a method of the class from the collective's name in this torch and its key in METHODS.
+    `make(name, key)` returns the method, given its name in torch and the key of the collective in METHODS.
     """
     for name, key in ({key: key for key in METHODS} | _OLD_NAMES).items():
         if hasattr(dist.ProcessGroup, name):

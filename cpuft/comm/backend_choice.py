@@ -50,7 +50,7 @@ class Choice:
 
 
 def choose_backend(timings: Timings, nbytes: int) -> Choice:
-    """Return the backend with the lowest cost: median seconds * (1 + median CPU share). A tie is for PREFERENCE.
+    """Return the backend with the least median seconds * (1 + median CPU share); within 2 %, the first of PREFERENCE.
 
     A backend that spins slows the backward pass beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126
     ms of computing, and gloo's 200 ms cost 84 ms. Raises CpuftError if nothing was measured.
@@ -123,7 +123,7 @@ def measure_backends(
     """Measure all-reduces of one message over each backend in turn, and return the choice, the same on all ranks.
 
     All ranks must call this together, before they make the default process group, and once for each size and type. The
-    process must end with `exit_process`. Raises CpuftError if no backend could be measured.
+    process must end with `exit_process`. A single rank gets gloo. CpuftError: no backend could be measured.
     """
     if size == 1:
         return Choice("gloo", "a single rank does not communicate")
@@ -145,7 +145,8 @@ def measure_turns(
     """Measure each turn of a plan, and yield one measurement per turn, the same on all ranks.
 
     A backend that cannot be used on one of the ranks is left out: rank 0 prints why. All ranks must iterate to the end
-    together, without a default process group. `choices` has what `auto` stands for; its results name both: `auto:mpi`.
+    together, without a default process group. `choices` has what `auto` stands for, by type and bytes; a measurement of
+    `auto` has the name `auto:mpi`.
     """
     current, left_out = "", set[str]()
     for number, (backend, operation, dtype, nbytes) in enumerate(plan):
@@ -198,9 +199,9 @@ def _destroy_group() -> None:
 def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, repeat: int) -> Measurement:
     """Measure "all_reduce", "all_gather", "reduce_scatter" or "broadcast" on all ranks, which get the same result.
 
-    For each repetition, it holds the seconds of the slowest rank, and the CPU share (0 to 1 of the cores that it may
-    use) of the busiest rank. `backend` is only the name in the result; `nbytes` are those of the whole message of all
-    ranks.
+    For each repetition, the result has the seconds of the slowest rank, and the CPU share (0 to 1 of the cores that it
+    may use) of the busiest rank. There are `repeat` repetitions, or fewer, but at least 5, if they would take more than
+    3 s. `backend` is only a name; `nbytes` are those of the whole message of all ranks.
     """
     call = _make_operation(operation, getattr(torch, dtype), nbytes)
     call()

@@ -26,7 +26,7 @@ from cpuft.terminal import protect_streams
 
 
 def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Merge the measurements of all rounds that have the same backend, operation, type and bytes, in order."""
+    """Join the repetitions of measurements of equal backend, operation, type and bytes, in the order of the first."""
     pooled: dict[tuple[str, str, str, int], Measurement] = {}
     for found in measurements:
         key = found.backend, found.operation, found.dtype, found.nbytes
@@ -39,7 +39,8 @@ def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
 def format_table(measurements: Sequence[Measurement]) -> str:
     """Return the measurements as a table, with one row for all rounds of a backend, operation, type and size.
 
-    Bandwidths are those of nccl-tests; the last column is gloo's median divided by this backend's, empty without gloo.
+    Rows are sorted by operation, type, size and median. Bandwidths are those of nccl-tests; the last column is gloo's
+    median divided by this backend's, empty without gloo.
     """
     measured = merge_rounds(measurements)
     gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in measured if row.backend == "gloo"}

@@ -27,7 +27,7 @@ _CALL_BYTES = 192
 
 
 def to_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or a contiguous copy whose memory holds its values: a conjugated view's does not."""
+    """Return the tensor itself if its memory holds its values in order, else (also of a conjugated view) a copy."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
@@ -41,9 +41,10 @@ def contiguous_in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def check_ranks_agree(backend: Backend, ranks: Sequence[int], call: str) -> None:
-    """Compare what all ranks of a group call, before any of them touches a buffer; RuntimeError on all if it differs.
+    """Compare the text `call` of all ranks of a group, before a buffer is touched; RuntimeError on all if they differ.
 
-    Libraries do not: with other sizes on another rank, oneCCL and MPI return wrong values, hang or end the process.
+    Collective. `ranks` are world ranks, for the message. The libraries do not compare: with other sizes on another
+    rank, oneCCL and MPI return wrong values, hang or end the process.
     """
     if len(ranks) == 1:
         return

@@ -59,7 +59,7 @@ class Hub:
     """A relay on the first rank: what one rank sends, all ranks receive. A closed connection becomes {"gone": rank}.
 
     Making one opens a free port of the address `host` only, and starts its thread. The port is closed when all ranks
-    are connected, each once; the thread ends when all have left. `report` is called there for the first refusals.
+    are connected, each once; the thread ends when all have left, and calls `report` for the first 5 refusals.
     """
 
     def __init__(
@@ -173,13 +173,13 @@ def make_proof(key: bytes, *fields: bytes) -> bytes:
 
 
 class LivenessConnection:
-    """A rank's connection to the hub. Making one blocks until the hub has accepted this rank, mostly for 60 s.
+    """A rank's connection to the hub. Making one blocks until the hub accepts the rank, at most `join_seconds`.
 
     `is_first` is true on the one rank that opens the hub. `on_message` is called on a thread with what ranks send, with
     {"gone": rank} when a rank's connection is closed, and with {"hub": "gone"} at the end.
 
     Raises StartupDisturbedError if the hub does not accept this rank in time, or the store's entry is not this run's
-    own; RuntimeError if there is no entry in time; OSError if the first rank cannot listen on its own address.
+    own; RuntimeError if there is no entry within 60 s; OSError if the first rank cannot listen on its own address.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class LivenessConnection:
         threading.Thread(target=self._run, name="cpuft-comm-liveness", daemon=True).start()
 
     def wait_for_all(self) -> None:
-        """Wait on the first rank, up to 60 s, until all ranks are connected; it does not tell whether all came."""
+        """On the first rank, wait up to 60 s until all ranks are connected, without an error; elsewhere do nothing."""
         if self._hub:
             self._hub.is_full.wait(_JOIN_SECONDS)
 

@@ -40,7 +40,7 @@ class ProgressThread:
         self._queue.put(task)
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Run a task that may raise, and return a future of its result or exception."""
+        """Run a task that may raise after those put before, and return a future of its result or exception."""
         future = Future[T]()
 
         def run() -> None:
@@ -118,12 +118,12 @@ class QueuedWork(dist.Work):
             return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is done; raises its error. `timeout` is ignored, because the watchdog has one."""
+        """Block until the operation is done; return True or raise its error. `timeout` is ignored."""
         self._source.result()
         return True
 
     def synchronize(self) -> None:
-        """Do what `wait` does."""
+        """Block until the operation is done; raises its error."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -336,9 +336,7 @@ class CollectiveGroup(WatchedGroup):
         return self._launch("recv", tensors, tensors, body, *place)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
-        """Start to receive from the rank that sends first, the Work's `source_rank()`; with ccl, wait() raises
-        CpuftError.
-        """
+        """Start to receive from any rank: the Work's `source_rank()` when done. With ccl, wait() raises CpuftError."""
         body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
         return self._launch("recvAnySource", tensors, tensors, body, channel, self._membership.ranks)
 

@@ -39,7 +39,7 @@ class BackendEntry:
     """Loads the libraries that the backend needs. Raises CpuftError if one is missing."""
 
     def find_problem(self) -> str:
-        """Load and keep what the backend needs; return why that fails, with what to do next, or "" if it does not."""
+        """Load the libraries that the backend needs; return "", or the text of the CpuftError if that fails."""
         try:
             self.load()
         except CpuftError as error:
@@ -130,9 +130,9 @@ def start(
 ) -> None:
     """Make torch's default process group with a backend of cpuft. Blocks until all ranks have called this.
 
-    A watchdog then enforces the timeout, by default torch's 30 minutes; CPUFT_COMM_TIMEOUT takes precedence. Without
-    `store`, `rank` and `world_size`, environment variables tell them. With `compares_calls`, the ranks compare their
-    calls before each collective of ccl and mpi, which takes a short message.
+    A watchdog then enforces the timeout, by default (None or 0) torch's 30 minutes; CPUFT_COMM_TIMEOUT takes
+    precedence. Without `store`, `rank` and `world_size`, torch's environment variables tell them. With
+    `compares_calls`, the ranks compare their calls before each collective of ccl and mpi, by a short message.
 
     Raises CpuftError if there is no such backend, a library is missing or fails to start, or this rank cannot join rank
     0 within 60 s; OSError if rank 0 cannot listen on its own address; ValueError if there is a default process group

@@ -105,7 +105,7 @@ class OperationRegister:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
-        """Register that this rank has arrived at an operation with these fields, and return the operation."""
+        """Register the next operation of a channel, which this rank has begun, count its traffic, and return it."""
         with self._lock:
             sequence = self.progress.get(channel, (0, ""))[0] + 1
             operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
@@ -120,19 +120,19 @@ class OperationRegister:
         return operation
 
     def ignore_traffic(self, ranks: Sequence[int]) -> None:
-        """Count no bytes between exactly these world ranks, such as those of one host, whose bytes do not leave it."""
+        """Count later operations of exactly these world ranks, for example those of one host, without their bytes."""
         with self._lock:
             self.uncounted.add(tuple(ranks))
 
     def end(self, operation: Operation) -> None:
-        """Remove an operation that has succeeded or failed from the pending ones, if it is there."""
+        """Remove an operation that has succeeded or failed from the pending ones; do nothing if it is not pending."""
         with self._lock:
             was_pending = self.pending.pop(id(operation), None)
             if was_pending and self.ended is not None:
                 self.ended.append((operation, time.monotonic()))
 
     def copy_progress(self) -> dict[str, Any]:
-        """Return copies of `progress` and `recent` by these names, for JSON."""
+        """Return {"progress": a copy of `progress`, "recent": a list of `recent`}, for JSON."""
         with self._lock:
             return {"progress": dict(self.progress), "recent": list(self.recent)}
 
@@ -148,7 +148,7 @@ class OperationRegister:
         return taken
 
     def report(self) -> dict[str, object]:
-        """Return what `cpuft.rank.diagnostics` writes into stack dumps as JSON: pending operations, progress, names."""
+        """Return what stack dumps show, for JSON: "pending" (operations with ages in seconds), "progress", "names"."""
         now = time.monotonic()
         pending = [
             {"channel": one.channel, "sequence": one.sequence, "name": one.name, "seconds": now - one.started}
@@ -158,7 +158,7 @@ class OperationRegister:
         return {"pending": pending, "progress": self.copy_progress()["progress"], "names": sorted(self.names)}
 
     def forget_group(self, label: str) -> None:
-        """Forget the channels of a closed group, so that a later group of the same name counts from 1."""
+        """Forget the progress in a closed group's channels, so that a later group of the same label counts from 1."""
         with self._lock:
             for channel in [name for name in self.progress if name == label or name.startswith(f"{label} from ")]:
                 del self.progress[channel]
@@ -167,8 +167,8 @@ class OperationRegister:
 def find_overdue(pending: Sequence[Operation], gone: Mapping[int, float], now: float) -> Operation | None:
     """Return the operation that must be given up, the one that began first if there are several; None if there is none.
 
-    It is given up when its timeout is over, or GONE_GRACE_SECONDS after one of its ranks has ended or, if that is
-    later, after it began. `gone`: by world rank, when its end was noticed, by the clock time.monotonic() of `now`.
+    That is one whose timeout is over, or one with a rank that has ended, GONE_GRACE_SECONDS after both the rank's end
+    and the operation's begin. `gone` has world ranks and when their end was noticed, by time.monotonic(), as `now`.
     """
 
     def is_overdue(operation: Operation) -> bool:
@@ -182,11 +182,11 @@ def find_overdue(pending: Sequence[Operation], gone: Mapping[int, float], now: f
 def find_missing_ranks(
     operation: Operation, rank: int, answers: Mapping[int, Progress], gone: Mapping[int, float]
 ) -> dict[int, str]:
-    """Return the ranks that keep an operation from ending, by world rank, each with its state; {} if all have arrived.
+    """Return the world ranks that keep an operation from ending, each with its state as text; {} if all have arrived.
 
     If ranks are lost (in `gone`, or without an answer in `answers`), only they are returned, and otherwise only those
-    that are furthest behind, because others wait for them. If not even the answer of `rank`, this rank, is there, only
-    rank 0 is returned, which relays all answers.
+    that are furthest behind ("last at all_reduce #3"), because others wait for them. `rank` is this rank; if it is not
+    rank 0 and even its own answer is missing, only rank 0 is returned, which relays all answers.
     """
     if rank and rank not in answers:  # rank 0 relays all messages: not even this rank's own answer came back
         return {0: _ENDED if 0 in gone else _SILENT}
@@ -206,7 +206,7 @@ def find_missing_ranks(
 def describe_failure(
     operation: Operation, rank: int, missing: Mapping[int, str], now: float, calls: Mapping[int, Call]
 ) -> str:
-    """Return the line that explains why this rank ends; `calls` has only ranks that have arrived."""
+    """Return why this rank ends, in a line without newline; `calls` has the operation of each rank that has arrived."""
     waited = now - operation.started
     names = ", ".join(f"rank {other} ({state})" for other, state in sorted(missing.items()))
     arrived = f"did not arrive: {names}" if missing else "all ranks arrived, so the network or a library hangs"
@@ -276,7 +276,7 @@ class CollectiveWatchdog:
             self._connection.close()
 
     def exit_if_rank_lost(self, operation: Operation, error: BaseException) -> None:
-        """End the process if an operation has failed because one of its ranks has ended; else return within 2 s."""
+        """End the process if a rank of a failed operation has ended; else return, 2 s later if a connection failed."""
         is_connection_error = any(text in str(error).lower() for text in _CONNECTION_ERRORS)
         deadline = time.monotonic() + (_DETECTION_SECONDS if is_connection_error else 0.0)
         while not self._closed.is_set():

@@ -36,17 +36,17 @@ class WatchedGroup(dist.ProcessGroup):
             stop_watchdog()
 
     def begin(self, name: str, nbytes: int, channel: str = "", ranks: tuple[int, ...] = ()) -> Operation:
-        """Register that this rank has arrived at an operation, by default one of all ranks of the group."""
+        """Register an operation that this rank has begun, by default of the whole group; `ranks` are world ranks."""
         place, members = channel or self._membership.label, ranks or self._membership.ranks
         return register.begin(place, name, nbytes, members, self._timeout)
 
     def end(self, operation: Operation, error: Exception | None = None) -> None:
-        """Register the end of an operation. After an error because a rank was lost, this may end the process."""
+        """Register the end of an operation. With an `error`, end the process if one of its ranks was lost."""
         if error:
             self._watchdog.exit_if_rank_lost(operation, error)
         register.end(operation)
 
     def describe_message(self, source: int, target: int, tag: int) -> tuple[str, tuple[int, int]]:
-        """Return the channel and the world ranks of messages with a tag from one rank of the group to another."""
+        """Return ("LABEL from 4 to 5 (tag 0)", (4, 5)), by world ranks, for messages between two ranks of the group."""
         ranks = (self._membership.ranks[source], self._membership.ranks[target])
         return f"{self._membership.label} from {ranks[0]} to {ranks[1]} (tag {tag})", ranks

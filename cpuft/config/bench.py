@@ -48,7 +48,7 @@ class BenchConfig:
 
 
 def list_bench_cases(config: BenchConfig) -> list[BenchCase]:
-    """Return the measurements of `cpuft bench comm` in order, round by round. Raises CpuftError: a value is unknown."""
+    """Return the measurements: in each round by backend, then operation, type, size. CpuftError: a value is wrong."""
     lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
     known = {"backends": BACKENDS, "operations": _OPERATIONS, "dtypes": tuple(_TYPE_BYTES)}
     for option_name, names in known.items():

@@ -31,7 +31,7 @@ UNSUPPORTED_BY_ENGINE = {
 
 
 def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool) -> None:
-    """Raise CpuftError if an engine does not support what a launch asks for."""
+    """Raise CpuftError if an engine does not support an interruption notice, or independent ranks (--ideal)."""
     if has_notice and engine != "torch":
         raise CpuftError(
             f"--interruption-notice needs checkpoints, and --engine {engine} writes none: leave out one of them"
@@ -56,7 +56,7 @@ _TASKS = {
 
 
 def refuse_conflicts(config: TrainConfig) -> None:
-    """Raise CpuftError if training options exclude each other, or are for another task."""
+    """Raise CpuftError if training options exclude each other, are for another task, or would have no effect."""
     default, kind = TrainConfig(), find_task(config.task, config.causal).kind
     for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
         if _is_used(config, name, default):
@@ -135,7 +135,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
 
 
 def refuse_unused_data_options(train: TrainConfig) -> None:
-    """Refuse options about data that have no effect with `train.task`, because the user believes in their effect."""
+    """Raise CpuftError if an option about data is not at its default, and has no effect with `train.task`."""
     default, text = TrainConfig(), ("mlm_probability", "whole_word_mask")
     forms = ("delimiter", "quoting", "encoding")
     files = ("train_file", "validation_file", "validation_split", "text_columns", "skip_unlabelled", *forms)

@@ -79,14 +79,14 @@ def format_arguments(config: Any) -> list[str]:
 
 
 def split_arguments(config: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the `--name=value` arguments that are options of a configuration class, and the others."""
+    """Return (the `--name=value` arguments that are options of the class `config`, the others), each in their order."""
     names = option_names(config)
     is_own = {arg: arg.partition("=")[0][2:].replace("-", "_") in names for arg in arguments}
     return [arg for arg in arguments if is_own[arg]], [arg for arg in arguments if not is_own[arg]]
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
-    """Return the configuration of such arguments. Raises CpuftError: an option is unknown, or its value is wrong."""
+    """Return a configuration from `--name=value` or `--name value` arguments; CpuftError: unknown option, bad value."""
     fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
     for argument in rest:
@@ -102,7 +102,7 @@ def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
 
 
 def parse_value(field: dataclasses.Field[Any], kind: type, text: str) -> Any:
-    """Return the value of an option, a field made by `option`, from its text; CpuftError if the field refuses it."""
+    """Return the value, of type `kind`, of an option's text; CpuftError: `field`, made by `option`, refuses it."""
     flag, choices = format_flag(field.name), field.metadata["choices"]
     if choices and text not in choices:
         raise CpuftError(describe_unknown_value(flag, text, choices))

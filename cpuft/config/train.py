@@ -489,14 +489,16 @@ class TrainConfig:
 
     @property
     def may_choose_lora(self) -> bool:
-        """Whether the size of the model decides on LoRA."""
+        """Whether the model's size decides on LoRA: `lora_rank` is -1, and task, model, engine, precision allow it."""
         kind = find_task(self.task, self.causal).kind
         has_labels = kind in LABEL_KINDS and self.task != "demo"
         learns = kind in DECODER_KINDS or (has_labels and self.model != DEFAULT_MODEL)
         return self.lora_rank < 0 and learns and self.engine == "torch" and self.precision != "int8"
 
     def choose_lora(self, parameters: int) -> TrainConfig:
-        """Return the options with the LoRA rank for a decoder of so many parameters, 0 for an encoder."""
+        """Return the options with `lora_rank` as given, else 16 for a pretrained decoder of more than 200 million
+        `parameters` (0 for an encoder), else 0; the learning rate, if not given, is chosen with it.
+        """
         is_large = self.may_choose_lora and parameters > LARGE_DECODER and not self.from_config
         return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)
 

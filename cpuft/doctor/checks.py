@@ -172,7 +172,7 @@ def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[F
 
 
 def find_all(state: ClusterState) -> list[Finding]:
-    """Run all checks and return their findings in the order of the codes; empty if there is no problem."""
+    """Run all checks and return their findings in the order of the codes, each with its code, cause and next step."""
     return [
         replace(one, code=check.code, cause=one.cause or check.cause, next_step=one.next_step or check.next_step)
         for check in CHECKS
@@ -828,12 +828,12 @@ def _check_page_size(state: ClusterState) -> Iterator[Finding]:
 
 
 def find_kernel_builds(state: ClusterState) -> dict[str, str]:
-    """Return which build of the kernels each host with cpuft uses, by the host's name."""
+    """Return the build of the kernels by `HostState.name`, without hosts of which it is not known."""
     return {one.name: health.kernel_build for one, _, health in state.answering if health.kernel_build}
 
 
 def format_kernel_builds(builds: dict[str, str]) -> str:
-    """Return a line for each different build, with its hosts: "kernels: from the wheel, for AVX2 (node1)"."""
+    """Return a line for each different build, with its hosts: "kernels: from the wheel, for AVX2 (node1)"; or ""."""
     hosts_of: dict[str, list[str]] = {}
     for host, build in builds.items():
         hosts_of.setdefault(build, []).append(host)

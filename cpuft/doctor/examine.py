@@ -64,14 +64,15 @@ def examine_hosts(
     try_outside: bool = False,
     known: Sequence[HostFacts] = (),
 ) -> ClusterState:
-    """Examine all hosts of a hostfile at the same time.
+    """Examine all hosts of a hostfile at the same time, and return their states in the order of `hosts`.
 
     A program that needs only Python 3 runs on each host for up to 33 s, and 0.1 s more for each host; on a host that
     logs in to others, for up to 8 s more for each 16 of them. It changes nothing there, but the hosts connect to each
     other on a random TCP port, and the head host logs in to the others by ssh; with `full`, every host to every other.
-    With `try_outside`, this machine tries a port of each host if it is outside the hosts' network. With `known` facts
-    of all hosts, the examination is a shorter one. The state of a host that could not be examined has the reason as
-    `failure`; no error is raised. `ranks` has the planned ranks by the hosts' names in the hostfile.
+    With `try_outside`, this machine, if it is none of the hosts, tries a port of each host on another network. With
+    `known` facts of all hosts, in their order, neither facts nor the build of the kernels are gathered. The state of a
+    host that could not be examined has the reason as `failure`; no error is raised. `ranks` has the planned ranks by
+    the hosts' names in the hostfile.
     """
     resolved = try_hosts(access.transport.address, hosts)
     addresses = ["" if isinstance(one, CpuftError) else one for one in resolved]
@@ -90,9 +91,10 @@ def examine_hosts(
 
 
 def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
-    """Examine the hosts of a run, pass a line for each check with warnings to `say`, and raise CpuftError for errors.
+    """Examine a run's hosts. Raises CpuftError with all errors, or tells `say` a line for each check with findings.
 
-    On a single host, for which no other waits, only what differs from run to run counts (`_TRANSIENT`, `_FATAL`).
+    On a single host, for which no other waits, only what differs from run to run is told (`_TRANSIENT`), and only too
+    little /dev/shm and too few open files are errors (`_FATAL`). A missing memory allocator is never told.
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     hosts = tuple(one.host for one in cluster.assignments)
@@ -114,7 +116,7 @@ def _read_routes() -> str:
 
 
 def is_outside(address: str, routes: str) -> bool:
-    """Return whether this machine reaches an address through a gateway; `routes` is the text of /proc/net/route."""
+    """Return whether `routes`, the text of /proc/net/route, lead to `address` through a gateway; False unless IPv4."""
     try:
         target = int.from_bytes(socket.inet_aton(address), sys.byteorder) if address.count(".") == 3 else None
     except OSError:
@@ -159,10 +161,10 @@ def _make_orders(
 
 
 def choose_peers(addresses: Sequence[str], own: str, full: bool) -> list[str]:
-    """Return the addresses to which the host `own` tries to connect; they try to connect to it, too.
+    """Return those of `addresses`, in their order, to which the host `own` tries to connect, and they to this host.
 
     With `full` or up to 16 hosts these are all others. Of more hosts they are those that are 1, 2, 4, 8 ... places
-    before and behind it: the pairs of rings, trees and recursive doubling, by which ranks exchange data. There are none
+    before and behind it in a circle: the pairs of rings, trees and recursive doubling, by which ranks exchange data. []
     if `own` is not among the addresses, such as "" for a host without one.
     """
     count = len(addresses)
@@ -175,7 +177,7 @@ def choose_peers(addresses: Sequence[str], own: str, full: bool) -> list[str]:
 
 
 def choose_port() -> int:
-    """Return a random TCP port, which is probably free, because the kernel assigns higher ones to clients."""
+    """Return a random TCP port from 20000 to 31999, probably a free one: the kernel assigns higher ones to clients."""
     return random.SystemRandom().randrange(20000, 32000)
 
 
@@ -234,9 +236,9 @@ def _run_probe(host: Host, order: dict[str, Any], access: Access) -> str:
 
 
 def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:
-    """Run the findings' fixes; return a line for each, which ends in "fixed" or "the fix failed (OUTPUT)".
+    """Run the fixes of those findings that have one; return a line for each, "CPUFT-028 on HOST: fixed" if it worked.
 
-    Raises CpuftError: a host cannot be reached, or its fix takes too long.
+    Else the line ends in "the fix failed (OUTPUT)". CpuftError: a host cannot be reached, or its fix takes too long.
     """
     hosts = {one.name: one.host for one in state.hosts}
     lines = []

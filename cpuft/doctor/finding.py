@@ -34,7 +34,10 @@ warning = functools.partial(Finding, severe=False)
 
 
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:
-    """Return the findings as text, errors first, in which those that differ only in the host share an entry."""
+    """Return an entry for all findings that differ only in the host, errors first, then by code, and a line of counts.
+
+    `hosts` and `checks` are the numbers of those examined. Without findings: "2 hosts, 40 checks: no problems found".
+    """
     examined = f"{counted(hosts, 'host')}, {counted(checks, 'check')}"
     if not findings:
         return f"{examined}: no problems found\n"

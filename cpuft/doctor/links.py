@@ -31,9 +31,9 @@ _LOADER = (
 
 
 def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Arrange all pairs of the numbers 0 to count - 1 in rounds, with no number twice in a round; ((),) for count 1.
+    """Return all pairs (smaller, larger) of the numbers 0 to count - 1 in rounds, with no number twice in a round.
 
-    Source: the circle method of round-robin tournaments.
+    There are count - 1 rounds, or `count` if it is odd; ((),) for count 1. Source: the circle method of tournaments.
     """
     seats = list(range(count + count % 2))
     rounds = []
@@ -45,10 +45,10 @@ def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
-    """Measure the links between all pairs of hosts in both directions; pairs without a common host run side by side.
+    """Measure the links between all pairs of hosts in both directions, and return them in the order of `read_links`.
 
     This takes a little more than 1 s for each host, at most 20 s for each. A link that could not be measured has its
-    `error`; CpuftError if a host could not run the measurement.
+    `error`. Raises CpuftError: a host has no address, cannot be reached or cannot run the measurement.
     """
     addresses = access.transport.addresses(hosts)
     rounds = plan_pairs(len(hosts))
@@ -74,9 +74,11 @@ def _measure_on(host: Host, order: str, access: Access, seconds: float) -> list[
 
 
 def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[list[Any]]) -> tuple[Link, ...]:
-    """Combine what `probe.measure_links` returned on each of `hosts`, whose names by address are `names`.
+    """Return a link for each ordered pair of different hosts, by source, then by target, in the order of `hosts`.
 
-    The receiver measured the rate, and the host that connected the latency. What was not measured is 0.
+    `results` has what `probe.measure_links` returned on each of `hosts`; `names` are their names by address. The rate
+    is that of the target, the latency that of the host that connected, the error the target's, else the source's. 0 or
+    "" stands for a rate, latency or error that neither has.
     """
     found = {(host, names[line["peer"]]): line for host, lines in zip(hosts, results) for line in lines}
     links = []
@@ -91,7 +93,7 @@ def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[li
 
 
 def format_links(links: Sequence[Link]) -> str:
-    """Return a table, a row for each sending and a column for each receiving host: figures, an error, or "-"."""
+    """Return a table, a row for each source and a column for each target: "50 us 9.41 Gbit/s", an error, or "-"."""
     hosts = list(dict.fromkeys(link.source for link in links))
     cells = {
         (one.source, one.target): one.error[:30] or f"{one.latency_us:.0f} us {one.bits_per_second / 1e9:.2f} Gbit/s"

@@ -114,7 +114,10 @@ def read_packages() -> dict[str, str]:
 
 
 def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
-    """Return the first line of `mpirun --version`, or of srun in a Slurm job; "" without one, or "broken: " and why."""
+    """Return the first line of `mpirun --version`, or in a Slurm job without mpirun that of `srun --version`.
+
+    mpirun is that of `folder`, else of PATH. "" if neither is there; "broken: " and why if it fails or prints nothing.
+    """
     path = next((p for p in (f"{folder}/mpiexec.hydra", f"{folder}/mpirun") if os.access(p, os.X_OK)), "")
     path = path or shutil.which("mpirun") or ("SLURM_JOB_ID" in os.environ and shutil.which("srun")) or ""
     if not path:
@@ -170,7 +173,7 @@ def read_free_bytes(path: str) -> int:
 
 
 def sample_cpu() -> tuple[float, float]:
-    """Return the busy cores, and the share (0 to 1) of CPU time that other guests took, during 0.25 s; 0 if unknown."""
+    """Return (busy cores, share of CPU time from 0 to 1 that other guests took) during 0.25 s; (0, 0) if unknown."""
     before = _read("/proc/stat").split("\n")[0].split()[1:]
     time.sleep(_CPU_SAMPLE_SECONDS)
     after = _read("/proc/stat").split("\n")[0].split()[1:]
@@ -247,8 +250,8 @@ def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -
     """Listen on `port`, and connect to the same port of every peer, for at most about `seconds`.
 
     Every connection is sent the greeting; unless it is empty, a machine that is no peer is expected to connect, too.
-    The result has `listens` (if the port was not free, nothing is tried), `tried` (the peers) and `connected`
-    (milliseconds by peer).
+    The result has `listens` (False if the port was not free; then nothing is tried), `tried` (the peers) and
+    `connected` (milliseconds by peer, without peers that were not reached).
     """
     end = time.monotonic() + seconds
     callers: set[str] = set()
@@ -283,7 +286,7 @@ def _time_connection(peer: str, port: int, end: float) -> float:
 
 
 def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
-    """Log in to all peers by ssh without a password; return ssh's last line for each, empty if the login worked.
+    """Log in to all peers by ssh without a password; return the error by peer, ssh's last line; "" if it worked.
 
     At most 16 logins run at the same time: the client's part of one takes more than a tenth of a second of a core.
     """

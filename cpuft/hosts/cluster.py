@@ -55,7 +55,7 @@ class Access:
         return self.entry.python or sys.executable
 
     def with_settings(self, *command: str) -> tuple[str, ...]:
-        """Return the argv that runs a command with the environment variables that cpuft needs on the hosts."""
+        """Return the argv that runs a command with `entry.settings` in its environment; without any, `command`."""
         settings = [f"{name}={value}" for name, value in self.entry.settings.items()]
         return ("env", *settings, *command) if settings else command
 
@@ -111,19 +111,19 @@ class Cluster:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the hosts are parts of one machine."""
+        """Whether the hosts are parts of one machine: of a `local` cluster, or several with the same boot id."""
         is_one = len(self.facts) > 1 and len({one.boot_id for one in self.facts}) == 1
         return self.access.entry.kind == "local" or is_one
 
     @property
     def cores_per_rank(self) -> int:
-        """Number of cores of the rank that has fewest; 0 if ranks share cores."""
+        """Number of cores of the rank that has fewest, at most `most_cores`; 0 if ranks share cores."""
         fewest = min(len(facts.cores) // one.ranks for one, facts in zip(self.assignments, self.facts))
         return min(fewest, self.most_cores or fewest)
 
     @property
     def bootstrap(self) -> str:
-        """How mpirun starts its proxies on other hosts: "slurm", or "" for by ssh and where there are no proxies."""
+        """How mpirun starts its proxies: "slurm", or "" for ssh and where there are none (one host, no login node)."""
         return self.access.transport.bootstrap if len(self.assignments) > 1 or self.on_login_node else ""
 
     @property
@@ -137,14 +137,14 @@ class Cluster:
         return f"{self.folder}/inputs"
 
     def work_dir(self, run_dir: str) -> str:
-        """Return where the ranks work: in a folder on the head host's disk with `works_remotely`, else `run_dir`."""
+        """Return the folder of the ranks: `folder`/`name_folder(run_dir)` if `works_remotely`, else `run_dir`."""
         if not self.works_remotely:
             return run_dir
         # Whichever machine has the run folder resumes the run in its folder there; that of a new run is no other run's.
         return f"{self.folder}/{self.name_folder(run_dir)}"
 
     def name_folder(self, run_dir: str) -> str:
-        """Return "ID/NAME", the path of a run's folder below `folder` on its hosts; ID has 12 hexadecimal digits."""
+        """Return "ID/NAME", a run's folder below `folder` on its hosts, from its run state, else a new one."""
         name = os.path.basename(run_dir).encode(errors="replace").decode()
         # The launcher elsewhere, which moved the command here, has chosen the id.
         places = "|".join(map(re.escape, (self.folder, os.path.realpath(self.folder))))
@@ -152,8 +152,8 @@ class Cluster:
         return read_host_folder(run_dir) or f"{moved[1] if moved else hash_text(self.token + run_dir, 12)}/{name}"
 
     def list_folders(self, run_dir: str) -> tuple[str, ...]:
-        """Return the folders that hosts may have of a run that was started before. That of a detached command's results
-        is left out if `run_dir` is in it.
+        """Return what hosts may have of a run that was started before: its folder, `folder`/ID, and, unless `run_dir`
+        is in it, that of a detached command's results, `folder`/detached/ID/run.
         """
         folder = os.path.dirname(self.work_dir(run_dir))
         moved = f"{self.folder}/{DETACHED}/{os.path.basename(folder)}/run"
@@ -189,7 +189,7 @@ class Cluster:
         return self.works_remotely and not self.access.entry.shares_files
 
     def sent_file(self, work: str, index: int) -> str:
-        """Return the path of files that were sent to the processes on `assignments[index]`; callers add "-NAME"."""
+        """Return the path, before "-NAME", of files sent to processes on `assignments[index]`, of the run in `work`."""
         mark = hash_text(work, 12)
         return f"{self.folder}/{mark}.sent/{index}"
 
@@ -236,7 +236,7 @@ def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Ent
 
 
 def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
-    """Return the hosts of the cluster, hostfile, MPIJob or Slurm job of the run, the head host first, else LOCAL.
+    """Return the hosts of the cluster, hostfile, MPIJob or Slurm job of the run, the head host first, else LOCAL alone.
     Raises CpuftError: they cannot be read or found, or --only-hosts does not fit them.
     """
     entry = find_entry(config, os.environ)

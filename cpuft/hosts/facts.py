@@ -64,7 +64,7 @@ def _find_library(name: str) -> str:
 
 
 def has_efa(devices: str, library: str) -> bool:
-    """Return whether there is an Elastic Fabric Adapter of AWS among `devices`, and `library`, the path of libefa."""
+    """Return whether the folder `devices` has an Elastic Fabric Adapter, and `library`, libefa's path, is not empty."""
     drivers = [os.path.basename(os.path.realpath(path)) for path in glob.glob(f"{devices}/*/device/driver")]
     return "efa" in drivers and bool(library)
 
@@ -97,7 +97,7 @@ def read_free_memory(root: str = "") -> int:
 
 
 def read_memory_left(root: str = "") -> int:
-    """Return the bytes that limits of control groups leave, with the cache of files; -1: none. `root` is for tests."""
+    """Return the bytes that control groups' limits leave (cached files are free); -1: no limit. `root` is for tests."""
     found = []
     for line in _read_text(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

@@ -51,7 +51,7 @@ class MpiJobTransport(SshTransport):
         return host.name.partition(".")[0] in (socket.gethostname(), "localhost")
 
     def address(self, host: Host) -> str:
-        """Return a pod's IPv4 address. Raises CpuftError if its name has none at `deadline`."""
+        """Return a pod's IPv4 address. Raises CpuftError: its name has none until `deadline`."""
         return self._retry(host, partial(super().address, host))
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
@@ -82,7 +82,7 @@ def make_transport() -> MpiJobTransport:
 
 
 def find_keys() -> Path:
-    """Return the folder of the job's keys; if there is none, the one in which they would be found last."""
+    """Return the folder of the job's keys: /etc/mpi-ssh if it is there, else ~/.ssh."""
     folders = [Path(os.path.expanduser(path)) for path in _KEYS]  # a user without a name may have no home
     return next((path for path in folders if path.is_dir()), folders[-1])
 

@@ -64,10 +64,9 @@ NO_CLUSTER = Entry("", "", "")
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    """Return the absolute path of the registry's folder, which need not exist, from CPUFT_STATE or as XDG says.
-
-    Raises CpuftError: it contains white space, which ssh's configuration and mpirun's options cannot hold, or others
-    may write to it.
+    """Return the absolute path of the registry's folder, which need not exist: $CPUFT_STATE, else cpuft/clusters in
+    $XDG_STATE_HOME or ~/.local/state. Raises CpuftError: it contains white space, which ssh's configuration and
+    mpirun's options cannot hold, or others may write to it.
     """
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
@@ -86,10 +85,10 @@ _OF_CLUSTERS = ("decide which commands cpuft runs", "set CPUFT_STATE to a folder
 def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
     """Raise CpuftError when others than root and this user can have written `path`, which exists, or can replace it.
 
-    The owner and the write permission of `path` and of all folders above it are checked, as it is written and without
-    symbolic links. A folder above may be writable when it is sticky, as /tmp is. The owner of the Python environment is
-    trusted, because the running code is theirs, and so is a group of which only the file's owner is a member. `harm` is
-    (what others could do who write there, what to do instead of correcting the mode). Nothing is refused on Windows.
+    The owner and the write permission of `path` and of all folders above it are checked, with and without symbolic
+    links. A folder above may be writable when it is sticky, as /tmp is. The owner of the Python environment is trusted,
+    because the running code is theirs, and so is a group of which only the file's owner is a member. `harm` is (what
+    others could do, what to do instead of correcting the mode). Nothing is refused on Windows.
     """
     if sys.platform == "win32":  # which has access control lists in place of owners and modes
         return
@@ -166,7 +165,7 @@ def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[
 
 
 def check_name(name: str) -> str:
-    """Return a cluster's `name`, or raise CpuftError if it cannot be part of paths, links and control groups."""
+    """Return a cluster's name, or raise CpuftError if it is not 1 to 63 small letters and digits, a letter first."""
     if not _NAME.fullmatch(name):
         raise CpuftError(
             f"{reprlib.repr(name)} is not a valid cluster name: use small letters and digits, a letter first"
@@ -184,7 +183,7 @@ def find_by_name(roots: tuple[Path, ...], name: str) -> Entry:
 
 
 def read_entry_if_exists(root: Path, name: str) -> Entry | None:
-    """Return the entry of a cluster, or None. Raises CpuftError: it is damaged, or others may write to it."""
+    """Return a cluster's entry, or None; CpuftError: it is damaged, others may write to it, or `name` is not valid."""
     return read_entry(root, name) if os.path.exists(root / check_name(name) / FILE_NAME) else None
 
 
@@ -229,7 +228,7 @@ def _check_entry(entry: Entry, directory: Path) -> None:
 
 
 def carries_mark(text: str) -> bool:
-    """Return whether `cpuft provision` wrote a text file, so that it may overwrite or remove the file."""
+    """Return whether the first line of a text says that `cpuft provision` wrote it, and so may replace or remove it."""
     return _MARK in text.partition("\n")[0].lower()
 
 

@@ -108,7 +108,7 @@ def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[
 
 def read_login(host: Host, config_path: str = "") -> Login:
     """Return how a host is reached, by the hostfile's user and port and otherwise by ssh's client configuration, which
-    need not exist; "" is ~/.ssh/config. Raises CpuftError: it cannot be read, or this user is not in /etc/passwd.
+    need not exist; "" is ~/.ssh/config. Raises CpuftError: the file cannot be read, or this user is not in /etc/passwd.
     """
     import paramiko
 
@@ -145,7 +145,7 @@ def read_login(host: Host, config_path: str = "") -> Login:
 
 def find_user() -> str:
     """Return the name of this user, without which ssh and sshd start nothing. A user without a name, as a container may
-    have, gets the name cpuft where the image lets them (libnss-extrausers). Raises CpuftError: it does not.
+    have, gets the name cpuft where the image lets them (libnss-extrausers). Raises CpuftError: this user has none.
     """
     import pwd  # which Windows does not have
 
@@ -204,8 +204,8 @@ def _read_lines(path: str, depth: int = 0) -> Iterator[str]:
 
 
 def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
-    """Return the bastions in a value of ProxyJump or -J; a bastion without user or port has "" or 0 there. Raises
-    CpuftError, which begins with `where`: the value has another form.
+    """Return the bastions in a value of ProxyJump or -J, () for "" and "none"; a bastion without user or port has "" or
+    0 there. Raises CpuftError, which begins with `where`: the value has another form.
     """
     jumps = []
     for word in text.split(",") if text and text != "none" else ():
@@ -218,8 +218,8 @@ def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
 
 
 def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
-    """Return (bastion, how it is reached) for each bastion on the way to a host, of which, as for ssh, only the first
-    may need bastions itself. Raises CpuftError: ssh's configuration cannot be read, or there are more than eight.
+    """Return (bastion, how it is reached) for each bastion on the way to a host, first to last; as for ssh, only the
+    first may need bastions itself. Raises CpuftError: ssh's configuration cannot be read, or there are more than eight.
     """
     found: list[tuple[Host, Login]] = []
     while login.jumps:
@@ -356,8 +356,8 @@ def format_inside(
 
 
 def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> tuple[str, ...]:
-    """Return the argv that starts an ssh server in a container, in the foreground, with its messages on stderr. The
-    `options` of sshd_config win over those that cpuft always gives.
+    """Return the argv that starts an ssh server in a container, in the foreground, with its messages on stderr.
+    `host_key` is a file's path; `options` of sshd_config win over those that cpuft always gives.
     """
     # sshd uses PAM as root only.
     own = {} if not os.geteuid() else {"UsePAM": "no"}

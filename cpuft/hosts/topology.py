@@ -76,7 +76,7 @@ class HostFacts:
 
     @property
     def numa_nodes(self) -> int:
-        """Number of NUMA nodes that have cores to use; 1 if they differ so much that one rank for each wastes cores."""
+        """Number of NUMA nodes that have cores to use; 1 if equal shares of them would leave over a quarter unused."""
         return len(_divide_by_nodes(self.cores))
 
 
@@ -139,7 +139,9 @@ def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
 
 
 def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[int, str]:
-    """Return (number of cores that each rank leaves to communication workers, reason as a phrase for the user)."""
+    """Return (number of cores that each rank leaves to communication workers, reason as a phrase for the user): an
+    eighth, rounded down, at most 4; 0 for one rank and for gloo.
+    """
     if ranks == 1:
         return 0, "a single rank sends nothing"
     if backend == "gloo":

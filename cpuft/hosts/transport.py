@@ -191,7 +191,9 @@ class SshTransport(Transport):
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine, by `here` or its address. Raises CpuftError: ssh's config is wrong."""
+        """Return whether a host is this machine, by `here`, else by its address; False with a port, a bastion or a
+        ProxyCommand. Raises CpuftError: ssh's configuration is wrong.
+        """
         if self.here is not None:
             return host.name == self.here
         if host.port:  # it is a container or a tunnel
@@ -293,8 +295,8 @@ def _is_active(client: paramiko.SSHClient) -> bool:
 
 
 def map_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNECTIONS) -> list[T]:
-    """Call a function for all hosts at the same time and return its results in their order. Raises CpuftError, with all
-    messages, if the function raised it for some hosts, when all calls have ended. It is transient if all of them are.
+    """Call a function for all hosts, up to `most` at the same time, and return its results in their order. Raises
+    CpuftError, with all messages, when all calls have ended and some raised it; it is transient if all of them are.
     """
     results = try_hosts(function, hosts, most)
     failures = [result for result in results if isinstance(result, CpuftError)]
@@ -305,7 +307,7 @@ def map_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNE
 
 
 def try_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNECTIONS) -> list[T | CpuftError]:
-    """Call a function for all hosts at the same time; return for each, in their order, its result or its CpuftError."""
+    """Call a function for all hosts, up to `most` at a time; return for each, in order, its result or CpuftError."""
 
     def call(host: H) -> T | CpuftError:
         try:

@@ -37,7 +37,7 @@ _SCORES_AT_ONCE = 1 << 22
 
 
 def name_baseline(kind: str) -> str:
-    """Return what the baseline of a kind of task is, for a sentence."""
+    """Return what the baseline of a kind of task is, such as "BM25"; counts with a linear model for all other kinds."""
     names = {
         "score": "the mean of the training scores",
         "tags": "the most frequent tag of each word",
@@ -49,7 +49,7 @@ def name_baseline(kind: str) -> str:
 
 
 def fit(kind: str, texts: Texts, labels: Sequence[Any], classes: int) -> Predict:
-    """Fit the baseline of a kind to examples; for kinds other than pairs and relevance, whose baseline is BM25."""
+    """Fit the baseline of a kind, and return its function of texts; not of pairs and relevance, which have `Bm25`."""
     if kind == "tags":
         return _fit_tags(texts, labels)
     if kind == "score":
@@ -84,7 +84,7 @@ def _fit_counts(texts: Texts) -> tuple[Encode, list[Any]]:
 
 
 def encode_columns(encode: Encode, texts: Texts) -> list[Any]:
-    """Return the features of the first texts of all examples, then those of the second ones if there are any."""
+    """Return a list: the features of all first texts, and then those of all second texts if examples have two."""
     return [encode(list(column)) for column in zip(*texts)]
 
 
@@ -110,7 +110,7 @@ def fit_linear_model(encode: Encode, columns: list[Any], labels: Sequence[Any], 
 
 
 def mark_classes(labels: Sequence[Sequence[int]], classes: int) -> NDArray[np.float32]:
-    """Return 1 for each class that an example has, else 0, fp32, shape (examples, classes)."""
+    """Return 1 for each class that an example has, else 0: fp32, shape (examples, classes)."""
     marks = np.zeros((len(labels), classes), np.float32)
     for row, numbers in zip(marks, labels):
         row[list(numbers)] = 1
@@ -159,11 +159,11 @@ class Bm25:
         self._weights = weights
 
     def score(self, queries: Sequence[str], documents: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the score of each query for the document with the number in the same place."""
+        """Return the score of the n-th query for the document with the number `documents[n]`: fp32, (queries,)."""
         return _multiply_rows(self._counter.transform(queries), self._weights[documents])
 
     def rank(self, queries: Sequence[str], count: int) -> NDArray[np.int64]:
-        """Return the numbers of the best documents of each query, best first, of equal ones the smaller first."""
+        """Return the numbers of each query's `count` best documents, or of all, best first; equal ones by number."""
         asked, documents = self._counter.transform(queries), self._weights.T.tocsc()
         count, size = min(count, documents.shape[1]), max(1, _SCORES_AT_ONCE // documents.shape[1])
         best = np.empty((len(queries), count), np.int64)

@@ -23,10 +23,11 @@ _Groups = dict[tuple[str, ...], dict[Hashable, int]]
 
 
 def find_contradictions(predictions: RunPredictions, wrong: Sequence[int]) -> list[tuple[int, int, float]]:
-    """Return pairs of rows whose texts are similar and whose labels differ, and how similar they are, equal ones first.
+    """Return (row, later row, similarity from 0.9 to 1.0) of similar texts with different labels, equal ones first.
 
-    Near-identical texts are searched for the rows of `wrong` only, the worst one first. The similarity is the cosine of
-    the n-grams of characters, weighted by TF-IDF; of two texts, the lower one.
+    Near-identical texts are searched for the rows of `wrong` only, the worst one first, and not for tags. The
+    similarity is the cosine of the n-grams of characters, weighted by TF-IDF; of two texts, the lower one. Texts of 500
+    characters or more are left out. The list is empty without texts, and for kinds without classes.
     """
     kind, table = predictions.about.kind, predictions.table
     if kind not in ("class", "labels", "tags") or "text" not in table.column_names:

@@ -36,7 +36,7 @@ class Differences:
 
 
 def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
-    """Compare the metrics of two runs row by row. Raises CpuftError: their rows are not the same, or are damaged."""
+    """Compare two runs' metrics row by row. CpuftError: other rows, kinds or classes, a NaN, or no common metric."""
     with requires("train", "predictions are compared with NumPy and SciPy"):
         import numpy as np
 
@@ -100,7 +100,7 @@ def _sort_rows(predictions: RunPredictions) -> RunPredictions:
 
 
 def describe_difference(differences: Differences, a: str = "A", b: str = "B", metric: Difference | None = None) -> str:
-    """Return in plain words whether the difference of a metric, the first one by default, is real."""
+    """Return in plain words, without a full stop, whether the difference of `metric`, by default the first, is real."""
     one = metric or differences.first
     name, rows = one.metric.replace("_", " "), differences.count(one.rows)
     if one.is_same:
@@ -117,7 +117,7 @@ def describe_difference(differences: Differences, a: str = "A", b: str = "B", me
 
 
 def format_interval(one: Difference) -> str:
-    """Return the interval of a difference as text; "-" without one."""
+    """Return the interval of a difference, such as "-0.0100 to +0.0312"; "-" without one."""
     return f"{one.interval[0]:+.4f} to {one.interval[1]:+.4f}" if one.interval else "-"
 
 
@@ -127,7 +127,7 @@ def format_p(one: Difference) -> str:
 
 
 def describe_better(differences: Differences) -> str:
-    """Return in how many rows only one of the two runs was right, by the first metric; "" for scores."""
+    """Return in how many rows only A, and only B, is right (search: better) by the first metric; "" for scores."""
     one = differences.first
     if one.better is None:
         return ""

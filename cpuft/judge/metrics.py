@@ -56,8 +56,7 @@ def compute_tag_metrics(
 ) -> dict[str, float]:
     """Return metrics of the tags of each example's words by name, from 0 to 1; KeyError for an unknown name.
 
-    As in conlleval, f1, precision and recall are those of whole entities, 0 if there are none; accuracy is that of
-    words.
+    f1, precision and recall are those of whole entities, as in conlleval, 0 if there are none; accuracy is of words.
     """
     from seqeval import metrics
 
@@ -108,8 +107,7 @@ def measure_searches(
 
     Metrics are accuracy@K, precision@K, recall@K, mrr@K, ndcg@K and map@K, equal to those of sentence-transformers'
     InformationRetrievalEvaluator. `relevant` has query number, document number and relevance of each judgement,
-    (judgements, 3); how relevant a document is has no effect. Raises ValueError: no query has a relevant document, or a
-    metric is unknown.
+    (judgements, 3); each relevance above 0 counts alike. ValueError: nothing is relevant, or a metric is unknown.
     """
     depths = [(metric, int(depth)) for metric, _, depth in (name.partition("@") for name in names)]
     pairs = np.unique(relevant[relevant[:, 2] > 0, :2].astype(np.int64), axis=0)
@@ -122,7 +120,7 @@ def measure_searches(
 
 
 def average_searches(values: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
-    """Return the mean of each metric over the queries."""
+    """Return the mean of each metric over the queries, at least one."""
     return {
         # The evaluator adds reciprocal ranks one after another.
         name: float(np.cumsum(found)[-1]) / len(found) if name.startswith("mrr@") else float(np.mean(found))

@@ -209,7 +209,7 @@ def _format(value: Any) -> str:
 
 
 def summarize(errors: Errors) -> str:
-    """Return a sentence that says how many errors of each sort a run has."""
+    """Return sentences on how many errors of each sort a run has; for scores and similarities, only how many rows."""
     count = counted(errors.rows, "validation row")
     if errors.kind in QUERY_KINDS:
         return f"{errors.figure} is below 1 for {errors.wrong} of {errors.rows} queries."
@@ -224,7 +224,10 @@ def summarize(errors: Errors) -> str:
 
 
 def list_sections(errors: Errors) -> list[tuple[str, list[tuple[str, tuple[str, ...]]]]]:
-    """Return headings, and below each the examples as a description and the texts; empty ones are left out."""
+    """Return (heading, [(description, texts) of each example]) for each sort of errors that the run has; [] for none.
+
+    Suspects that are among the worst predictions are not repeated.
+    """
     shown = {(one.split, one.row) for one in errors.worst}
     others = [one for one in errors.suspects if (one.split, one.row) not in shown]
     pairs = list[tuple[str, tuple[str, ...]]]()
@@ -260,7 +263,7 @@ def _describe_worst(errors: Errors, example: Example) -> str:
 
 
 def format_errors(errors: Errors) -> str:
-    """Return the errors as text for a terminal, with characters that control it as escapes."""
+    """Return the errors as text that ends with a newline; control characters are escaped, texts cut to three lines."""
     lines = [f"{errors.run}: {summarize(errors)}"]
     sections = list_sections(errors)
     if sections and not any(texts for _, examples in sections for _, texts in examples):

@@ -70,18 +70,18 @@ class RunPredictions:
         return self.table.column(name).to_numpy()
 
     def replace(self, table: pyarrow.Table, **about: Any) -> RunPredictions:
-        """Return other rows or columns, with these changes of `about`."""
+        """Return predictions with another table, and the same `about` but for the given fields."""
         return RunPredictions(dataclasses.replace(self.about, **about), table)
 
     def number_classes(self, name: str) -> NDArray[np.int64]:
-        """Return the numbers of the classes in a column of the kind class, shape (rows,)."""
+        """Return the numbers of the classes in a column of the kind class, (rows,); KeyError: an unknown class."""
         import numpy as np
 
         numbers = {label: number for number, label in enumerate(self.about.classes)}
         return np.asarray([numbers[label] for label in self.column(name)], np.int64)
 
     def mark_classes(self, name: str) -> NDArray[np.bool_]:
-        """Return which classes a column of the kind labels has in each row, shape (rows, classes)."""
+        """Return which classes each row of a column of the kind labels has, (rows, classes); KeyError: unknown one."""
         import numpy as np
 
         numbers = {label: number for number, label in enumerate(self.about.classes)}
@@ -91,7 +91,7 @@ class RunPredictions:
         return marks
 
     def probabilities(self) -> NDArray[np.float32]:
-        """Return the probabilities of all classes, in an array of its own of shape (rows, classes)."""
+        """Return a copy of the probabilities of all classes, shape (rows, classes); KeyError if they were not kept."""
         values: Any = self.table.column("probabilities").combine_chunks().flatten().to_numpy(zero_copy_only=False)
         array: NDArray[np.float32] = values.astype("float32").reshape(len(self.table), len(self.about.classes))
         return array
@@ -108,7 +108,7 @@ def write_predictions(folder: Path, about: About, columns: dict[str, Any]) -> No
 
 
 def read_predictions(run: str) -> RunPredictions:
-    """Read the predictions of a run. Raises CpuftError: the run has none, or the file is damaged."""
+    """Read the predictions in the folder `run`. CpuftError: there are none, they are damaged, or PyArrow is missing."""
     path = Path(run, FILE_NAME)
     if not path.is_file():
         raise CpuftError(

@@ -100,7 +100,10 @@ def _is_share(values: Numbers) -> bool:
 
 
 def estimate_metrics(observations: Observations, names: Sequence[Name], rows: Indices) -> dict[Name, MetricEstimate]:
-    """Return metrics of some observations with intervals: of shares Wilson's, else percentiles of a bootstrap."""
+    """Return metrics of the observations `rows` with 95 % intervals: Wilson's for shares, else those of a bootstrap.
+
+    The bounds are NaN if all samples of the bootstrap have the same value.
+    """
     first, counts = _merge_alike(observations, rows)
     terms = observations.terms[first]
     values = observations.measure(names, terms, counts[None].astype(np.float64))
@@ -119,7 +122,7 @@ def estimate_metrics(observations: Observations, names: Sequence[Name], rows: In
 
 
 def compare(observations: Observations, names: Sequence[str]) -> list[Difference]:
-    """Return the differences between two models, each with a 95 % interval and a p-value; always the same ones.
+    """Return the difference between two models in each of `names`; always the same intervals and p-values.
 
     A share of the observations, such as accuracy, has McNemar's exact test and the interval of Agresti and Min (2005).
     Other metrics have a permutation test, which swaps the two predictions of random observations, and a bootstrap. The

@@ -38,7 +38,10 @@ class JudgementTable:
 
 
 def describe_judgement(judgement: Judgement, is_run: bool = True) -> list[str]:
-    """Return a few lines: how sure the metrics of a run's validation rows (`is_run`), or of other rows, are."""
+    """Return lines, or none, on metrics with intervals, classes with most mistakes, and the worst quarter by label.
+
+    `is_run` tells that the rows are the validation rows of a run.
+    """
     lines = _describe_metrics(judgement, "validation " * is_run)
     classes = judgement.classes
     worst = sorted(classes, key=_count_missed, reverse=True)
@@ -90,7 +93,7 @@ def _describe_range(ranges: Sequence[Part]) -> str:
 
 
 def name_metric(name: str) -> str:
-    """Return the name of a metric as tables show it: "macro F1" for f1_macro."""
+    """Return the name of a metric as tables show it: "macro F1" for f1_macro, "mean error" for mean_error."""
     return _NAMES.get(name, name.replace("_", " "))
 
 
@@ -108,7 +111,7 @@ def _format_interval(one: MetricEstimate) -> str:
 
 
 def align_texts(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines: the first column and the last one to the left, the others to the right."""
+    """Return one line for each row: the first and the last column aligned to the left, the others to the right."""
     width = max(len(row[-1]) for row in rows)
     return [line.rstrip() for line in align([[*row[:-1], f"{row[-1]:<{width}}"] for row in rows])]
 
@@ -126,7 +129,7 @@ def _list_cells(judgement: Judgement, one: ClassScore, has_interval: bool = Fals
 
 
 def list_tables(judgement: Judgement, most: int = 50) -> list[JudgementTable]:
-    """Return all tables of a judgement, of many classes the `most` with the most mistakes."""
+    """Return the tables that there is data for, metrics first; of more than `most` classes, those most mistaken."""
     tables = [_tabulate_metrics(judgement)]
     if judgement.classes:
         tables.append(_tabulate_classes(judgement, most))

@@ -26,7 +26,7 @@ class Threshold:
 
 
 def find_threshold(run: str) -> Threshold:
-    """Choose the threshold for the several labels of a run. Raises CpuftError: its predictions do not allow that."""
+    """Choose the threshold for a run's labels. CpuftError: no probabilities of several labels, or a damaged file."""
     import numpy as np
 
     found = read_predictions(run)

@@ -54,13 +54,13 @@ class Observations:
 
 
 def select_split(run: RunPredictions, suffix: str) -> RunPredictions:
-    """Return a split of the predictions, and its metrics without the suffix of their names."""
+    """Return the rows whose split is `suffix`, and the metrics whose names end with `suffix`, named without it."""
     metrics = {name.removesuffix(suffix): value for name, value in run.about.metrics.items() if name.endswith(suffix)}
     return run.replace(run.table.filter(run.column("split") == suffix), metrics=metrics)
 
 
 def observe(runs: Runs) -> Observations:
-    """Return the rows or queries of one run, or of two."""
+    """Return the rows of one run or of two, or for pairs and relevance their queries."""
     return _KINDS[runs[0].about.kind](runs)
 
 

@@ -30,13 +30,13 @@ class LabelRanking:
 
 
 def rank_labels(predictions: RunPredictions) -> LabelRanking | None:
-    """Rank the labels of rows by how probably they are wrong; return None for other kinds than class and labels.
+    """Rank the labels of rows by how probably they are wrong; None for kinds other than class and labels.
 
     This is confident learning (Northcutt et al. 2021, https://doi.org/10.1613/jair.1.12125) as cleanlab has it: the
     label of a wrongly predicted row is probably wrong if another class is at least as likely as that class is in the
     mean over the rows with that label. All are sorted by the probability of the label minus that of the likeliest other
     class. With several labels, each class is a question of its own. Without the probabilities of all classes, only
-    those of label and prediction are compared, and several labels cannot be ranked.
+    those of label and prediction are compared, and the result for several labels is None.
     """
     kind, columns = predictions.about.kind, predictions.table.column_names
     if kind == "class":
@@ -80,5 +80,5 @@ def _divide(sums: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.float64
 
 
 def name_opposites(classes: Sequence[str], places: NDArray[np.int64], is_label: NDArray[np.bool_]) -> list[str]:
-    """Return for each row what contradicts its labels about the class with this number: "C", or "not C"."""
+    """Return for each row "not C" if the row has the label C, else "C"; C is the class number `places[row]`."""
     return [f"not {classes[place]}" if own[place] else classes[place] for place, own in zip(places, is_label)]

@@ -42,8 +42,8 @@ class _RunNote:
 
 @contextmanager
 def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep a note about a run in the user's cache inside the `with` block, for `find_active_run`. If the cache folder
-    cannot be written, the block runs without a note.
+    """Keep a note about a run in the user's cache inside the `with` block, for `find_active_run`. If the cache cannot
+    be written, or another process has this note, the block runs without a note.
     """
     hosts, access = tuple(cluster.hosts[name] for name in cluster.rank_hosts), cluster.access
     note = _RunNote(cluster.work_dir(run_dir), hosts, access.python, access.transport.config, socket.gethostname())
@@ -70,8 +70,8 @@ def _hold(path: Path) -> Iterator[int]:
 
 @contextmanager
 def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep other launches of this user on this machine out of a run folder, whether or not the folder exists yet.
-    Without a cache folder nothing is locked. Raises CpuftError, without waiting: another launch has the lock.
+    """Keep other launches of this user on this machine out of a run folder, whether or not the folder exists yet. If
+    the user's cache cannot be written, nothing is locked. Raises CpuftError at once if another launch has the lock.
     """
     # The cache may be on a shared disk, and the same path on another machine may be another folder.
     name = hash_text(f"{socket.gethostname()}:{os.path.realpath(run_dir)}", 24)
@@ -87,8 +87,8 @@ def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[
 
 
 def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
-    """Return where a run is active, from the note that its launch keeps in the user's cache. Asks no host. Raises
-    CpuftError: it is not active, or was launched on another machine.
+    """Return where the run with the folder `run` is active, from the note that its launch keeps in the user's cache.
+    Asks no host. Raises CpuftError: the run is not active, or was launched on another machine.
     """
     run_dir = os.path.realpath(run)
     try:

@@ -72,11 +72,12 @@ def run_attempt(
     The code is 0 if the run succeeded, 75 if it was interrupted or a host was lost, otherwise that of the worst rank; 2
     if another head host rejects the options or data or the time limit passes there. Meanwhile the run is registered as
     active, and its hosts have the run's secret variables. A signal that `request` does not pass on to the ranks ends
-    them and this program.
+    them, and then this program (SystemExit).
 
     Raises HeadHostLostError: another head host, or the connection to it, was lost. Raises NotStoredError: the results
     could not be stored here or, if the run has finished, not be fetched. Raises CpuftError: the attempt could not
-    begin, or failed on this machine. Raises RuntimeError: its preparation did.
+    begin, or on this machine options or data were rejected or the time limit passed. Raises RuntimeError: a step on
+    this machine that prepares the examples failed.
     """
     work = cluster.work_dir(run_dir)
     state, request = begin_state(cluster, run_dir, plan.owner), request or StopRequest()
@@ -109,7 +110,7 @@ def run_on_head_host(
 
     A finished run is removed from the hosts, and so is a new one whose input files could not be sent. Of any other run,
     the checkpoints stay there, or everything with `plan.keep_host_copies`. Raises what `run_attempt` raises,
-    LaterStartError, and after what the ranks recorded has been fetched, Interrupted.
+    LaterStartError, and after a signal, when what the ranks recorded has been fetched, Interrupted.
     """
     config = cluster.access.entry.ssh_config_there or cluster.access.transport.config
     order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), state, time_limit, config)
@@ -162,8 +163,8 @@ def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
 
 
 def main() -> None:
-    """Supervise the ranks on the head host, with an AttemptOrder as JSON on standard input. Gets SIGTERM when the ssh
-    connection ends. Holds the lock file RUN_DIR.lock until the end.
+    """Supervise the ranks on the head host, with an AttemptOrder as JSON on standard input, and exit with the code of
+    the attempt. Gets SIGTERM when the ssh connection ends. Holds RUN_DIR.lock; exits with 75 if it is held for 60 s.
     """
     protect_streams()
     end_with_parent(signal.SIGTERM)

@@ -62,9 +62,9 @@ def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> T
 
 
 def list_runs_in_turn(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
-    """Return each run as its number of ranks, whether they are independent, and its round from 1. Rounds (repeats or
-    seeds) repeat all runs in turn, so that drifts affect all alike. With `comparison.ideal`, the independent ranks of
-    each number above 1 follow its run.
+    """Return each run as (number of ranks, whether they are independent, round from 1). Each round (a repeat or a seed)
+    has all runs in the order of `numbers`, so that drifts affect all alike. With `comparison.ideal`, the independent
+    ranks of each number above 1 follow its run.
     """
     return [
         (ranks, independent, number)
@@ -76,8 +76,8 @@ def list_runs_in_turn(numbers: tuple[int, ...], comparison: CompareConfig) -> li
 
 
 def limit_cores(clusters: Mapping[int, Cluster]) -> dict[int, Cluster]:
-    """Return the clusters, by their number of ranks, with as many cores for each rank as in the one with most ranks.
-    Raises CpuftError: there are several hosts.
+    """Return the clusters, by their number of ranks, with as many cores for each rank as the rank with fewest has in
+    the cluster with most ranks. Raises CpuftError: that cluster has several hosts.
     """
     largest = clusters[max(clusters)]
     if len(largest.assignments) > 1:
@@ -90,8 +90,8 @@ def limit_cores(clusters: Mapping[int, Cluster]) -> dict[int, Cluster]:
 def refuse_different_precisions(
     clusters: Mapping[int, Cluster], train: TrainConfig, environ: Mapping[str, str]
 ) -> None:
-    """Raise CpuftError for runs of a comparison that would train in different precisions and so could not be compared.
-    That happens without --precision if only some of the hosts have bf16 instructions.
+    """Raise CpuftError if the runs of a comparison would train in different precisions, which happens without
+    --precision if only some of the hosts have bf16 instructions. Raises as `check_training`, too.
     """
     precisions = {ranks: find_run_precision(cluster, train, environ) for ranks, cluster in clusters.items()}
     if len(set(precisions.values())) > 1:
@@ -111,10 +111,10 @@ def plan_comparison(
     progress: str,
     environ: Mapping[str, str],
 ) -> list[PlannedRun]:
-    """Plan all runs of a comparison in the order of `list_runs_in_turn`. Asks the hosts for facts and missing files,
-    and changes nothing. The batch size of `train` is that of a rank in the run with the fewest ranks. Each seed is a
-    round, from `train.seed` on. Raises CpuftError: options contradict each other, the hosts do not fit, or one cannot
-    be used.
+    """Plan all runs of a comparison in the order of `list_runs_in_turn`; `numbers` must ascend. Asks the hosts for
+    facts and missing files, and changes nothing. The batch size of `train` is that of a rank in the run with the fewest
+    ranks. Each seed is a round, from `train.seed` on. Raises CpuftError: options contradict each other, or a host
+    cannot be used.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")

@@ -122,12 +122,12 @@ class Head:
         return self.access.with_settings(*module_command(self.access.python, MODULE), *words)
 
     def from_here(self, command: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the argv with which this machine runs a command of the host."""
+        """Return the argv with which this machine runs the host's `command`: unchanged if the host is this machine."""
         prefix = self.access.transport.command_prefix(self.host)
         return (*prefix, make_shell_line(command)) if prefix else command
 
     def ask(self, *words: str) -> str:
-        """Carry out an action on the host, and return its output. Raises CpuftError: it failed, or no answer came."""
+        """Carry out an action on the host; return its output. Raises CpuftError: the action failed, or no answer."""
         answer = self.access.transport.run(self.host, self.action(*words), seconds=_ANSWER_SECONDS)
         if answer.exit_code:
             reason = last_line(answer.errors, f"exit code {answer.exit_code}")
@@ -140,7 +140,7 @@ class Head:
         return answer.output
 
     def list_runs(self) -> list[Description]:
-        """Return the host's detached runs, oldest first. Raises CpuftError: it gives no answer or an unknown one."""
+        """Return the host's detached runs, oldest first. Raises CpuftError: the host's answer is missing or unknown."""
         lines = self.ask("list").splitlines()
         try:
             found = [load(Description, parse_json(line)) for line in lines if line.startswith("{")]
@@ -155,8 +155,8 @@ class Head:
 
 
 def refuse_jobs(config: LaunchConfig, environ: Mapping[str, str]) -> None:
-    """Raise CpuftError inside a job of a scheduler, which goes on when the user logs out, and ends at its own time.
-    Nothing is raised if `config` names hosts outside of the job.
+    """Raise CpuftError inside a job of Slurm, AWS Batch or the MPI Operator, which goes on when the user logs out, and
+    ends at its own time. Nothing is raised if `config` names hosts outside of the job.
     """
     if config.cluster or config.hostfile not in ("", find_job_hostfile(environ)):
         return
@@ -167,7 +167,7 @@ def refuse_jobs(config: LaunchConfig, environ: Mapping[str, str]) -> None:
 
 
 def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
-    """Raise CpuftError if the head host cannot run this version of cpuft, or lacks packages that the command needs."""
+    """Raise CpuftError if the head host does not answer, cannot run this version of cpuft, or lacks `packages`."""
     name, python = head.host.name, head.access.python
     command = head.access.with_settings(python, "-c", FROM_STDIN, *packages)
     answer = head.access.transport.run(head.host, command, _EXAMINE)
@@ -263,9 +263,9 @@ def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str
 def plan_start(
     head: Head, order: Order, bundles: tuple[Bundle, ...], cluster: Cluster, run_dir: str, hidden: Mapping[str, str]
 ) -> Plan:
-    """Return the plan that makes the run folder here, sends the files to the head host and starts the command there.
-    `hidden` has the secret variables of the command, and is empty for a plan that is printed. Asks the head host which
-    files it lacks. Raises CpuftError: it cannot be used.
+    """Return the plan that sends the files to the head host and starts the command there; if the head host is another
+    machine, it first makes the run folder here. `hidden` has the secret variables of the command, and is empty for a
+    plan that is printed. Asks the head host which files it lacks. Raises CpuftError: the head host cannot be used.
     """
     first = replace(cluster, assignments=cluster.assignments[:1], facts=cluster.facts[:1])
     state = replace(begin_state(cluster, run_dir, 0), id=order.id)
@@ -280,9 +280,9 @@ def plan_start(
 def start_detached(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str], say: Say) -> int:
     """Move a command to the head host, and show what it prints until its run has begun or it has ended.
 
-    Returns 0 if the run has begun, else the exit code of the command, of which nothing is left then. After a
-    KeyboardInterrupt, the command goes on. Raises CpuftError: the command could not be started, or the head host is
-    lost.
+    Returns 0 if the run has begun, else the exit code of the command, of which nothing is left then. A
+    KeyboardInterrupt does not stop a command that was started. Raises CpuftError: the command could not be started, or
+    the head host is lost.
     """
     save_note(run.run_dir, replace(note, id=run.order.id, run_dir=run.run_dir), environ)
     begun, advice = False, f"check {run.head.host.name} with cpuft doctor, or leave out --detach"
@@ -322,10 +322,10 @@ class Detached:
 
     def show(self, until_begun: bool = False, only_past: bool = False) -> int:
         """Print what the command prints, from its start to its end, and return its exit code. With `until_begun` return
-        0 as soon as the run has begun, with `only_past` after what was printed until now; if the command has ended, the
-        result is its exit code in all cases. The line with the path of the run folder is left out: its results are not
-        on this machine yet. Raises HeadLostError: the command was killed (not with `only_past`), or the head host is
-        silent for a minute.
+        0 as soon as the run has begun, also if it has ended since. With `only_past` print what was printed until now,
+        and return 0 if the command has not ended. The line with the path of the run folder is left out if that is not
+        `run_dir`. Raises HeadLostError: the command was killed (not with `only_past`), or the head host is silent for a
+        minute; CpuftError: the host's events cannot be read.
         """
         position, heard, closing = 0, time.monotonic(), f"run: {self.order.run_dir}\n"
         while True:
@@ -391,9 +391,9 @@ class Detached:
             write_state(self.run_dir, RunState(identity, name))
 
     def fetch(self, say: Say) -> str:
-        """Fetch the results into the run folder on this machine, and return its path. If they were fetched before,
-        return MACHINE:FOLDER; if the run has no results, "". The head host removes them when they are here. Raises
-        NotStoredError: they cannot be stored; CpuftError: ten minutes of tries have failed.
+        """Fetch the results into the run folder on this machine, and return its path; the head host then removes them.
+        If they were fetched before, return MACHINE:FOLDER; if the run has no results, "". Raises NotStoredError: they
+        cannot be stored; CpuftError: ten minutes of tries have failed.
         """
         send = self.head.access.transfer_command("send-run", self.order.run_dir, CHECKPOINTS)
         is_stored, viewer = False, secrets.token_hex(6)
@@ -424,18 +424,18 @@ class Detached:
 
 
 def list_heads(config: LaunchConfig) -> list[Head]:
-    """Return the hosts that `config` names, each a possible head host. Raises CpuftError: they cannot be found."""
+    """Return the hosts of `config` as possible head hosts. Raises CpuftError: its cluster or hostfile is unusable."""
     access, options = find_access(config), list_place_options(config)
     return [Head(host, access, options) for host in read_hosts(config)]
 
 
 def list_place_options(config: LaunchConfig) -> tuple[str, ...]:
-    """Return the options of `config` that say where its hosts are, as on a command line: ("--cluster=NAME",)."""
+    """Return the options of `config` that say where its hosts are, such as ("--cluster=NAME",); () if it names none."""
     return tuple(f"{format_flag(name)}={value}" for name in _PLACE if (value := getattr(config, name)))
 
 
 def list_known_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
-    """Return [`config`] if it names hosts or none are known, else the hosts of all detached runs known here."""
+    """Return [`config`] if it names hosts or none are known, else one config for each place of noted detached runs."""
     if config.cluster or config.hostfile:
         return [config]
     clusters = {"", *(name for root in search_roots(environ) for name in list_names(root))}
@@ -462,7 +462,7 @@ def list_runs(config: LaunchConfig) -> tuple[list[tuple[Head, Description]], lis
 
 def list_needed(cluster: str) -> tuple[list[str], list[str]]:
     """Return the ids of the detached runs that are active on a cluster, and of the others whose results nobody has
-    fetched; none if its head host does not answer.
+    fetched; two empty lists if its head host does not answer.
     """
     with suppress(CpuftError):
         head, *_ = list_heads(LaunchConfig(cluster=cluster))
@@ -476,8 +476,8 @@ def list_needed(cluster: str) -> tuple[list[str], list[str]]:
 
 def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tuple[Detached, Description]:
     """Return the detached run that has this id, or an id that begins like this, or this run folder. If `config` names
-    no hosts, those with which the run was started are asked. Raises CpuftError: several runs or none are found;
-    HeadLostError: a host that may have it is silent.
+    no hosts, those with which the run was started are asked, or all of `list_known_places`. Raises CpuftError: several
+    runs or none are found; HeadLostError: none is found, and a host that may have it is silent.
     """
     folder, notes = os.path.realpath(run), [one for one in list_detached(environ) if run]
     same = [one for one in notes if one.run_dir == folder] or [one for one in notes if one.id.startswith(run)]
@@ -508,9 +508,9 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
 def choose_folder(run: Detached, description: Description, wanted: str) -> Detached:
     """Return the run with the folder on this machine that gets its results; no folder is made.
 
-    It is the one that the user named when the run was started here, else `wanted`, else runs/NAME in the working
+    It is `wanted`, else the one that the user named when the run was started here, else runs/NAME in the working
     folder. A host never says which folder is written to. Raises CpuftError: the host's name for the run is no name of a
-    folder, or the folder cannot be used.
+    folder, or the folder exists and is not this run's, or cannot be made.
     """
     if run.run_dir and not wanted:
         return run
@@ -524,8 +524,8 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
 
 
 def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each detached run of this machine whose host could not be asked: how it is continued. Empty
-    without `errors`; `seen` are ids of runs.
+    """Return a line that says how to continue the run for each detached run noted on this machine, unless its id is in
+    `seen` or its folder here has more than the run state. Empty without `errors`: all hosts have answered.
     """
     return [
         f"the head host of run {note.id} may be lost, and nobody restarts the run then: continue it with cpuft launch "
@@ -536,9 +536,9 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
 
 
 def list_run_cells(head: Head, one: Description) -> tuple[str, ...]:
-    """Return the cells that `cpuft runs` shows of a run: id, command, name, host, age, state, results.
-
-    Results are "MACHINE:FOLDER" if they were fetched, "on HOST" while they can be fetched, else "".
+    """Return the cells that `cpuft runs` shows of a run: id, command, name, host, age, state, results. The state is the
+    phase of an active run, "ended, exit code N" or "lost". Results are "MACHINE:FOLDER" if they were fetched, "on HOST"
+    while they can be fetched, else "".
     """
     state = one.phase if one.phase and one.state == RUNNING else one.state
     state += f", exit code {one.code}" if one.state == ENDED else ""

@@ -115,7 +115,7 @@ def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
     """Return the words before a command that is to run on after the logout of a user: () or those of systemd-run.
 
     `kills` says whether logind ends a user's processes at logout (KillUserProcesses), and `lingers` whether it keeps
-    this user's service manager. Raises CpuftError: logind ends them, and does not keep it.
+    this user's service manager. Raises CpuftError: logind ends the processes, and does not keep the service manager.
     """
     if not kills:
         return ()
@@ -321,7 +321,7 @@ def _note_fetched(folder: Path, where: str) -> None:
 
 
 def main() -> None:
-    """Carry out an action: `start`, `list`, or another one with the folder of a detached run and perhaps a word."""
+    """Carry out the action in `sys.argv`: `start`, `list`, or one with a detached run's id and perhaps a word."""
     action, *words = sys.argv[1:]
     root = Path(WORK_ROOT, f"cpuft-{os.geteuid()}", DETACHED)
     acts: dict[str, Callable[..., object]] = {"keep": _keep, "claim": _claim, "fetched": _note_fetched}

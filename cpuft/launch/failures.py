@@ -94,17 +94,17 @@ class Failure:
 
     @property
     def lost_its_peer(self) -> bool:
-        """Whether a connection to another rank closed or torch's store was disturbed, as a consequence of a failure."""
+        """Whether the text says that a connection to another rank closed or torch's store was disturbed."""
         return any(message in self.text for message in _LOST_PEER)
 
 
 def list_error_logs(logs: Path) -> list[Path]:
-    """Return the ranks' standard error files in a logs folder: rank-N.err, or JOB/rank.N/stderr of Open MPI."""
+    """Return the ranks' standard error files, sorted: rank-N.err, or if there are none JOB/rank.N/stderr (Open MPI)."""
     return sorted(logs.glob("rank-*.err")) or sorted(logs.glob("*/rank.*/stderr"))
 
 
 def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
-    """Return the failed ranks from the logs of an attempt, the most likely cause first: see `find_failures`."""
+    """Return what `find_failures` finds in an attempt's logs, which count in the order of their last change."""
     oldest_first = sorted(list_error_logs(logs), key=lambda path: path.stat().st_mtime_ns)
     return find_failures([path.read_text(errors="replace") for path in oldest_first], hosts)
 
@@ -113,7 +113,7 @@ def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
     """Return the failed ranks, whose errors have a failure line of `cpuft.rank`, the most likely cause first.
 
     Ranks that others waited for come first, then failures in the order of `errors` (put the rank that became silent
-    first at the beginning), then ranks that lost a connection, and last those that waited in vain.
+    first at the beginning), then ranks that lost a connection, and last those that waited in vain. `hosts` is by rank.
     """
     failures = []
     counts = [steps for text in errors if (steps := parse_steps(text))]
@@ -154,8 +154,8 @@ def _describe_early_end(failures: list[Failure]) -> str:
 
 
 def describe_absent(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
-    """Return one line for each unreachable host, and for each rank elsewhere that others waited for in vain, unless it
-    has itself failed: its own error output explains more.
+    """Return one line for each unreachable host, by name, and then for each rank on another host that others waited for
+    in vain, unless this rank has itself failed: its own error output explains more.
     """
     lines = []
     for name in sorted(unreachable):
@@ -177,8 +177,8 @@ def _ranks(numbers: Iterable[int]) -> str:
 
 
 def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
-    """Return why `failures[0]` failed, and the end of its output (of mpirun's if there is none) unless the caller gets
-    its exception (`raised`). Last come `absent`, the lines of `describe_absent`: these hosts and ranks are the cause.
+    """Return why `failures[0]` failed, and the end of its standard error (without failures, of `mpirun`, its output)
+    unless the caller gets the exception (`raised`). Last come `absent`, the lines of `describe_absent`: the causes.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
     if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
@@ -203,13 +203,15 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
 
 
 def ended_to_be_resumed(failures: list[Failure]) -> bool:
-    """Return whether the ranks ended by themselves with exit code 75, and not because they had waited in vain."""
+    """Return whether the ranks that no signal killed, one or more, ended with exit code 75, and none waited in vain."""
     own = [one for one in failures if one.code < 128]
     return bool(own) and all(one.code == RESUMABLE and not one.missed and _COMM_ERROR not in one.text for one in own)
 
 
 def worst_exit_code(failures: list[Failure], fallback: int) -> int:
-    """Return the largest exit code that ranks chose themselves, else of a signal; `fallback` without failures."""
+    """Return the largest exit code below 128, which a rank chose itself, else the largest of a signal; `fallback`
+    without failures. Ranks that waited in vain for others count only if all did.
+    """
     codes = [one.code for one in failures if not one.missed] or [one.code for one in failures]
     own = [code for code in codes if 0 < code < 128]
     return max(own or codes, default=0) or fallback
@@ -241,7 +243,7 @@ def _last_error(text: str) -> str:
 
 
 def is_for_users(line: str) -> bool:
-    """Return False for a line of mpirun or of a rank that helps no user."""
+    """Return whether a user may need a line of mpirun or of a rank: False for known noise, True for any other line."""
     return not _NOT_FOR_USERS.search(line)
 
 
@@ -259,10 +261,10 @@ def describe_end(
     script: Sequence[str],
     script_config: ScriptConfig | None = None,
 ) -> tuple[int, str]:
-    """Return the exit code of a launch and its closing message, which may be "".
+    """Return the exit code of a launch and its closing message: "run: RUN_DIR" after 0, "" after a failure.
 
-    After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75. A code of
-    75 becomes 1 if the run cannot be resumed, for example because it ended before its record began.
+    After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75, else "". A
+    code of 75 becomes 1 if the run cannot be resumed, for example because it ended before its record began.
     """
     if code != RESUMABLE:
         return code, "" if code else f"run: {run_dir}"

@@ -40,8 +40,8 @@ def choose_copy_seconds(checkpoint_every: float) -> float:
 
 
 def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Iterable[HostCopy]) -> tuple[Bundle, ...]:
-    """Return the newest and the best checkpoint here for the head host. Empty if the ranks work in this machine's
-    folders, or a host of the cluster has a checkpoint that is as new.
+    """Return bundles for the head host of the newest checkpoint here and of the best one. Empty if the ranks work in
+    this machine's folders, or a host of the cluster has a checkpoint that is as new as the newest here.
     """
     newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in cluster.hosts)])
     if not cluster.works_remotely or find_newest_update(run_dir) <= newest:
@@ -69,7 +69,7 @@ def check_copy(run_dir: str) -> tuple[int, str]:
 
 
 class CheckpointCopier:
-    """Copies new checkpoints of a run from its head host, for which it looks `every` so many seconds."""
+    """Copies new checkpoints of a run from its head host, with `every` seconds or more between two looks."""
 
     def __init__(self, cluster: Cluster, run_dir: str, every: float, say: Say) -> None:
         self._cluster, self._every, self._say = cluster, every, say
@@ -78,7 +78,7 @@ class CheckpointCopier:
         self._failures, self._has_warned = 0, False
 
     def plan_copy(self) -> Step:
-        """Return the step that stores what the head host has and this machine has not."""
+        """Return the step that stores the head host's newest and best checkpoints here, unless they are here."""
         have = [str(path.relative_to(self._root)) for path in self._list_copies()]
         command = (*module_command(sys.executable, "cpuft.launch.results"), str(self._root))
         head = self._cluster.head

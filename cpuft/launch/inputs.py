@@ -67,13 +67,13 @@ class Bundle:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """The folder on the hosts, and its checksum if it has one: that of a checkpoint has not."""
+        """(`remote_folder`, its checksum), or (`remote_folder`,) if no checksum names it, as that of a checkpoint."""
         name = os.path.basename(self.remote_folder)
         return (self.remote_folder, name) if re.fullmatch("[0-9a-f]{24}", name) else (self.remote_folder,)
 
 
 def list_input_paths(train: TrainConfig, options: Collection[str] = TRAINING_INPUTS) -> set[str]:
-    """Return the absolute paths of existing local files and folders that these training options name."""
+    """Return the absolute paths of existing local files and folders that `options` of the training options name."""
     names = [name for option in TRAINING_INPUTS if option in options for name in split_paths(getattr(train, option))]
     return {str(path) for name in names if name and (path := Path(name).absolute()).exists()}
 
@@ -95,7 +95,7 @@ class LaunchNote:
 
 
 def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> None:
-    """Note what the user named for a run, or remove the note if that is nothing. Errors are ignored. The note is beside
+    """Note what the user named for a run, or remove the note if `note` is empty. Errors are ignored. The note is beside
     the registry of clusters ($CPUFT_STATE), not in the run folder, whose content comes from a host.
     """
     with suppress(CpuftError, OSError):
@@ -168,8 +168,8 @@ def pack_training(
 
 
 def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictConfig, tuple[Bundle, ...]]:
-    """Return the request with the model in place of RUN and the paths on the hosts, and the bundles to send: the model,
-    if it is a folder, and for the head host the files of --file, which rank 0 reads. Raises as `make_bundle`.
+    """Return the request with RUN/model in place of its `run` and the paths on the hosts, and the bundles to send: the
+    model, if it is here, and for the head host the files of --file, which rank 0 reads. Raises as `make_bundle`.
     """
     request = replace(request, model=request.model or f"{request.run}/{_MODEL}", run="")
     if not cluster.has_own_disks:
@@ -245,8 +245,8 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
 
 
 def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:
-    """Return for each host the remote folders of the bundles of which it lacks files; {} without bundles. All are asked
-    at once. Raises CpuftError: a host cannot be used, or others may write to its folder.
+    """Return by host name the remote folders of the bundles of which the host lacks files; {} without bundles. All
+    hosts are asked at once. Raises CpuftError: a host cannot be used, or others may write to its folder.
     """
 
     def ask(host: Host) -> set[str]:
@@ -261,7 +261,7 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
 
 
 def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
-    """Note on the hosts that the bundles of a plan are used now, and remove those that no run has used for 30 days."""
+    """Note on the hosts that a plan's bundles are used now, and remove those unused for 30 days. Errors are ignored."""
     used = sorted({*re.findall(rf"{re.escape(cluster.inputs)}/[0-9a-f]{{24}}", str(plan))})
     hosts = list(cluster.hosts.values()) if cluster.has_own_disks else []
     # A host that does not answer is reported by the first step that needs it.
@@ -269,8 +269,8 @@ def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Plan to send bundles to the hosts that miss them (`gather_missing`), by a step for each host, or one for all,
-    which send it on to each other (`relay`). Raises CpuftError: a bundle to be sent has no sources.
+    """Plan to send bundles to the hosts that miss them (`gather_missing`): by a step for each host, or if three or more
+    lack over 64 MB together, by one for all (`relay`). Raises CpuftError: a bundle to be sent has no sources.
     """
     stages: list[tuple[Step, ...]] = []
     for bundle in bundles:
@@ -317,8 +317,8 @@ def _plan_copies(
 
 
 def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
-    """Plan to copy the prepared examples from the head host to the others, if these have disks of their own and are not
-    in `have`.
+    """Plan to copy the prepared examples from the head host to the others, except those in `have`; () if there are
+    none, or hosts have no disks of their own.
     """
     names = [name for name in cluster.hosts if name not in have and name != cluster.head]
     if not names or not cluster.has_own_disks:

@@ -21,7 +21,7 @@ _ANSWER_SECONDS = 20.0
 
 @contextmanager
 def renew_leases(access: Access, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, renew the leases of all hosts of the cluster, as a restart may need them, in a thread every 5 min."""
+    """Inside, a thread renews all hosts' leases, if they have any, every 5 min; `say` gets their end and failures."""
     command, is_over, said = tuple(shlex.split(access.entry.renewal)), threading.Event(), set[str]()
     # With sessions of its own: the main thread may close those that it keeps at any moment.
     transport, known = SshTransport(access.transport.config, access.transport.here), access.transport

@@ -168,8 +168,8 @@ def add_transfers(
 
 
 def find_prepared_hosts(resumed: ResumedRun, cluster: Cluster) -> set[str]:
-    """Return the names of the hosts that have the prepared examples of an automatic restart. A run that the user
-    resumes prepares them again, because the files with the examples may have changed.
+    """Return the names of the hosts that have the prepared examples of an automatic restart. For a run that the user
+    resumes, none: the examples are prepared again, because the files with them may have changed.
     """
     if not resumed.restart_reason:
         return set()
@@ -191,7 +191,7 @@ def plan_training(
 ) -> RunPlan:
     """Plan to make the run folder, to prepare the examples once, and then to train. Asks no host.
 
-    The plan does not yet send or fetch files: `add_transfers` adds that. `work` is the run folder as the ranks see it.
+    The plan neither sends nor fetches files: `add_transfers` adds that. `work` is the run folder as the ranks see it.
     `independent` means that each rank trains by itself, to measure what the hosts can do without communication, and
     `is_measured` that nothing may run beside it. Raises CpuftError: options exclude each other or do not fit the hosts.
     """

@@ -78,7 +78,7 @@ def format_values(event: ProgressEvent) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time for a person: "95 s", "12 min" or "2 h 05 min"."""
+    """Return a time for a person: "95 s" below 120 s, "12 min" below 120 min, else "2 h 05 min"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

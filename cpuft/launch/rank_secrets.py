@@ -33,8 +33,8 @@ def plan_secrets(
     """Plan how ranks get environment variables that may be secret, which `secrets_on_hosts` sends. Return for each host
     the settings that name its files with secrets, words before mpirun that hide the secrets from it, and notes.
 
-    Ranks on this machine inherit them. If other hosts take part, mpirun must not have them in its environment, because
-    it hands its environment to the first process that claims to be its proxy on a host.
+    If all ranks run on this machine, they inherit the variables: no settings and words. Otherwise mpirun must not have
+    them in its environment, which it hands to the first process that claims to be its proxy on a host.
     """
     names = sorted(name for name, value in environ.items() if may_be_secret(name, value))
     notes = [f"not passed on, because no shell can set this name: {name}" for name in unexportable_names(environ)]

@@ -98,8 +98,8 @@ class RelayPlace:
 
 
 def send(order: RelayOrder) -> dict[str, tuple[int, str]]:
-    """Send the files to all hosts, and return the exit code and the last errors of each host that does not have them
-    then. A host that the tree does not serve gets a copy of its own. Raises CpuftError: a file cannot be read here.
+    """Send the files to all hosts; return by name (exit code, last errors) of each host that does not have them then. A
+    host that the tree does not serve gets a copy of its own. Raises CpuftError: a file cannot be read here.
     """
     in_tree = [receiver for receiver in order.receivers if receiver.address]
     failed = _send_tree(order, in_tree) if len(in_tree) > 1 else {}
@@ -256,7 +256,7 @@ def _make_context(protocol: int, certificate: str) -> ssl.SSLContext:
 
 def receive(given: io.BufferedReader) -> None:
     """Receive files as a `ReceiverOrder` and a `RelayPlace` on standard input say, send them on, and store them. Prints
-    its port first. Raises CpuftError: no `RelayPlace` came; else as `transfer.receive_folder`.
+    its port first, 0 without one. Raises CpuftError: no `RelayPlace` came; else as `transfer.receive_folder`.
     """
     os.umask(0o077)
     told = load(ReceiverOrder, parse_json(given.readline().decode()))

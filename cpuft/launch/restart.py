@@ -125,7 +125,7 @@ class RestartPolicy:
     """`RestartDecision.error_id` of earlier attempts."""
 
     def decide(self, result: AttemptResult) -> RestartDecision:
-        """Decide what to do after an attempt that ended with another exit code than 0."""
+        """Decide what to do after an attempt that ended with another exit code than 0. Changes no attribute."""
         decision = self._explain(result)
         if decision.restart and self.restarts >= self.limit:
             return RestartDecision(
@@ -182,8 +182,8 @@ def _identify_error(failure: Failure) -> str:
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
-    """Return --max-restarts, by default 3 on several hosts and 0 on one; 0 for a training without checkpoints.
-    Raises CpuftError: --min-np is more than --np.
+    """Return --max-restarts, by default 3 on several hosts and 0 on one; 0 for a training whose engine is not torch,
+    which has no checkpoints. Raises CpuftError: --min-np is more than --np.
     """
     config = job.config
     if config.min_np > config.np:
@@ -206,7 +206,7 @@ def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
 
 
 def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str], ranks: int, update: int) -> str:
-    """Return the line that announces a restart. `update` is that of the checkpoint to continue from; 0 for none."""
+    """Return "restart 1 of 3: REASON; 4 ranks on a, b continue after update 40" ("start from the beginning" for 0)."""
     plural = "s" * (ranks == 1)
     start = f"continue{plural} after update {update}"
     if update <= 0:
@@ -221,8 +221,8 @@ def run_with_restarts(
 
     A run that is known to have finished is never started again: the code is 0 also if the last attempt lost the head
     host, and the results could be fetched from there later. After a signal of `request` there is no restart, and an
-    error of the attempt becomes the code 128 + its number. After the last attempt has failed, ranks that are left are
-    killed, the run is removed from its hosts except its checkpoints, and an empty run folder is removed here.
+    error of the attempt becomes the code 128 + the signal's number. After the last attempt has failed, ranks that are
+    left are killed, the run is removed from its hosts except its checkpoints, and an empty run folder is removed here.
     NotStoredError and LaterStartError leave everything as it is. Raises the CpuftError of the last attempt.
     """
     is_new = not plan.resumed
@@ -297,8 +297,8 @@ def _time_left(job: Job, begun: float) -> float:
 
 
 def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[], int]) -> AttemptResult:
-    """Start the ranks once, as the start with this owner number, and find out how they ended. Raises the CpuftError of
-    `start` unless a lost host or a failed connection is the reason.
+    """Start the ranks once, as the start with this owner number, and find out how they ended; AttemptResult(0) if well.
+    Raises the CpuftError of `start`; if a lost host or connection is its reason, returns code 75 with this `error`.
     """
     begun, hosts, transport = time.time(), cluster.rank_hosts, cluster.access.transport
     names = sorted(set(hosts))
@@ -346,7 +346,7 @@ def _find_last_progress(run_dir: str, begun: float) -> float:
 
 
 def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS) -> T:
-    """Return what `plan` returns, called up to twice more, after `pause` seconds, while only a connection fails."""
+    """Return what `plan` returns, called up to three times, `pause` seconds apart, while only a connection fails."""
     for _ in range(_RETRIES):
         try:
             return plan()
@@ -410,8 +410,8 @@ def _ask_hosts(hosts: Sequence[Host], cluster: Cluster, run_dir: str, owners: Se
 def choose_hosts(
     hosts: Sequence[Host], excluded: Collection[str], first_ranks: Mapping[str, int], np: int
 ) -> tuple[tuple[Host, ...], int]:
-    """Return the hosts of the next attempt and its number of ranks, 0 if no host is left: at most `np`, and on a host
-    as many as in the first attempt. A host that had none has its slots, and at most what the fullest host had.
+    """Return the `hosts` that are not `excluded`, and how many ranks they get together: at most `np`, 0 without a host.
+    A host gets as many as in the first attempt; one that had none its slots, and at most what the fullest host had.
     """
     left = tuple(host for host in hosts if host.name not in excluded)
     most = max(first_ranks.values())
@@ -472,7 +472,7 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
 
 def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:
     """Return what is known about a run that is restarted: its recorded options, or those of `job` without a record, and
-    the `updates` made; if they are below 0, the record is lost, and `copies` tell the number.
+    its `updates`. If that is below 0, the record is lost, and the largest number in `copies` counts.
     """
     batch = job.train.batch_size * job.train.gradient_accumulation * job.config.np
     try:

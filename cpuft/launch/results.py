@@ -59,8 +59,8 @@ class NotStoredError(CpuftError):
 def plan_results(
     cluster: Cluster, work: str, run_dir: str, former_hosts: Sequence[str] = (), is_resumed: bool = False
 ) -> Stages:
-    """Plan to fetch the run folder, `work` on the head host, and then to remove the run from all hosts and from
-    `former_hosts`. The result is () if the ranks work in this machine's own folders.
+    """Plan to fetch the run folder, `work` on the head host, and then to remove the run from all hosts and
+    `former_hosts`, with `is_resumed` also what a detached command left; () if the ranks work in this machine's folders.
     """
     if not cluster.works_remotely:
         return ()
@@ -90,10 +90,10 @@ def write_plan(plan: RunPlan, run_dir: str) -> None:
 def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finished: bool, say: Say) -> bool:
     """Fetch the run from the head host, and remove it from the hosts that answer; return whether the run is finished.
 
-    With `is_finished`, it is tried again for ten minutes. Otherwise the state that comes may say that the run is
-    finished. Of one that is not, the checkpoints stay on the hosts, or everything with `plan.keep_host_copies`. Raises
-    HeadHostLostError: the head host could not send a run that is not known to be finished. Raises NotStoredError:
-    results exist and could not be fetched or stored.
+    With `is_finished`, fetching is tried for ten minutes. Otherwise the state that comes may say that the run is
+    finished. Of an unfinished run, the checkpoints stay on the hosts, or everything with `plan.keep_host_copies`.
+    Raises HeadHostLostError: the head host could not send a run that is not known to be finished. Raises
+    NotStoredError: results exist and could not be fetched or stored.
     """
     unreachable = cluster.access.transport.unresponsive
     if is_finished:
@@ -184,7 +184,7 @@ def remove_all_but_checkpoints(
     plan: RunPlan, run_dir: str, without: Collection[str] = (), say: Say | None = None
 ) -> None:
     """Remove a run, but not its checkpoints, from its hosts except those in `without`. Note the checkpoints in the run
-    state here, and tell the user how to continue. A host that does not answer raises nothing.
+    state here, and tell the user with `say` how to continue. A host that does not answer raises nothing.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
     try:

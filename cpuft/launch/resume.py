@@ -106,8 +106,9 @@ class ResumedRun:
     def take_over(
         self, config: LaunchConfig, train: TrainConfig, given: Collection[str]
     ) -> tuple[LaunchConfig, TrainConfig]:
-        """Return the launch and training options with which the run continues: its own, and of `config` and `train` the
-        values that the user gave (`given`). Raises CpuftError: such a value is not allowed, or names a run folder.
+        """Return `config`, with the recorded number of ranks unless "np" is `given`, and the recorded training options,
+        with the values of `train` for changeable ones that are `given`. Raises CpuftError: another option is given with
+        a new value, or `config` names a run folder.
         """
         if config.run_dir:
             raise CpuftError("--resume and --run-dir both name the folder of the run: leave --run-dir out")
@@ -125,7 +126,7 @@ class ResumedRun:
 
 def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) -> ResumedRun:
     """Return what is known about a run here and on the hosts that `config` names, unless all are this machine. Silent
-    ones are listed in `unreachable`. Raises CpuftError: the run cannot be resumed (`read_resumed_run`), or only silent
+    hosts are listed in `unreachable`. Raises CpuftError: the run cannot be resumed (`read_resumed_run`), or only silent
     hosts may have a record.
     """
     hosts, access = read_hosts(config), find_access(config)
@@ -225,7 +226,7 @@ def gather_host_copies(
 
 
 def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
-    """Parse the output of `cpuft.rank.describe_run`. Damaged states are ignored. Raises CpuftError: it is no such."""
+    """Parse the output of `cpuft.rank.describe_run`, without damaged states. Raises CpuftError: it is another text."""
     try:
         values = load(dict[str, Any], parse_json(output))
         texts = load(list[str], values.pop("states", []))

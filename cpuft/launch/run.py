@@ -148,7 +148,7 @@ def _describe_ranks(cluster: Cluster, ppn: int) -> str:
 
 
 def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
-    """Return the plan to print for a dry run. If the run would be restarted, its first note says how often."""
+    """Return the plan to print for a dry run. If the run may be restarted, its first note says how often."""
     if not planned.job:
         return planned.plan
     return replace(planned.plan, notes=(*describe_limit(planned.job, planned.cluster), *planned.plan.notes))

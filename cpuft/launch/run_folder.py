@@ -34,7 +34,7 @@ def choose_run_dir(wanted: str, name: str) -> str:
 
     It is `wanted`, or if this is "" runs/NAME-YYYYMMDD-HHMMSS (local time) in the working directory, with -2 behind it
     or a higher number if this process is not the first to get that name. Raises CpuftError: `wanted` exists, its parent
-    cannot be written to, or the disk is full.
+    cannot be written to, or its disk has less than 256 MiB free.
     """
     # Hosts and caches know a run by its path, so the same folder must always have the same one.
     path = Path(os.path.realpath(wanted) if wanted else _find_unused_name(os.path.realpath(f"runs/{name}")))
@@ -73,7 +73,7 @@ def _find_unused_name(beginning: str) -> str:
 
 
 def plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None) -> Step:
-    """Return the step that makes the run folder on the head host, or prepares that of a resumed run."""
+    """Return the step that makes the run folder on the head host. Earlier logs of a resumed run become logs-N."""
     script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.works_remotely else ""
     if resumed and resumed.fetched_from == cluster.head:
         script = f'{REMOVE}{script}remove {cluster.folder} "$1/logs" "$1"/logs-* && '
@@ -83,7 +83,7 @@ def plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None) 
 
 
 def plan_claim(run_dir: str, state: RunState, is_resumed: bool) -> Step:
-    """Return the step that makes the run folder on this machine, with the state, which says the run's id."""
+    """Return the step that makes the run folder here and writes the state to it; fails if a new run's folder exists."""
     make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}/" && mkdir "$1"'
     script = f'{make} && printf "%s" "$3" >"$2.new" && mv "$2.new" "$2"'
     words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{STATE_FILE}", format_state(state))

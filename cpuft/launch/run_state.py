@@ -89,7 +89,7 @@ def format_state(state: RunState) -> str:
 
 
 def parse_state(text: str, place: str) -> RunState:
-    """Return the state of a JSON text. Raises CpuftError, with `place` as its origin: it is damaged or newer."""
+    """Return the state of a JSON text. Raises CpuftError, with `place` as its origin: it is damaged or too new."""
     try:
         values = load(dict[str, Any], parse_json(text))
         version = values.get("format")
@@ -131,7 +131,7 @@ def read_usable_state(run_dir: str | Path) -> RunState | None:
 
 
 def write_state(run_dir: str, state: RunState) -> None:
-    """Replace the state in a run folder, if that exists. Raises OSError: the disk does not take it."""
+    """Replace the state in a run folder, if the folder exists. Raises OSError: the disk does not take it."""
     if Path(run_dir).is_dir():
         with write_atomically(Path(run_dir, STATE_FILE)) as beside:
             beside.write_text(format_state(state), encoding="utf-8")
@@ -140,15 +140,15 @@ def write_state(run_dir: str, state: RunState) -> None:
 
 
 def note_state(run_dir: str, **changes: Any) -> None:
-    """Change fields of the state in a run folder on the launcher's machine, if there is one and the disk takes it."""
+    """Change fields of the state in a run folder on this machine. A missing state and any error are ignored."""
     with suppress(OSError, CpuftError):
         if state := read_state(run_dir):
             write_state(run_dir, replace(state, sequence=state.sequence + 1, **changes))
 
 
 def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
-    """Return the first state of a start of the run, from that in the run folder on this machine, if it has one. Raises
-    CpuftError: that state cannot be used.
+    """Return the first state of the start number `owner` of a run, with id, name, checkpoints and seconds of the state
+    in the run folder on this machine, if it has one. Raises CpuftError: that state cannot be used.
     """
     identity, _, name = cluster.name_folder(run_dir).partition("/")
     earlier = read_state(run_dir) or RunState(identity, name)
@@ -165,7 +165,7 @@ def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
 
 
 def find_end(run_dir: str, owner: int) -> RunState | None:
-    """Return how the start with this owner number ended; None if its supervisor did not come to its end."""
+    """Return the state in a run folder if it says how the start with this owner number ended; None otherwise."""
     state = read_usable_state(run_dir)
     return state if state and state.owner == owner and state.exit_code >= 0 else None
 
@@ -185,7 +185,7 @@ class StateWriter:
             self.end(getattr(error, "exit_code", 1), str(error))
 
     def check(self) -> None:
-        """Note that rank 0 has begun to save the model. Raises LaterStartError: a later start of the run has begun."""
+        """Write phase SAVING if rank 0 has begun to save the model. Raises LaterStartError: a later start began."""
         self.refuse_later_start()
         if self.state.phase == TRAINING and any(Path(self._run_dir).glob(UNSAVED_MODEL)):
             self.write(phase=SAVING)
@@ -203,14 +203,14 @@ class StateWriter:
         self.state = replace(self.state, **changes)
 
     def write(self, **changes: Any) -> None:
-        """Change fields of the state and store it. Errors of the disk are ignored: training goes on."""
+        """Change fields of the state and store it. Errors of the disk are ignored; a later start's state stays."""
         self.note(sequence=self.state.sequence + 1, seconds=time.monotonic() - self._begun, **changes)
         with suppress(OSError, CpuftError):
             self.refuse_later_start()
             write_state(self._run_dir, self.state)
 
     def end(self, code: int, reason: str = "") -> int:
-        """Store how the attempt has ended, and return the exit code."""
+        """Store how the attempt ended: FINISHED for 0, INTERRUPTED for 75 and signals, else FAILED. Return `code`."""
         phase = FINISHED if not code else INTERRUPTED if code == RESUMABLE or code > 128 else FAILED
         if phase == FINISHED:
             self.note(checkpoints={})

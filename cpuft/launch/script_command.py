@@ -38,7 +38,7 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def name_script(command: tuple[str, ...]) -> str:
-    """Return the name of the run of a user's script, such as "train" for train.py and for `-m package.train`."""
+    """Return the name of the run of a user's script: "train" for train.py, train.sh and `-m package.train`."""
     if command[0] != sys.executable or len(command) == 1:
         return Path(command[0]).stem
     if command[1] == "-m" and len(command) > 2:
@@ -47,7 +47,7 @@ def name_script(command: tuple[str, ...]) -> str:
 
 
 def refuse_other_launchers(script: tuple[str, ...]) -> None:
-    """Refuse a script that another launcher starts. Every rank would start a job of its own, which trains by itself."""
+    """Raise CpuftError if `script` begins with torchrun, mpirun or another launcher, also as `python -m MODULE`."""
     name = Path(script[0]).name
     if _is_own_python(script[0]):
         arguments = list(script[1:])

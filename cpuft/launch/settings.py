@@ -45,8 +45,8 @@ def plan_settings(
     cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
 ) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
     """Return the environment variables of the ranks: those that all hosts share, with the user's own in `environ` for
-    MPI, oneCCL and OpenMP, and further ones of each host. The user's values win. `backend` determines the cores for
-    communication. Raises CpuftError: a host has no interface to the others.
+    MPI, oneCCL and OpenMP, and further ones of each host, in the order of the hosts. The user's values win. `backend`
+    determines the cores for communication. Raises CpuftError: a host has no interface to the others.
     """
     environ = user_variables(environ)
     placements, reason = _plan_placements(cluster, config, backend)
@@ -80,7 +80,9 @@ def _plan_placements(
 
 
 def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
-    """Return each host's interface: `wanted`, or if it is "" the one to the others. Raises CpuftError: it has none."""
+    """Return each host's interface: `wanted`, or if it is "" the one to the other hosts, and "lo" if there is only one
+    host. Raises CpuftError: a host does not have it.
+    """
     if len(cluster.facts) == 1 and not wanted:
         return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)
     return tuple(choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
@@ -152,7 +154,7 @@ def host_settings(
     facts: HostFacts, interface: Interface, ranks: tuple[RankCores, ...], pinned_by_mpi: bool, comm_reason: str
 ) -> tuple[Setting, ...]:
     """Return the settings for all ranks of one host, from its topology. The rank with the fewest compute cores sets
-    OMP_NUM_THREADS of all of them.
+    OMP_NUM_THREADS of all of them. `comm_reason` says why communication gets as many cores as it does.
     """
     threads = min(len(rank.compute) for rank in ranks)
     domains = ",".join(format_mask(rank.compute) for rank in ranks)
@@ -249,7 +251,7 @@ def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings with the user's value, and a reason that says so, for each variable that the user has set."""
+    """Return the settings, with the user's value and a reason where `environ` has another value; CPUFT_* stay."""
     kept = []
     for one in settings:
         value = environ.get(one.name, one.value)
@@ -260,8 +262,8 @@ def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) 
 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Return the user's variables for MPI, oneCCL, OpenMP and similar libraries that ranks get besides our settings.
-    Those that may be secret are left out, because the values are visible on command lines.
+    """Return, sorted by name, the user's variables for MPI, oneCCL, OpenMP and similar libraries that ranks get besides
+    our settings. Those that may be secret are left out, because the values are visible on command lines.
     """
     known = {setting.name for setting in ours}
     return tuple(

@@ -231,7 +231,7 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
 
 
 def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: Iterable[str]) -> tuple[RankDump, ...]:
-    """Return the dumps of all ranks, indexed by rank. A rank without a dump gets the state SILENT or GONE."""
+    """Return the dumps of all ranks, indexed by rank; for a rank without one, SILENT on a `silent` host, else GONE."""
     by_rank, lost = {dump.rank: dump for dump in found}, set(silent)
     return tuple(
         by_rank.get(rank) or RankDump(rank, host, SILENT if host in lost else GONE) for rank, host in enumerate(hosts)
@@ -239,9 +239,8 @@ def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: It
 
 
 def gather_dumps(run: ActiveRun, without: Collection[str] = ()) -> tuple[tuple[RankDump, ...], dict[str, str]]:
-    """Return the dumps of all ranks, indexed by rank, and the error message of each host without a readable answer.
-
-    All hosts but those in `without` are asked at once, for up to 15 s. Ranks on hosts without an answer are SILENT.
+    """Return the dumps of all ranks, indexed by rank, and by host name the errors of hosts without a readable answer.
+    All but those in `without` are asked at once, for up to 15 s. Ranks on those or on hosts with an error are SILENT.
     """
     program = Path(dump_stacks.__file__).read_text(encoding="utf-8")
     command = run.access.any_python("-c", FROM_STDIN, run.work, str(DUMP_SECONDS))
@@ -277,8 +276,8 @@ def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
 def diagnose_run(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None], least_seconds: float = 0.0
 ) -> tuple[str, set[str]]:
-    """Gather and write the dumps of all ranks, before any is ended; return what `diagnose` says, and the hosts that do
-    not answer. Raises CpuftError: no dump can be stored.
+    """Gather the dumps of all ranks and write them to the head host; return what `diagnose` says, and the names of the
+    hosts that do not answer. Raises CpuftError: the head host cannot store the dumps.
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     # A login to a host that is frozen takes longer than to find out that it is.

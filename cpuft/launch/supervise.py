@@ -108,8 +108,8 @@ class StopRequest:
 
     def handle_signal(self, signal_number: int) -> bool:
         """Record a signal for `check`. Return True if it asks the ranks to end, and False if they are to be killed.
-
-        SIGUSR1 always asks, SIGTERM as long as there is no deadline, and SIGINT as the first signal only.
+        SIGUSR1 asks, SIGTERM if no deadline is set and `grace` is above 0, and SIGINT as the first signal if
+        `ctrl_c_seconds` is above 0. With `grace` None, no signal asks.
         """
         if self.grace is None:
             return False
@@ -163,7 +163,7 @@ class LogTail:
     position: int = 0
 
     def copy(self) -> None:
-        """Copy what was appended since the last call."""
+        """Copy what was appended since the last call; nothing if there is no such file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.position)
@@ -293,7 +293,7 @@ class RunMonitor:
         return ""
 
     def report_wait(self) -> None:
-        """Tell the user which ranks the others have been waiting for."""
+        """Print which ranks the others have been waiting for, or nothing if no rank has waited for 2 s."""
         known = set(self.transport.unresponsive)
         with suppress(CpuftError):  # the stacks cannot be stored
             place = str(self.logs.parent), self.hosts, self.transport
@@ -303,7 +303,7 @@ class RunMonitor:
         self.transport.unresponsive.intersection_update(known)  # a host that was only busy goes on
 
     def find_unreachable(self) -> set[str]:
-        """Ask all hosts, and return those that do not answer."""
+        """Ask all hosts, and return the names of those that do not answer."""
         return self.transport.find_unresponsive(sorted(set(self.hosts)))
 
     def has_started(self) -> bool:
@@ -319,7 +319,7 @@ class RunMonitor:
         return bool(self.heartbeat) and now - self.heartbeat_seen_at > _HEARTBEAT_SECONDS
 
     def find_lost_hosts(self) -> set[str]:
-        """Return the hosts that do not answer. If none is known, all are asked: one may have been shutting down."""
+        """Return the names of the hosts that do not answer. If `check` has found none, all are asked once more."""
         if self.host_check and not self.unreachable:
             self.unreachable = self.host_check.result()
         self.unreachable = self.unreachable or self.find_unreachable()
@@ -338,7 +338,7 @@ class HostMonitor:
     next_host_check: float = field(default_factory=lambda: time.monotonic() + _PREPARE_CHECK_SECONDS)
 
     def check(self) -> None:
-        """Start to ask on a thread, or raise HostsLostError if an answer says so. Called regularly; returns at once."""
+        """Ask the hosts on a thread, or raise HostsLostError if some did not answer. Called often; returns at once."""
         now = time.monotonic()
         if self.host_check is None and now > self.next_host_check:
             self.host_check, self.asked_at = _start_thread(self.find_unreachable), now
@@ -385,10 +385,10 @@ def run_as_head_host(
     date, and return the exit code.
 
     It is 75 if the ranks ended to be resumed, or a host was lost during the preparation or without a failure of a rank;
-    else that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the run ends before its
-    ranks start, a new run folder is removed again. Raises CpuftError: the run folder cannot be made, the data are
-    rejected, the time limit is over, or a later start has begun. Raises RuntimeError: the preparation failed. Raises
-    Interrupted: a signal came.
+    else that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the preparation fails
+    and no host was lost, a new run folder is removed again. Raises CpuftError: the run folder cannot be made, the data
+    are rejected, the time limit is over, the disk is full, or a later start has begun. Raises RuntimeError: the
+    preparation failed. Raises Interrupted: a signal came.
     """
     here = plan.full_plan.as_local
     try:

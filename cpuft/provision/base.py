@@ -62,9 +62,9 @@ class Provider(ABC, Generic[C, F]):
     - A process that is killed in the middle never loses track of what it made: whatever records a resource is created
       before the resource and removed after it.
 
-    CPUFT_STATE, XDG_STATE_HOME or HOME in `environ` says where clusters are recorded; `entry` is the record of this one
-    if there is one. Raises CpuftError when the name is not valid, or the registry's folder has white space in its path
-    or can be written by other users.
+    CPUFT_STATE, XDG_STATE_HOME or HOME in `environ` says where clusters are recorded; `entry` is this cluster's
+    record, if it has one. Raises CpuftError when the name is not valid, or the registry's folder has white space in its
+    path or can be written by other users.
     """
 
     kind: str
@@ -124,8 +124,8 @@ class Provider(ABC, Generic[C, F]):
     def check(self) -> None:
         """Check what can be checked before anything is gathered.
 
-        Raises CpuftError when the name belongs to a cluster of another kind, or when the cluster's folder or hostfile
-        was not written by cpuft or can be written by other users.
+        Raises CpuftError when a cluster of another kind is recorded by this name, or when the cluster's folder or
+        hostfile was not written by cpuft or can be written by other users.
         """
         if self.directory.exists():
             registry.refuse_untrusted(self.directory)
@@ -169,7 +169,7 @@ class Provider(ABC, Generic[C, F]):
         return self.plan(self.gather())
 
     def describe(self) -> str:
-        """Return the lines of `cpuft provision status`, each with a newline at its end: the cluster, then its hosts.
+        """Return the lines of `cpuft provision status`, each ended by a newline: the cluster, then its hosts, indented.
 
         Raises CpuftError when the cloud or this machine cannot be asked; a host that does not answer only has a line
         that says so.
@@ -178,10 +178,10 @@ class Provider(ABC, Generic[C, F]):
         return head + "".join(f"  {line}\n" for line in self.describe_hosts())
 
     def drift(self) -> list[str]:
-        """Return a line `HOST: REASON` for each step that `make` would execute now; [] when nothing is missing.
+        """Return a line `HOST: REASON` for each step of the first plan of `make`; [] when nothing is missing.
 
-        HOST is "here" for a step on this machine. Changes nothing anywhere. Raises CpuftError when the cluster cannot
-        be asked, or cannot become what was asked for.
+        HOST is "here" for a step on this machine that is not for a simulated host. Changes nothing anywhere. Raises
+        CpuftError when the cluster cannot be asked, or cannot become what was asked for.
         """
         steps = [step for stage in self.plan(self.gather()).stages for step in stage]
         # A step on this machine for a simulated host names that host in its first environment setting.
@@ -199,7 +199,7 @@ class Provider(ABC, Generic[C, F]):
         return f"cluster {self.name} was removed"
 
     def show_down(self) -> Plan:
-        """Return the first plan of `down`, and change nothing. Raises CpuftError: it must not be removed from here."""
+        """Return the first plan of `down`. CpuftError: the cluster cannot be examined, or not be removed from here."""
         return self.plan_down(self.gather_remains())
 
     def plan_extension(self, lease: str) -> Plan:
@@ -210,7 +210,7 @@ class Provider(ABC, Generic[C, F]):
         raise CpuftError(f"cluster {self.name} is of kind {self.kind}: only rented clusters have a lease")
 
     def extend(self, lease: str, say: Say) -> str:
-        """Execute `plan_extension`, and return a sentence for the user; that of a cloud says when the lease ends.
+        """Execute `plan_extension`, and return a sentence for the user, which in a cloud says when the lease ends.
         Raises CpuftError: the cluster has no lease or cannot be extended, `lease` is not valid, or a step fails.
         """
         self.run(self.plan_extension(lease), say)
@@ -224,9 +224,9 @@ class Provider(ABC, Generic[C, F]):
 def reconcile(
     gather: Callable[[], F], plan: Callable[[F], Plan], say: Say, run: Callable[[Plan, Say], None] | None = None
 ) -> F:
-    """Gather facts, plan and execute (by default `run_plan`) until a plan is empty; return the facts of that plan.
+    """Gather facts, plan and execute (by default `run_plan`) until a plan has no steps; return the last facts.
 
-    Raises CpuftError when steps fail, or when the same plan comes twice in a row: its steps changed nothing.
+    Raises CpuftError when a step fails, or when the same plan comes twice in a row: its steps changed nothing.
     """
     before: Plan | None = None
     while True:
@@ -242,7 +242,7 @@ def reconcile(
 
 
 def run_plan(plan: Plan, say: Say) -> None:
-    """Execute a plan as `execute.run_stages`, with its errors; each stage has an hour at most."""
+    """Execute a plan's stages in order and `say` the progress. CpuftError: a step fails, or a stage exceeds an hour."""
     execute.run_stages(plan, _STAGE_SECONDS, say, "correct the cause and run the same command again")
 
 
@@ -250,9 +250,8 @@ def run_plan(plan: Plan, say: Say) -> None:
 def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
     """Hold the lock of the cluster at `path`, which need not exist: only one `cpuft provision` at a time changes it.
 
-    The lock is the name of a Unix socket, which Linux releases when the process ends in any way; only Linux has such
-    names, so that it is that of a temporary file elsewhere. Raises CpuftError when another process holds the lock for
-    more than `seconds`.
+    The lock, an abstract Unix socket on Linux and a locked temporary file elsewhere, is released when the process ends
+    in any way. Raises CpuftError when another process holds the lock for more than `seconds`.
     """
     end, name = time.monotonic() + seconds, f"cpuft-provision-{hash_text(os.path.realpath(path), 32)}"
     with socket.socket(socket.AF_UNIX) as holder, ExitStack() as stack:
@@ -299,7 +298,8 @@ def load_provider(kind: str) -> type[Provider[Any, Any]]:
 def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
     """Return the recorded cluster `name`, without asking its hosts.
 
-    Raises CpuftError when there is no record, or it is of another machine or kind, damaged, or writable by other users.
+    Raises CpuftError when there is no record, or it is damaged, writable by other users, of an unknown kind, or of a
+    cluster that was made on another machine.
     """
     entry = registry.read_entry(registry.state_root(environ), name)
     if entry.kind == registry.INSIDE:
@@ -312,11 +312,11 @@ def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
 
 
 def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Provider[Any, Any]:
-    """Return the recorded cluster `name`, or one without a record that may exist.
+    """Return the recorded cluster `name`, or one that may exist without a record.
 
-    With a `region` other than that of the record, that is the cluster on AWS of this name, even if nothing carries its
-    tag; without a record, a simulated cluster of which something is left here. Raises CpuftError: there is none, it
-    cannot be looked for, or its record is damaged or of another machine.
+    With a `region` other than that of a record, that is the cluster of this name in this region of AWS, even if nothing
+    is there; without region and record, a simulated cluster of which this machine has something left. Raises
+    CpuftError: there is none, it cannot be looked for, or its record is damaged or of another machine.
     """
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if region and not (entry and entry.options.get("region") == region):

@@ -28,9 +28,10 @@ _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
 
 def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
-    """Return the texts of the cluster's files on this machine, by path.
+    """Return the texts of a cluster's hostfile and of the files in its directory, there/ and nodes/*/, by path.
 
-    The text is "private" for a private key (host_key, id_ed25519), and "" for a file that cannot be read.
+    Missing files are left out. The text is "private" for a private key (host_key, id_ed25519), and "" for an unreadable
+    file.
     """
     paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
     texts = {str(path): "private" if path.name in _PRIVATE else read_raw(path) for path in paths}
@@ -46,13 +47,13 @@ def read_raw(path: Path) -> str:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise CpuftError unless `prefix` is a plain absolute path, other than `/`. Nothing on a disk is looked at."""
+    """Raise CpuftError unless `prefix` is a plain absolute path, other than `/`; the path need not exist."""
     if not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")):
         raise CpuftError(f"prefix {prefix!r} is not a plain absolute path: give a new one, such as /opt/cpuft")
 
 
 def is_ours(files: Mapping[str, str], directory: str) -> bool:
-    """Whether cpuft made a cluster's directory: `files` has a record in it, or a public key or ssh_config of cpuft."""
+    """Whether cpuft made a cluster's directory, as a record, public key or ssh_config of cpuft in `files` shows."""
     own = {path.removeprefix(f"{directory}/"): text for path, text in files.items() if path.startswith(f"{directory}/")}
     return any(
         name.startswith(FILE_NAME)
@@ -72,7 +73,7 @@ def check_places(directory: str, hostfile: str) -> None:
 
 
 def plan_removal(files: Mapping[str, str], directory: str, hostfile: str) -> tuple[Step, ...]:
-    """Return a step that removes a cluster's directory, and its hostfile if cpuft wrote it; () if `not is_ours`."""
+    """Return a step that removes a cluster's directory, and the hostfile if cpuft wrote that; () unless `is_ours`."""
     if not is_ours(files, directory):
         return ()
     mine = (hostfile,) if carries_mark(files.get(hostfile, "")) else ()
@@ -80,7 +81,7 @@ def plan_removal(files: Mapping[str, str], directory: str, hostfile: str) -> tup
 
 
 def plan_key(path: str, why: str, comment: str = KEY_MARK, host: str = "") -> Step:
-    """Return the step that makes a key pair and its folder, over an earlier pair; the private key is at `path`."""
+    """Return the step that makes a key pair, `path` and `path`.pub, and its folder; it replaces an earlier pair."""
     return Step(why, ("sh", "-c", _KEYGEN, "keygen", path, comment), host=host)
 
 

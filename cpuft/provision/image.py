@@ -91,13 +91,13 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """Hash of everything that decides what the image contains, and of all reasons; the mirror does not count."""
+        """Hash (16 hexadecimal digits) of all that decides on the contents, and of all reasons; not of the mirror."""
         text = "\n".join([format_install(self), self.base.suite, self.environment.prefix, self.environment.python])
         return hash_text(text, 16)
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a YAML recipe; the package's own if `path` is the default and missing. Raises CpuftError: it is invalid."""
+    """Read a YAML recipe, or the package's own if `path` is `RECIPE` and missing. CpuftError: unreadable or invalid."""
     use_own = path == RECIPE and not Path(path).exists()
     try:
         text = (_OWN_RECIPE if use_own else Path(path)).read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def _refuse_control_characters(recipe: Recipe) -> None:
 
 
 def format_install(recipe: Recipe) -> str:
-    """Format a shell script that applies the recipe to a Debian host, container or image; it can be run repeatedly."""
+    """Format a shell script that applies the recipe to a Debian system, and if it gets arguments, installs cpuft."""
     parts = [
         "#!/bin/sh",
         "# Generated from recipe.yaml by `cpuft provision recipe`: edit recipe.yaml instead. Run this script as root.",
@@ -164,7 +164,7 @@ def read_stamp(root: Path) -> dict[str, Any]:
 
 
 def write_stamp(path: Path, values: dict[str, object]) -> None:
-    """Write the stamp of the image that was built as PATH.new, and rename that to `path`; CpuftError if dpkg fails."""
+    """Write `values` and the list of packages as stamp of PATH.new; rename that to `path`. CpuftError: dpkg fails."""
     built = Path(f"{path}.new")
     values = values | {"packages": list_packages(built)}
     values |= {"contents": hash_text(json.dumps(values), 16)}
@@ -194,7 +194,7 @@ class ImageFacts:
 
 
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
-    """Return what exists of the image at `target` and of its wheels. CpuftError: TARGET.new or a wheel is not ours."""
+    """Return what exists of the image and its wheels. CpuftError: TARGET.new is not cpuft's, or wheels are unusable."""
     built = Path(f"{target}.new")
     if built.exists() and not (built / STAMP).is_file():
         raise CpuftError(f"{built} is not cpuft's: move it away, or give another --output")
@@ -205,9 +205,9 @@ def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str,
 
 
 def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
-    """Plan what is missing of the image at `target`: at first only the download of wheels. It is built as TARGET.new.
+    """Plan the image at `target`, built as TARGET.new: an empty plan if it exists; at first only the wheels' download.
 
-    Raises CpuftError: something else is at `target`.
+    Raises CpuftError: `target` exists, and was not made from this recipe and these wheels.
     """
     pins = list_pins(facts.supply.wheels)
     values: dict[str, object] = {"format": 1, "recipe": recipe.digest}
@@ -251,8 +251,8 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
 
 
 def make_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str], as_root: bool, say: Say) -> str:
-    """Build the image at `target` unless it is there, and download its wheels; return a sentence for the user. Raises
-    CpuftError: root or debootstrap is missing, something else is at `target`, or a step fails.
+    """Build the image at `target` unless it exists, and download its wheels; return a sentence for the user. Raises
+    CpuftError: not `as_root`, debootstrap is missing, something else is at `target`, or a step fails.
     """
     if not as_root or not execute.find_program("debootstrap"):
         raise CpuftError("building an image needs root and debootstrap: install debootstrap with apt-get, and use sudo")

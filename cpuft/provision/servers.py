@@ -95,7 +95,7 @@ class ServerFacts:
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
-    """Parse the output of servers_survey.sh, one "key value" per line. CpuftError: `os` or `free_kb` is missing."""
+    """Parse lines "key value" of servers_survey.sh; missing keys give "" or False. CpuftError: no `os` or `free_kb`."""
     lines = [(key, value.strip()) for key, _, value in (line.partition(" ") for line in text.split("\n"))]
     found = dict(lines)
     if "os" not in found or not is_count(found.get("free_kb", ""), least=0):
@@ -117,7 +117,9 @@ def parse_survey(text: str, host: str) -> ServerFacts:
 
 
 def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bool, need_kb: int) -> str:
-    """Return why a server cannot be provisioned and what to do, or ""; `has_pip`: whether pip will be sent there."""
+    """Return the first reason why a server cannot be provisioned, with advice; "" if it can. `has_pip` says that pip
+    will be sent, and `need_kb` how many KiB a server without an environment needs.
+    """
     if facts.machine not in ARCHITECTURES:
         return f"{host}: its CPU is {facts.machine or 'unknown'}, and cpuft needs {' or '.join(ARCHITECTURES)}"
     if facts.musl:
@@ -146,7 +148,7 @@ def describe_server(facts: ServerFacts) -> str:
 
 
 def find_python(pythons: dict[str, str]) -> str:
-    """Return the version of Python that all servers (name -> version) have, "3.11" or ""; CpuftError if they differ."""
+    """Return the version, "3.11" or "" for no Python, that all servers (name -> version) have, or raise CpuftError."""
     versions = {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}
     if len(set(versions.values())) > 1:
         found = ", ".join(f"{name} has {version or 'none'}" for name, version in versions.items())
@@ -236,7 +238,7 @@ def _check_logins(config: HostsConfig, facts: ClusterFacts) -> None:
 def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     """Plan what is missing on the servers and on this machine, up to the download of wheels if these are missing.
 
-    Raises CpuftError when a server cannot be provisioned, or refuses the head host although nothing is missing there.
+    Raises CpuftError when a server cannot be provisioned, or when the head host cannot log in to a complete one.
     """
     _check_servers(config, facts)
     _check_logins(config, facts)
@@ -335,7 +337,7 @@ def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
 
 
 def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
-    """Plan removing environment, wheels, key and its authorization from the servers, then the files on this machine."""
+    """Plan the removal of key and, unless another cluster uses it, environment from servers, then of the files here."""
     comment = _key_comment(config)
     command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, comment, WORK_ROOT)
     why = {
@@ -357,7 +359,7 @@ def _list_keys(server: ServerFacts) -> dict[str, str]:
 
 
 class Servers(Provider[HostsConfig, ClusterFacts]):
-    """A cluster of existing servers that are reached over ssh."""
+    """A cluster of existing servers over ssh. CpuftError: --hosts (not empty, no name twice) or --prefix is invalid."""
 
     kind = "hosts"
     options = HostsConfig
@@ -382,7 +384,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         self.keys = dict(line.split(" ", 1) for line in lines if " " in line)
 
     def check(self) -> None:
-        """Do what every kind does. Raises CpuftError, too: --hosts lacks a recorded host, or --prefix is another."""
+        """Check what every kind does, and raise CpuftError if --hosts lacks a recorded host or --prefix has changed."""
         super().check()
         before = entry.options if (entry := self.find_record()) else {}
         # The new record would replace the one by which `down` finds what is installed there.
@@ -399,7 +401,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         )
 
     def confirm(self, ask: Ask) -> None:
-        """Fetch the host keys of servers whose key this cluster does not know, and ask whether each is right.
+        """Fetch the unknown host keys of servers, and ask whether each is right unless --accept-host-keys is given.
 
         A plan writes accepted keys. Raises CpuftError: a server shows no key, or the user refuses one.
         """
@@ -472,7 +474,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return {address: message for address, message in said if message}
 
     def gather_remains(self) -> ClusterFacts:
-        """Examine the servers by the ssh configuration in the cluster's directory, if any. CpuftError: one fails."""
+        """Examine the servers, or none if the cluster's directory is missing. CpuftError: one cannot be examined."""
         if self.directory.exists():
             return self._examine(self._make_transport())
         return ClusterFacts((), {}, self._make_entry())
@@ -514,7 +516,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return plan_servers(self.config, facts)
 
     def plan_down(self, facts: ClusterFacts) -> Plan:
-        """Plan the removal of everything that is left on the servers and here."""
+        """Plan the removal of everything that is left on the servers and on this machine."""
         return plan_servers_down(self.config, facts)
 
     def describe_hosts(self) -> list[str]:

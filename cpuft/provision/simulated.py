@@ -142,7 +142,8 @@ def choose_network(used: list[str]) -> str:
 def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
     """Return the control group directories in which hosts can be limited and frozen; () if there are none.
 
-    That is the root of cgroup v2 if it has the cpu controller, as it has not on a hybrid machine, else those of v1.
+    That is (`root`,) for cgroup v2 with the cpu controller, else those of `root`/cpu and `root`/freezer (v1) that are
+    writable.
     """
     if "cpu" in _read(Path(root, "cgroup.controllers")).split():
         return (root,)
@@ -194,7 +195,7 @@ def _wait_for_ssh(address: str, seconds: float) -> bool:
 
 
 def check_config(config: LocalConfig) -> None:
-    """Raise CpuftError for options that are not possible. Whether the image exists is not checked."""
+    """Raise CpuftError if --name, --net, --image or --shm has no valid form. The image need not exist."""
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
     if len(link) > _MAX_LINK_NAME:
         most = len(config.name) - len(link) + _MAX_LINK_NAME
@@ -213,9 +214,10 @@ def _plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
 
 
 def plan_cluster(config: LocalConfig, facts: MachineFacts) -> Plan:
-    """Plan what is missing of the cluster; without its keys, no host, and of the files only the registry entry.
+    """Plan what is missing of the cluster, and the removal of hosts beyond --nodes. While keys are missing, no host is
+    planned, and of the files only the registry entry and the keys.
 
-    Raises CpuftError: CPU time cannot be limited.
+    Raises CpuftError: --cores-per-node is given, and no control group can be written.
     """
     if config.cores_per_node and not facts.groups:
         raise CpuftError("control groups cannot be written here, so CPU time cannot be limited: omit --cores-per-node")
@@ -241,7 +243,7 @@ def _plan_keys(config: LocalConfig, facts: MachineFacts) -> list[Step]:
 
 
 def plan_texts(config: LocalConfig, facts: MachineFacts) -> dict[str, str]:
-    """Return the texts of all files of the cluster except keys, by path; the keys must be in `facts.files`."""
+    """Return the texts of all files of the cluster except keys, by path; KeyError if `facts.files` lacks a key."""
     base = facts.directory
     members = tuple(
         replace(member, key=facts.files[f"{base}/nodes/{index}/host_key.pub"])
@@ -316,7 +318,7 @@ def _format_quota(config: LocalConfig) -> str:
 def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
     """Return the hardware threads of host `index` (from 1): --cores-per-node, rounded up, or its share; ascending.
 
-    The hosts are spread over the cores as long as there is one for each of these threads: hosts that share a core slow
+    With --cores-per-node, each of these threads has a core of its own if there are enough: hosts that share a core slow
     each other down by far more than half, because waiting OpenMP threads and MPI spin.
     """
     size = max(1, math.ceil(config.cores_per_node or len(facts.cpus) / config.nodes))
@@ -338,7 +340,6 @@ def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, index: int) ->
 
 def _plan_node_step(config: LocalConfig, facts: MachineFacts, index: int, action: str, why: str) -> Step:
     """Return the step on this machine that runs an action of simulated_node.sh for one host.
-
     The first of its settings must be the host's name: `Provider.drift` shows it.
     """
     groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
@@ -370,7 +371,7 @@ def _plan_node_step(config: LocalConfig, facts: MachineFacts, index: int, action
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, fault: str, node: str) -> Plan:
-    """Plan a fault (a key of `FAULTS`) of a host, by its number (from 1), name or address; CpuftError for others."""
+    """Plan a fault (a key of `FAULTS`) of the host with number (from 1), name or address `node`; CpuftError if none."""
     members = _plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
         if node in (str(index), member.name, member.address):
@@ -397,7 +398,7 @@ def plan_cluster_down(config: LocalConfig, facts: MachineFacts) -> Plan:
 
 
 class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
-    """A cluster whose hosts are network namespaces of this machine."""
+    """A cluster whose hosts are network namespaces of this machine; CpuftError on other systems than Linux."""
 
     kind = "local"
     options = LocalConfig
@@ -440,7 +441,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         super().check()
 
     def gather(self) -> MachineFacts:
-        """Return what exists, after up to 10 s for a silent host. CpuftError: `ip` fails, or no network is free."""
+        """Return what exists; a silent host is given 10 s. CpuftError: `ip` fails, or no network is free."""
         bridge = f"cpuft-{self.name}"
         addresses = parse_networks(_run_ip("address"))
         used = [*addresses.values(), *parse_routes(_run_ip("route", "show", "table", "all"))]
@@ -458,7 +459,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         return MachineFacts(groups, network, bridge in links, nodes, files, self.entry, self._image, cpus, cores)
 
     def plan(self, facts: MachineFacts) -> Plan:
-        """Plan what is missing. If keys are missing, the hosts come with the next plan."""
+        """Plan what is missing; while keys are missing, without the hosts. CpuftError: CPU time cannot be limited."""
         return plan_cluster(self.config, facts)
 
     def plan_down(self, facts: MachineFacts) -> Plan:

@@ -107,7 +107,7 @@ class Supply:
 
 
 def parse_hashes(text: str) -> tuple[HashedPin, ...]:
-    """Parse a requirements file of exact versions with hashes, as `pip --require-hashes` reads it, unchecked."""
+    """Parse a requirements file of exact versions, perhaps with hashes; the form of its lines is not checked."""
     lines = re.sub(r"\\\n", " ", text).splitlines()
     found = [line.split("--hash=sha256:") for line in lines if line.strip() and not line.startswith("#")]
     parts = [(requirement.partition(";"), hashes) for requirement, *hashes in found]
@@ -118,7 +118,7 @@ def parse_hashes(text: str) -> tuple[HashedPin, ...]:
 
 
 def parse_pins(text: str, path: str) -> tuple[str, ...]:
-    """Return the requirements in the --pins file, with their hashes; CpuftError: one is not exact, or lacks a hash."""
+    """Return the requirements in a --pins file, with hashes. CpuftError: one is not exact, or only some have a hash."""
     lines = re.sub(r"\\\n", " ", text).split("\n")
     pins = tuple(" ".join(line.split("#")[0].split()) for line in lines if line.split("#")[0].strip())
     for pin in pins:
@@ -149,11 +149,11 @@ def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
 def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str], machine: str = "") -> Supply:
     """Find out which wheels are on this machine, and which steps make the missing ones. Changes nothing.
 
-    The first one is this cpuft's own, in the folder `own`. The others are those in `folder`, which the user gave, or
-    those that are downloaded for this version of Python ("3.11"), if any. `machine` is the hosts' architecture as in
-    uname -m; empty: that of this machine, or x86_64 if this machine has another system than Linux. Raises CpuftError
-    when others could have written the wheels or cpuft's cache folder, `folder` has none, or a wheel is for another
-    architecture or has a version of `HASHES` but another hash.
+    The first wheel is this cpuft's own, in the folder `own`. The others are those in `folder`, which the user gave, or
+    without it those that are downloaded for the version `python` ("3.11"); none if both are "". `machine` is the hosts'
+    architecture as in uname -m; empty: that of this machine, or x86_64 if this machine has another system than Linux.
+    Raises CpuftError when other users could have written the wheels or cpuft's cache folder, `folder` has no wheel, or
+    a wheel is for another architecture or has a version of `HASHES` but another hash.
     """
     machine = machine or (platform.machine() if sys.platform == "linux" else "x86_64")
     name, content = make_own_wheel(machine)
@@ -220,9 +220,9 @@ def _refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence
 
 
 def downloads_folder(python: str, machine: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder of wheels that are downloaded for hosts with this version of Python and this architecture.
+    """Return the folder in cpuft's cache for wheels of hosts with this Python and architecture; it need not exist.
 
-    Its name has a hash of what decides on them.
+    The path ends in wheels/PYTHON-HASH, with a hash of all that decides on the wheels.
     """
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
@@ -354,9 +354,8 @@ def _add_kernels(folder: Path, machine: str, environ: Mapping[str, str]) -> None
 def write_kernels_wheel(
     compiler: str, folder: Path, targets: Sequence[Target] = (), machine: str = platform.machine()
 ) -> Path:
-    """Compile the kernels for an architecture into one wheel, by default for all its classes of CPUs; return its path.
-
-    Raises CpuftError: all targets fail, or there are none.
+    """Compile the kernels for an architecture into one wheel, by default for all its classes of CPUs; return the path
+    of the wheel. Targets that fail are left out. Raises CpuftError: all fail, or there are none.
     """
     targets = targets or MACHINES.get(machine, ())
     if not targets:
@@ -371,8 +370,8 @@ def write_kernels_wheel(
 
 @cache
 def make_own_wheel(machine: str) -> tuple[str, bytes]:
-    """Return (file name, contents) of a reproducible wheel of this cpuft, with the compiled files of this machine if
-    the wheel is for such machines. Raises CpuftError: cpuft is not installed.
+    """Return (file name, contents) of a reproducible wheel of this cpuft, with its compiled files if `machine`
+    is the architecture of this Linux machine. Raises CpuftError: cpuft is not installed.
     """
     root = Path(cpuft.__file__).parent
     paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)

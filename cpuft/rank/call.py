@@ -43,7 +43,7 @@ def python_version() -> str:
 
 
 def pack_call(header: CallHeader, pickled: bytes) -> bytes:
-    """Return the content of a call's file."""
+    """Return the content of a call's file: the header as a line of JSON, then the pickle."""
     return json.dumps(asdict(header)).encode() + b"\n" + pickled
 
 
@@ -53,7 +53,9 @@ def compute_digest(content: bytes) -> str:
 
 
 def read_call(run_dir: str, digest: str) -> tuple[CallHeader, bytes]:
-    """Return header and pickle, not loaded, of a run's call; CpuftError unless it is the planned one of this Python."""
+    """Return header and pickle, not loaded, of a run's call. Raises CpuftError: the file cannot be read, is another
+    user's or has not the SHA-256 `digest`, or another version of Python wrote the pickle.
+    """
     path = Path(run_dir, CALL_FILE)
     content = _read_own(path)
     if not hmac.compare_digest(compute_digest(content), digest):
@@ -82,7 +84,7 @@ def sign_result(key: str, rank: int, pickled: bytes) -> bytes:
 
 
 def read_result(run_dir: str, rank: int, key: str) -> bytes:
-    """Return the pickle of a rank's result from the run's folder; CpuftError if there is none with its signature."""
+    """Return the pickle of a rank's result, not loaded; CpuftError if there is none that `key` signed for this rank."""
     path = _result_path(run_dir, rank)
     signed = _read_own(path)
     signature, pickled = signed[:32], signed[32:]

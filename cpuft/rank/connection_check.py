@@ -105,7 +105,9 @@ class ConnectionCheck:
                 wrapped.missed = 0
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
-        """Count an optimizer step, as a hook of all optimizers of torch; RefusedScriptError if ranks train apart."""
+        """Count an optimizer step, as a hook of all optimizers of torch. Raises RefusedScriptError: the ranks have no
+        common group at step 1, exchanged no data until step 100, or differ in a model whose wrapper is not called.
+        """
         self.steps += 1
         if self.steps == 1 and not self._is_joined():
             raise RefusedScriptError(self._describe("was stopped before its first optimizer step"))
@@ -122,7 +124,7 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe_unused(f"was stopped before optimizer step {self.steps}"))
 
     def check_end(self) -> None:
-        """Raise RefusedScriptError after a script without an error whose ranks formed no group or exchanged nothing."""
+        """Raise RefusedScriptError after a script that succeeded, if its ranks formed no group or trained apart."""
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
@@ -131,12 +133,12 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe_unused("ended with an error"))
 
     def before_processes(self) -> None:
-        """Raise RefusedScriptError: the script starts processes by torch.multiprocessing without a process group."""
+        """Raise RefusedScriptError if a script starts processes by torch.multiprocessing before any process group."""
         if not self.group_size:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
 
     def before_group(self, init_method: object, store: object) -> None:
-        """Raise RefusedScriptError: the script has started this process itself, or has a wrong address of rank 0."""
+        """Raise RefusedScriptError if the script started this process itself, or has a wrong address of rank 0."""
         if os.getpid() != self._process:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
         if store or not self.address:
@@ -266,7 +268,7 @@ def _count_mpi_ranks() -> int:
 
 
 def refuse_nccl(backend: object) -> None:
-    """Raise RefusedScriptError for NCCL as a script's only backend without a GPU. torch must have been imported."""
+    """Raise RefusedScriptError if `backend` names NCCL without gloo and there is no GPU. torch must be imported."""
     torch = sys.modules["torch"]
     name = str(backend or "").lower()
     if "nccl" in name and "gloo" not in name and not torch.cuda.is_available():
@@ -287,7 +289,7 @@ def describe_steps(has_ended: bool) -> str:
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
-    """Return the check for this rank; None with one rank, or with ranks that are meant to be independent."""
+    """Return the check for this rank; None with one rank, or unless CPUFT_CHECK_CONNECTED is 1."""
     global _current
     size = environ.get("WORLD_SIZE", "1")
     _current = (

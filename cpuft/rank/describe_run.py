@@ -12,7 +12,9 @@ from typing import Any
 
 
 def describe_run(work: str) -> "dict[str, Any]":
-    """Return what this host has of the run in the folder `work`, and the state of what its detached command fetched."""
+    """Return the fields of `HostCopy` for the run in the folder `work`, with the JSON texts of all copies of its state,
+    also of what its detached command fetched, as `states`; only `states` if no start of the run has files here.
+    """
     folder, checkpoints = os.path.dirname(work), f"{work}/checkpoints"
     root, run = os.path.split(folder)
     fetched = f"{root}/detached/{run}/run/{os.path.basename(work)}"

@@ -136,7 +136,7 @@ def dump_recorder() -> dict[str, Any] | None:
 
 def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
     """Return the flight recorder's entries: `pending` has unfinished operations, `progress` by channel the highest
-    (number, name), and `last` is the operation that was started last. `now` is in nanoseconds since 1970.
+    (number, name), and `last` the operation that was started last, or none. `now` is in nanoseconds since 1970.
 
     A channel is "the world" (the default process group) or "group NAME", with ", between two" for two ranks.
     """

@@ -41,8 +41,8 @@ _is_polled = threading.Event()
 
 
 def handle_interruption(is_script: bool = False) -> None:
-    """Let SIGUSR1 set the flag that `is_interrupted` returns. In a script of the user's (`is_script`) that has never
-    called that, SIGUSR1 also raises KeyboardInterrupt if the launcher's request says SIGINT (Ctrl-C).
+    """Let SIGUSR1, or a request that is there already, set the flag that `is_interrupted` returns. In a script of the
+    user's (`is_script`) that never called that, SIGUSR1 also raises KeyboardInterrupt if the request says SIGINT.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -64,7 +64,7 @@ def is_interrupted() -> bool:
 
 
 def describe_cause(environ: Mapping[str, str]) -> str:
-    """Return what told this rank to stop, for a message: the signal in the request, else the notice or SIGUSR1."""
+    """Return what told this rank to stop: the request's signal, "the notice PLACE on HOST" or "SIGUSR1 on HOST"."""
     if request := _read_request(_find(environ, REQUEST_FILE)):
         return request
     notice = environ.get(NOTICE_VARIABLE, "")
@@ -78,7 +78,7 @@ def _read_request(path: str) -> str:
 
 
 def is_host_leaving(environ: Mapping[str, str]) -> bool:
-    """Return whether this rank was told to stop because its host will be taken away: by a notice, not by a request."""
+    """Return whether this rank, if told to stop, was told by a notice and no request: its host is taken away."""
     return bool(environ.get(NOTICE_VARIABLE)) and not os.path.exists(_find(environ, REQUEST_FILE))
 
 
@@ -87,8 +87,8 @@ def _find(environ: Mapping[str, str], name: str) -> str:
 
 
 def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
-    """Start a thread that looks for a request or a notice once a second, and then sends SIGUSR1 to the child process
-    once, as soon as that catches it. Only the first rank of each host checks the notice and touches the heartbeat.
+    """Start a thread that looks for a request every second and for a notice every 5 s, and then sends SIGUSR1 to the
+    child process once, as soon as that catches it. Only a host's first rank looks for notices and gives heartbeats.
     """
     is_first = world.local_rank == 0
     notice = InterruptionNotice(environ.get(NOTICE_VARIABLE, "") if is_first else "")
@@ -124,7 +124,7 @@ def catches_signal(process: int) -> bool:
 
 
 class InterruptionNotice:
-    """A notice that a host will be taken away: a file that then appears, or a URL that then answers with status 200."""
+    """A notice that a host will be taken away: a file that appears, or a URL that gets status 200; "" for none."""
 
     def __init__(self, place: str) -> None:
         self._place = place

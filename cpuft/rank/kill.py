@@ -23,7 +23,7 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: "int | No
 
     These are processes with exactly `CPUFT_RUN_DIR=run_dir`, mpirun's processes above them, those whose command line
     names the ssh program of the run's mpirun, and the run's detached command, but none of starts after `owner`, nor
-    this process and its own parents. `proc` is where procfs is mounted.
+    this process and its own parents. [] if `run_dir` is "". `proc` is where procfs is mounted.
     """
     if not run_dir:
         return []

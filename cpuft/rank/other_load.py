@@ -30,7 +30,7 @@ class OtherLoad:
         return time.monotonic(), count_busy_ticks(lines, self._names) / os.sysconf("SC_CLK_TCK"), time.process_time()
 
     def measure_share(self) -> float:
-        """Return the share of the threads' time that others took, 0 to 1; 0 if it is unknown."""
+        """Return the share of the threads' time that others took, 0 to 1; 0 in the first second, or if unknown."""
         passed, busy, own = (now - then for now, then in zip(self._read(), self._start))
         return min(max((busy - own) / (passed * len(self._names)), 0.0), 1.0) if passed > _LEAST_SECONDS else 0.0
 

@@ -86,7 +86,7 @@ def _check_place(world: World, environ: Mapping[str, str], hostname: str) -> Non
 
 
 def refuse_later_start(environ: Mapping[str, str]) -> None:
-    """Raise CpuftError if this host knows a later start of the run: a frozen mpirun may start ranks late."""
+    """Raise CpuftError if the run's state on this host has a later start: a frozen mpirun may start ranks late."""
     run_dir, owner = environ.get("CPUFT_RUN_DIR", ""), environ.get(OWNER_VARIABLE, "")
     for folder in (run_dir, os.path.dirname(run_dir)) if owner.isdecimal() else ():
         with contextlib.suppress(OSError, ValueError), open(f"{folder}/state.json", encoding="utf-8") as file:
@@ -99,8 +99,8 @@ def refuse_later_start(environ: Mapping[str, str]) -> None:
 def abort_job(environ: Mapping[str, str], code: int) -> None:
     """Tell Hydra to end all ranks and exit with `code`, which it does not by itself for a rank without MPI_Init.
 
-    It is told when it has read what this process printed, because it drops the rest. srun ends the other ranks by
-    itself. Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
+    Hydra is told when it has read what this process printed, because it drops the rest. Without Hydra nothing happens,
+    and srun ends the other ranks by itself. Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
     """
     if environ.get("PMI_FD", "").isdecimal() and not is_started_by_srun(environ):
         with contextlib.suppress(OSError):
@@ -217,24 +217,24 @@ def format_failure(world: World, hostname: str, code: int, missing: Collection[i
 
 
 def format_steps(world: World, hostname: str, has_succeeded: bool, steps: int) -> str:
-    """Return the line that tells the launcher after how many optimizer steps a rank's script has ended or failed."""
+    """Return the launcher's line "cpuft-rank-steps: rank 0 on node1 ended after 40", or "failed" instead of "ended"."""
     return f"{STEPS_MARK} rank {world.rank} on {hostname} {'ended' if has_succeeded else 'failed'} after {steps}"
 
 
 def parse_steps(text: str) -> tuple[int, bool, int] | None:
-    """Return (rank, whether its script has ended normally, optimizer steps) of a text's last such line, or None."""
+    """Return (rank, whether its script ended normally, optimizer steps) of the last `format_steps` line, or None."""
     found = re.findall(rf"^{STEPS_MARK} rank (\d{{1,9}}) on \S+ (ended|failed) after (\d{{1,9}})$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1] == "ended", int(found[-1][2])) if found else None
 
 
 def parse_failure(text: str) -> tuple[int, str, int] | None:
-    """Return (rank, host name, exit code) from the last failure line in a rank's standard error, or None."""
+    """Return (rank, host name, exit code) of the last `format_failure` line in a rank's standard error, or None."""
     found = re.findall(rf"^{FAILED_MARK} rank (\d{{1,9}}) on (\S+) exit code (\d{{1,9}})[ \d]*$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1], int(found[-1][2])) if found else None
 
 
 def parse_missing_ranks(text: str) -> set[int]:
-    """Return the ranks that the failure lines in a rank's standard error name as missing."""
+    """Return the ranks that all `format_failure` lines in a rank's standard error name as missing; empty for none."""
     found = re.findall(rf"^{FAILED_MARK} .* exit code \d+ (\d{{1,9}}(?: \d{{1,9}})*)$", text, re.MULTILINE)
     return {int(rank) for ranks in found for rank in ranks.split()}
 

@@ -37,7 +37,7 @@ class ProgressEvent:
 
 
 def format_event(event: ProgressEvent) -> str:
-    """Return the line that tells the launcher about an event, without a line break."""
+    """Return the line that tells the launcher about an event: PROGRESS_MARK and JSON, without a line break."""
     return f"{PROGRESS_MARK} {json.dumps(asdict(event))}"
 
 

@@ -219,8 +219,8 @@ def wait_for_listener(address: str, port: int, seconds: float = 10.0) -> None:
 
 
 def prepare_torch() -> ConnectionCheck | None:
-    """Prepare this process for a script, before torch is imported; return the check for `run_script`. An import hook
-    patches torch and other libraries as this module and `connection_check` say.
+    """Prepare this process for a script, before torch is imported; return the check for `run_script`, or None as
+    `make_check`. An import hook patches torch and other libraries as this module and `connection_check` say.
     """
     os.environ.setdefault(*RECORDER)
     start_reporting(reports_waits=True)

@@ -50,7 +50,10 @@ def _place(record: Record) -> tuple[int, int, list[str]]:
 
 
 def compare_with_ideal(run: Record, ideal: Record) -> IdealComparison | None:
-    """Compare a run with its ideal over the steps that both can be compared in; None where that is not possible."""
+    """Compare a run with its ideal over their common steps (`count_common`) without the run's first tenth.
+
+    None if there are none, the ideal lacks the seconds of a rank, or a mean is 0.
+    """
     common = slice(len(run.steps) // 10, count_common(ideal.steps, len(run.steps)))
     own, alone = run.steps[common], ideal.steps[common]
     ranks = run.header.world_size
@@ -226,8 +229,7 @@ def compare(records: list[Record]) -> Comparison:
     """Compare complete runs of the same job with the one with the fewest ranks, and with their ideals.
 
     Records of independent ranks (`Header.independent`) are the ideals. Runs that differ only in their seed and in when
-    they ran are repeats, and share a row with their mean. Raises CpuftError: a record cannot be used, or the jobs
-    differ.
+    they ran are repeats, and share a row with their mean. CpuftError: a record cannot be used, or the jobs differ.
     """
     if all(record.header.independent for record in records):
         raise CpuftError(
@@ -354,18 +356,18 @@ def _count_cores(record: Record) -> int:
 
 
 def shares_cores(row: Row, base: Row) -> bool:
-    """Return whether a run had more ranks than the baseline (`base`) but not more cores (hardware threads)."""
+    """Return whether a run had more ranks than the baseline (`base`) but not more cores (hardware threads) or hosts."""
     return row.np > base.np and row.cores <= base.cores and row.hosts <= base.hosts
 
 
 def has_equal_cores(row: Row, base: Row) -> bool:
-    """Return whether the ranks of both runs had equal numbers of cores of one host, so that each stands for a host."""
+    """Return whether both ran on one real host with equally many cores per rank, and `row` on more ranks and cores."""
     is_one_host = row.hosts == base.hosts == 1 and not (row.simulated or base.simulated)
     return is_one_host and row.np > base.np and row.cores > base.cores and row.cores * base.np == base.cores * row.np
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
-    """Return groups of runs that differ only in seed, start, and what is kept of their evaluation, in their order."""
+    """Return groups of runs that differ only in seed, start and `EVALUATION_ONLY`, in the order of their first runs."""
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header
@@ -376,9 +378,10 @@ def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
 
 
 def list_settings(runs: Sequence[Record]) -> tuple[list[tuple[str, str]], ...]:
-    """Return three lists of (name, value): what differs between runs, options without their defaults, and the rest.
+    """Return three lists of (name, value): what differs between runs, equal options unlike their defaults, the rest.
 
     The rest includes versions. Values that differ are joined: "1e-5 and 2e-5", or of more runs "1e-5, 2e-5, 2e-5".
+    Names have spaces instead of underscores.
     """
     defaults = {one.name: _format_setting(one.default) for one in fields(TrainConfig)}
     lists: tuple[list[tuple[str, str]], ...] = ([], [], [])
@@ -554,7 +557,7 @@ LARGER, SMALLER = "larger", "smaller"
 
 
 def judge_seeds(one: SeedComparison) -> str:
-    """Return how a row differs from the baseline: SAME, UNKNOWN, NOT_DISTINGUISHABLE, LARGER or SMALLER."""
+    """Return SAME (all differences are 0), UNKNOWN (`is_different` is None), NOT_DISTINGUISHABLE, LARGER or SMALLER."""
     if one.interval == 0 and one.difference == 0:
         return SAME
     if one.is_different is None:

@@ -64,7 +64,7 @@ class Network:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of payload per second that an all-reduce sends over a link."""
+        """Bytes of payload per second that an all-reduce sends over a link: the whole rate if `measured`, else less."""
         return self.bits_per_second / 8 * (1.0 if self.measured else ETHERNET * RING_EFFICIENCY)
 
     def all_reduce_seconds(self, nbytes: float, members: int) -> float:
@@ -121,7 +121,7 @@ class UpdateCosts:
         return self.forward_seconds + self.backward_seconds + self.update_seconds
 
     def when_ready(self, share: float) -> float:
-        """Return the share of the last backward pass after which this share of the gradients' numbers is ready."""
+        """Return the share of the last backward pass until `share` of the numbers is ready: `share` without `ready`."""
         if not self.ready:
             return share
         return next((passed for numbers, passed in self.ready if numbers >= share - 1e-9), self.ready[-1][1])
@@ -134,7 +134,7 @@ class UpdateCosts:
         return hosts if sent_as in COMPRESSIONS_WITH_FEEDBACK else hosts * self.ranks_per_host
 
     def sent_numbers(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return (numbers sent in the backward pass of an update on `hosts` hosts, those of embedding rows later)."""
+        """Return how many numbers of gradients, and of embedding rows, are sent in an update on `hosts` hosts."""
         sizes = GradientSizes(tokens=self.words)
         tokens = sizes.count_tokens(hosts * self.ranks_per_host)
         if sent_as in COMPRESSIONS_WITH_FEEDBACK:  # a host sends only its own rows, and the means of all rows arrive
@@ -179,8 +179,8 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
 
     The times are means of the steps without the first tenth, or the medians that scripts/record-layer-times measured.
     `compression` is the only compression level that the job may use; `auto` stands for the level of the recorded run,
-    or if that had `auto`, too, for all levels that a launch may choose. Raises CpuftError: the run cannot be used for
-    that.
+    or if that had `auto`, too, for all levels that a launch may choose. Raises CpuftError: the run had several ranks,
+    --sync-every or fewer than 4 steps, or lacks the sizes of its gradients, or of what `compression` sends.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
@@ -227,7 +227,7 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
 
 
 def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float) -> tuple[tuple[float, float], ...]:
-    """Return `UpdateCosts.ready`: when gradients are ready, without those of embeddings that are sent by rows."""
+    """Return `UpdateCosts.ready` of the gradients that are not sent by rows; () if there are none."""
     layers = [(math.prod(one.shape), one.ready_seconds) for one in gradients if not one.by_rows]
     found, count, total = list[tuple[float, float]](), 0, sum(numbers for numbers, _ in layers)
     for numbers, ready in layers if total else ():
@@ -263,13 +263,13 @@ def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
 
 
 def find_cores(record: Record) -> float:
-    """Return the cores that the ranks could use: as many as they were pinned to and a control group allows."""
+    """Return how many cores the ranks could use: those that they were pinned to, at most a control group's quota."""
     bound = float(len({cpu for rank in record.header.ranks for cpu in rank.cpus}))
     return min(bound, record.header.cpu_quota or bound)
 
 
 def scale_cores(job: UpdateCosts, cores: float, ranks_per_host: int = 1) -> UpdateCosts:
-    """Return the job on hosts with `cores` cores of the same kind, which this many ranks share equally."""
+    """Return the job for hosts of `cores` cores that these ranks share equally: with half the cores, twice the time."""
     cores /= ranks_per_host
     factor = job.cores / cores
     return replace(
@@ -286,7 +286,8 @@ def scale_cores(job: UpdateCosts, cores: float, ranks_per_host: int = 1) -> Upda
 def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
     """Return the network that fits measured all-reduces best, by least squares of relative errors.
 
-    Of several backends, the one with the highest rate counts. CpuftError: the type `sent_as` is not there in two sizes.
+    Of several backends, the one with the highest rate counts. CpuftError: there are no all-reduces of two sizes in the
+    type, float32 if `sent_as` is "none", else bfloat16.
     """
     dtype = "float32" if sent_as == "none" else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
@@ -388,8 +389,10 @@ def _step(job: UpdateCosts, network: Network, hosts: int, sent_as: str) -> tuple
 
 
 def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
-    """Return the largest number of hosts, of ascending ones, whose last hosts do at least half of what they would do
-    alone.
+    """Return the largest number of hosts that is worth it, going up the ascending `estimates`, at least one.
+
+    A number is worth it if the hosts that it adds do at least half of what they would do alone; the first one that is
+    not ends the search.
     """
     best = estimates[0]
     alone = best.samples_per_second / best.hosts
@@ -401,9 +404,9 @@ def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
 
 
 def find_least_rate(job: UpdateCosts, network: Network, hosts: Sequence[int]) -> float:
-    """Return the least rate of the network, in bit/s, at which the most hosts of a list are still worth it.
+    """Return the least rate of the network, in bit/s within 1 %, at which the last of ascending `hosts` are worth it.
 
-    It is infinite if they are not worth it at any rate, and 0 if they are worth it at every rate from 1 Mbit/s on.
+    The rate is infinite if 10 Tbit/s is not enough, and 0 if 1 Mbit/s is.
     """
 
     def is_worth(rate: float) -> bool:
@@ -422,7 +425,7 @@ def find_least_rate(job: UpdateCosts, network: Network, hosts: Sequence[int]) ->
 
 
 def describe_least_rate(hosts: int, rate: float) -> str:
-    """Return a sentence that says below which rate of the network hosts stop to be worth it (`find_least_rate`)."""
+    """Return a sentence on the least rate (`find_least_rate`: bit/s, 0 or infinite) at which `hosts` are worth it."""
     if math.isinf(rate):
         reason = "because of the latency, or of the CPU time that communication takes from computing"
         return f"{hosts} hosts are not worth it on a network of any rate, {reason}."

@@ -41,8 +41,9 @@ def write_page(
     """Write the page of these runs and their ideals to `path`, and return `path`. An older page of cpuft is replaced.
 
     `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`. A single run
-    may have a `judgement`, and with `examples` shows some that its model gets wrong. Two runs may have their `quality`;
-    it alone is shown if they are not the same job.
+    may have a `judgement`, and with `examples` shows some that its model gets wrong. Two runs may have their `quality`,
+    which alone is shown if they are not the same job. Raises CpuftError: `compare` refuses the runs and there is no
+    `quality`, a run has no steps, or matplotlib or Jinja2 is missing, or the file at `path` is not a page of cpuft.
     """
     notes, runs, comparison = list[str](), list(records), None
     try:
@@ -75,7 +76,7 @@ def write_page(
 
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
-    """Write a page of what `make_parts` returns; return `path`. Raises CpuftError: a file that is no page is there."""
+    """Write a page of what `make_parts` returns; return `path`. CpuftError: Jinja2 is missing, or `path` is no page."""
     with requires("plot", "a page needs matplotlib and Jinja2"):
         from jinja2 import Environment, StrictUndefined
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -151,7 +152,7 @@ def _describe_errors(run: Record) -> dict[str, Any] | None:
 
 
 def host_row(run: Record) -> list[str]:
-    """Return the row of a run in the table of hosts: folder, ranks per host, CPU model, CPU flags and precision."""
+    """Return a run's row in the table of hosts: folder, ranks on the first 8 hosts, CPU model, CPU flags, precision."""
     header = run.header
     ranks = ", ".join(f"{host}: {sum(one.host == host for one in header.ranks)}" for host in header.hosts[:8])
     more = f" and {len(header.hosts) - 8} more" if len(header.hosts) > 8 else ""
@@ -190,7 +191,7 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def page_path(paths: Sequence[str]) -> Path:
-    """Return the path of the page: report.html in the only one of `paths` if that is a folder, else here."""
+    """Return report.html in the only one of `paths` if that is a folder, else report.html in the current folder."""
     return (Path(paths[0]) if len(paths) == 1 and Path(paths[0]).is_dir() else Path()) / "report.html"
 
 

@@ -110,14 +110,14 @@ def _for_page(svg: str, name: str) -> str:
 
 
 def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
-    """Return at most `most` values, each the mean of the finite ones among as many neighbours, or NaN for a gap."""
+    """Return at most `most` values, each the mean of the finite ones of equally many neighbours, or NaN without any."""
     size = max(1, math.ceil(len(values) / most))
     parts = [[v for v in values[at : at + size] if math.isfinite(v)] for at in range(0, len(values), size)]
     return [sum(part) / len(part) if part else math.nan for part in parts]
 
 
 def draw(panel: Panel) -> tuple[str, str]:
-    """Return (caption, SVG) of a panel, for an HTML page with the colours --c0, --c1 and so on."""
+    """Return (caption, SVG) of a panel, for an HTML page with the colours --c0, --c1 ...; CpuftError: no matplotlib."""
     found: list[str] = []
     with _figure(panel.name, 3.2, found) as figure:
         _draw_panel(figure.subplots(), panel, _colour)
@@ -183,14 +183,14 @@ _MOST_BARS = 40
 
 
 def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Return (caption, SVG) of the speedup over the number of ranks; [] where the table says it all."""
+    """Return [(caption, SVG)] of the speedup by ranks; [] for one number of ranks, or two without `predictions`."""
     if len({row.np for row in comparison.rows}) < 3 and not predictions:
         return []
     return [draw(panel) for panel in list_speedup_panels(comparison, predictions)]
 
 
 def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate]) -> list[Panel]:
-    """Return the panel with the speedup over the number of ranks; none if all runs have the same number."""
+    """Return a list of the panel with the speedup over the number of ranks; [] if all runs have the same number."""
     rows, base = comparison.rows, comparison.rows[0]
     if rows[-1].np == base.np:
         return []
@@ -215,7 +215,7 @@ def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate])
 
 
 def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return (caption, SVG) of the ideal's step and the shares of missing time above 0; [] if no run has an ideal."""
+    """Return [(caption, SVG)] of the ideal's step and the missing time above 0; [] if no run has parts of an ideal."""
     rows = [(row, row.ideal) for row in comparison.rows if row.ideal and row.ideal.parts]
     if not rows:
         return []
@@ -226,13 +226,13 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return (caption, SVG) of the loss and the first two metrics, over time and examples; not of a single point."""
+    """Return (caption, SVG) of each of `list_learning_panels`, without panels whose lines are single points."""
     panels = list_learning_panels(runs)
     return [draw(panel) for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
 
 
 def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
-    """Return the panels with the loss, and then with the first two metrics, over time and over examples."""
+    """Return two panels, over seconds and over examples, of the loss, and then of each of the first two metrics."""
     panels, labels = [], label_runs(runs)
     seconds = [[0.0, *itertools.accumulate(line.step_seconds for line in run.steps)] for run in runs]
     samples = [[0.0, *itertools.accumulate(float(line.samples) for line in run.steps)] for run in runs]
@@ -292,7 +292,7 @@ def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
 
 
 def phases_of(run: Record) -> list[dict[str, float]]:
-    """Return for each rank, or for rank 0 alone, the mean seconds of a step by STEP_PHASES, without the warm-up."""
+    """Return each rank's mean seconds of a step by STEP_PHASES, without the warm-up; only rank 0's without a footer."""
     if run.footer and run.footer.phases:
         return run.footer.phases
     steady = drop_warm_up(run.steps)

@@ -60,8 +60,7 @@ class Quality:
 def compare_pair(a: Record, b: Record) -> tuple[Comparison | None, Quality | None, str]:
     """Return (comparison of the speed of two runs or None, that of their metrics or None, why the latter is missing).
 
-    The reason is "" if the metrics are compared, or if no run has predictions. Raises CpuftError: neither can be
-    compared.
+    The reason is "" if the metrics are compared, or if no run has predictions. CpuftError: neither can be compared.
     """
     comparison, refused, quality, problem = None, None, None, ""
     try:

@@ -20,9 +20,7 @@ validation set."""
 
 
 def find_quantile(freedom: int) -> float:
-    """Return the 0.975 quantile of Student's t for one or more degrees of freedom; for more than 30 that of 30, which
-    is a little too large.
-    """
+    """Return the 0.975 quantile of Student's t for 1 to 30 degrees of freedom; above, that of 30, a bit too large."""
     return _STUDENT_T[min(freedom, len(_STUDENT_T)) - 1]
 
 
@@ -34,7 +32,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of the mean (Student's t) of two or more values."""
+    """Return half the width of the mean's 95 % interval (Student's t) of 2 or more values; NaN if one is not finite."""
     return find_quantile(len(values) - 1) * standard_error(values)
 
 

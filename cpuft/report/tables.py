@@ -30,7 +30,7 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def make_table(comparison: Comparison) -> Table:
-    """Return the table with a row per run and then that of the baseline; the metrics are last."""
+    """Return the table with a row per run, and one of the baseline without a model if known; metrics are last."""
     base, names = comparison.rows[0].np, _metric_names(comparison)
     shows_ideal = any(row.ideal for row in comparison.rows)
     rows = [
@@ -77,7 +77,7 @@ def _metric_names(comparison: Comparison) -> list[str]:
 
 
 def make_seed_table(comparison: Comparison) -> Table:
-    """Return the table of metrics over seeds, with a row per metric and number of ranks; without seeds, no rows."""
+    """Return the table of metrics over seeds, with a row per metric and number of ranks; no rows without seeds."""
     base, rows = comparison.rows[0], list[list[str]]()
     for name in _metric_names(comparison):
         for row in comparison.rows:
@@ -102,7 +102,7 @@ def format_title(comparison: Comparison) -> str:
 
 
 def format_verdict(comparison: Comparison) -> str:
-    """Return the main result in a few sentences: how the run with the most ranks compares with the baseline."""
+    """Return the main result in a few sentences: the run with the most ranks compared with that with the fewest."""
     base, last = comparison.rows[0], comparison.rows[-1]
     sentences = [_judge_speed(base, last)]
     if has_equal_cores(last, base) and _is_clear(last) and last.efficiency <= MOST_EFFICIENCY:
@@ -172,7 +172,7 @@ def format_text(comparison: Comparison) -> str:
 
 
 def format_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown: a heading, the verdict, the table and a list of the notes."""
+    """Return the comparison as Markdown: a heading, the verdict, the tables and a list of the notes."""
     tables = [table for table in (make_table(comparison), make_seed_table(comparison)) if table[1]]
     return _format_markdown(format_title(comparison), format_verdict(comparison), tables, comparison.notes)
 

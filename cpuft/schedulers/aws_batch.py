@@ -97,7 +97,7 @@ class AwsBatch(Scheduler[BatchOptions]):
         self._call("batch", "terminate_job", {"jobId": job, "reason": "cpuft submit cancel"})
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the job has the tag of cpuft's jobs, managed-by: cpuft. CpuftError: it is unknown."""
+        """Return whether the job has the tag of cpuft's jobs, managed-by: cpuft. CpuftError: there is no such job."""
         return bool(self._describe(job)[job].get("tags", {}).get("managed-by") == "cpuft")
 
     def status(self, job: str) -> JobStatus:

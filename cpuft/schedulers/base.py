@@ -83,8 +83,8 @@ class JobLaunch:
     """Folder of the run that the launch resumes; empty for a new run."""
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
-        """Return (number of hosts, ranks on the host that has most); `nodes` is 0 for as many as np and ppn need.
-        Raises CpuftError: `nodes` contradicts them.
+        """Return (number of hosts, ranks on the host that has most); for `nodes` 0, np / ppn hosts, or np without ppn.
+        Raises CpuftError: there are more hosts than ranks, or too few for `ppn`.
         """
         hosts = nodes or (math.ceil(self.np / self.ppn) if self.ppn else self.np)
         if hosts > self.np or (self.ppn and hosts * self.ppn < self.np):
@@ -116,7 +116,7 @@ class JobSweep(JobLaunch):
     """Those of its options that `cpuft sweep --resume` accepts, too."""
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
-        """Return (hosts of the job, ranks on each of them). Raises CpuftError: `nodes` is less than one run needs."""
+        """Return (`nodes`, ranks on each of them). Raises CpuftError: `nodes` is 0, or less than one run needs."""
         hosts = self.np // self.ppn
         if not nodes:
             raise CpuftError(
@@ -215,11 +215,11 @@ class Scheduler(ABC, Generic[Options]):
 
     @abstractmethod
     def is_ours(self, job: str) -> bool:
-        """Return whether `cpuft submit` has submitted a job; only those may be cancelled. CpuftError: it is unknown."""
+        """Return whether `cpuft submit` has submitted a job; only those may be cancelled. CpuftError: no such job."""
 
 
 def refuse_sweep(scheduler: str, launch: JobLaunch) -> None:
-    """Raise CpuftError if the launch is a sweep: cpuft itself joins the nodes, and the job ends with any of them."""
+    """Raise CpuftError if the launch is a sweep: the scheduler's job would end when one of its nodes is lost."""
     if isinstance(launch, JobSweep):
         raise CpuftError(
             f"cpuft submit {scheduler} takes no sweep, because the job ends when one of its nodes is lost: use slurm "
@@ -230,7 +230,7 @@ def refuse_sweep(scheduler: str, launch: JobLaunch) -> None:
 def make_node_command(
     scheduler: str, options: ContainerOptions, launch: JobLaunch, cpuft: str, job_id: str
 ) -> tuple[int, list[str]]:
-    """Return (number of hosts, what each of them runs) for a service that starts the same command on all hosts.
+    """Return (number of hosts, argv that each of them runs) for a service that starts the same command on all hosts.
 
     `job_id` is shell for an identifier that all starts of the job share, and no other job. Raises CpuftError: the
     launch is a sweep, or --nodes does not fit.
@@ -242,7 +242,7 @@ def make_node_command(
 
 
 def run_with_secret(*argv: str, stdin: str = "") -> str:
-    """Run a scheduler's client as `run_client` does, with a new secret for the nodes of the job in its environment."""
+    """Run a scheduler's client with a new secret for the job's nodes in its environment; return as `run_client`."""
     return run_client(*argv, stdin=stdin, environ={**os.environ, JOB_SECRET: secrets.token_hex(32)})
 
 
@@ -261,7 +261,7 @@ def read_template(name: str) -> str:
 
 
 def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) -> str:
-    """Return a YAML template of this folder in which each text `$key` is replaced by that of `values`, or an option.
+    """Return a YAML template of this folder in which each text `$key` is replaced by `values[key]` or by an option.
 
     A template may have several documents. Keys of mappings whose value is None are left out. Raises CpuftError:
     `options` name no image.

@@ -55,7 +55,7 @@ class Dstack(Scheduler[DstackOptions]):
 
     def render(self, options: DstackOptions, launch: JobLaunch, cpuft: str) -> str:
         """Return the YAML of a task. Raises CpuftError: the launch is a sweep, --nodes does not fit, a name is not
-        valid, or there is no image.
+        valid, the launch has ${{, or there is no image.
         """
         hosts, command = make_node_command(self.name, options, launch, cpuft, '"${DSTACK_RUN_ID:-$DSTACK_RUN_NAME}"')
         if not _NAME.fullmatch(options.name):
@@ -79,7 +79,7 @@ class Dstack(Scheduler[DstackOptions]):
         return fill_template("dstack.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Submit a task by `dstack apply`; return its name."""
+        """Submit a task by `dstack apply`; return the name in the text."""
         import yaml
 
         run_with_secret("dstack", "apply", "--yes", "--detach", "--file", "-", stdin=text)

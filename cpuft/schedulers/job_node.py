@@ -127,9 +127,9 @@ class Node:
 
 
 def parse_node(environ: Mapping[str, str]) -> Node:
-    """Return this node's place in its job, from the variables of its service, CPUFT_JOB_TOKEN and CPUFT_MEET_SECONDS.
-    Raises CpuftError: no service has set its variables, one is not valid, or several nodes have no secret or a short
-    one.
+    """Return this node's place in its job, from the variables of its service, CPUFT_JOB_TOKEN and CPUFT_MEET_SECONDS
+    (default 600). Raises CpuftError: no service has set its variables, a variable is not valid, or there are several
+    nodes and no secret of 32 characters.
     """
     service = next((one for one in _SERVICES if environ.get(one.job)), None)
     if service is None:
@@ -233,7 +233,9 @@ def _listens(place: tuple[str, int]) -> bool:
 
 
 def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
-    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder)."""
+    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder) from
+    "10.0.0.2 10.0.0.1 1 7078 yes". Raises CpuftError: the text has another form.
+    """
     found = _REGISTRATION.fullmatch(text)
     if not found or int(found[4]) > 65_535 or not (_is_address(found[1]) and _is_address(found[2])):
         raise CpuftError(f"{text[:80]!r} is not the registration of a node: start the same image on all nodes")
@@ -287,7 +289,9 @@ class OtherNode:
 
 
 class Registry:
-    """The other nodes that registered with the main node by files in a folder. The folder is made at once."""
+    """The other nodes that registered with the main node by files in a folder, which is made at once.
+    Raises CpuftError: the file system of the folder has no locks.
+    """
 
     def __init__(self, node: Node, folder: Path, say: Say) -> None:
         self._node, self._folder, self._say, self._seen = node, folder, say, set[Path]()
@@ -384,7 +388,8 @@ def _write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], fol
 def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, registry: Registry | None = None) -> int:
     """Run the job's command to its end and return its exit code; 75 where it failed after another node had gone.
 
-    SIGTERM, SIGINT and SIGUSR1 are passed on to the command; their handlers stay. CpuftError: it cannot be started.
+    SIGTERM, SIGINT and SIGUSR1 are passed on to the command; their handlers stay. When another node has
+    gone, the command gets SIGINT, and is ended after 30 s. CpuftError: the command cannot be started.
     """
     try:
         process = execute.start_process(command, environ)
@@ -474,7 +479,7 @@ def _dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, p
 
 
 def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) -> int:
-    """Do a node's part in a job: work in a folder, and run the command on the main node, as `argv` has them.
+    """Do a node's part in a job: work in the folder argv[0], and on the main node run the command argv[1:].
 
     Returns the command's exit code on all nodes; after an error 75 if another attempt may succeed, else 2. SIGTERM ends
     a node with 143 until the command runs or the node has registered.

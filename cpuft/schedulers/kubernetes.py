@@ -97,7 +97,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         return fill_template("kubernetes.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Create a job; return "NAME", or "NAMESPACE/NAME" with a namespace. Raises CpuftError: kubectl fails."""
+        """Create a job; return "NAME", or "NAMESPACE/NAME" if the scheduler has a scope. CpuftError: kubectl fails."""
         name = _create(text).rpartition("/")[2]  # "mpijob.kubeflow.org/NAME"
         return f"{self.scope}/{name}" if self.scope else name
 
@@ -112,7 +112,8 @@ class Kubernetes(Scheduler[KubernetesOptions]):
     def status(self, job: str) -> JobStatus:
         """Return the state of a job, with the log of its launcher's pod; the log is "" if it cannot be read.
 
-        The exit code is 0 for Succeeded and Complete, the pod's (1 if there is none) for Failed, else None.
+        A job without a condition has the pod's phase as state, or Pending. The exit code is 0 for Succeeded and
+        Complete, the pod's (1 if there is none) for Failed, else None.
         """
         launcher = f"--selector={self._launcher.format(name=job)}"
         true = self._get(self._kind, job, '{.status.conditions[?(@.status=="True")].type}')
@@ -151,7 +152,7 @@ class TrainJob(Kubernetes):
     _launcher = "jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/replicatedjob-name=launcher"
 
     def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return the manifests of a runtime and of a job, whose pods are those of an MPIJob. Raises as its method."""
+        """Return the manifests of a runtime and of a job, with the pods of an MPIJob. Raises as `Kubernetes.render`."""
         import yaml
 
         spec = yaml.safe_load(super().render(options, launch, cpuft))["spec"]

@@ -82,7 +82,7 @@ class Slurm(Scheduler[SlurmOptions]):
         run_client("scancel", job)
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the job has the comment of cpuft's scripts. Slurm forgets ended jobs after some minutes."""
+        """Return whether the job has the comment of cpuft's scripts. CpuftError: no such job, or it ended long ago."""
         return bool(re.search(r"^ *Comment=cpuft *$", run_client("scontrol", "show", "job", job), re.MULTILINE))
 
     def status(self, job: str) -> JobStatus:

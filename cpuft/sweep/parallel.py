@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.5
 
 
 def parse_parallel(text: str) -> int | None:
-    """Return the number of --parallel: 0 for "", None for "auto". Raises CpuftError: it is something else."""
+    """Return the number of --parallel: 0 for "", None for "auto". Raises CpuftError: another text."""
     if text == AUTO:
         return None
     if text and not is_count(text, least=0):
@@ -48,18 +48,18 @@ def parse_parallel(text: str) -> int | None:
 
 
 def list_candidates(cores: Sequence[tuple[int, ...]], runs: int) -> list[int]:
-    """Return the numbers of runs at a time that are worth a measurement, ascending, beginning with 1."""
+    """Return the numbers of runs at a time to try, up to `runs`: 1, 2 with two hardware threads, 4 with 16 cores."""
     numbers = [1] + [2] * (sum(map(len, cores)) >= 2) + [4] * (len(cores) >= _MANY_CORES)
     return [number for number in numbers if number <= max(1, runs)]
 
 
 def choose_parallel(rates: Mapping[int, float]) -> int:
-    """Return the number of runs at a time with the most samples per second; 0 samples per second mean not measured."""
+    """Return the number of runs at a time with the most samples per second; of equal ones, the smallest."""
     return max(sorted(rates), key=lambda number: rates[number])
 
 
 def describe_choice(rates: Mapping[int, float]) -> str:
-    """Return one line that says what was measured and what was chosen."""
+    """Return one line with the samples per second, or "not measured" for 0, and the number that was chosen."""
     told = {number: f"{rate:.1f} samples/s" if rate else "not measured" for number, rate in sorted(rates.items())}
     parts = ", ".join(f"{counted(number, 'run')} at a time {text}" for number, text in told.items())
     best = choose_parallel(rates)
@@ -69,7 +69,7 @@ def describe_choice(rates: Mapping[int, float]) -> str:
 def measure_parallel(
     divided: Mapping[int, Sequence[Place]], options: Sequence[str], say: Callable[[str], None]
 ) -> dict[int, float]:
-    """Train for some seconds at the places of each number of runs at a time; return their samples per second, or 0."""
+    """Train some seconds with each number of runs at a time; return by number the samples/s of all, 0 if one fails."""
     rates = dict[int, float]()
     for number, places in divided.items():
         say(f"--parallel {AUTO}: measuring {counted(number, 'run')} at a time")
@@ -125,7 +125,7 @@ def _watch(records: Sequence[Path], processes: Sequence[execute.Process]) -> flo
 
 
 def read_steps(record: Path) -> list[StepLine]:
-    """Return the updates in a record that is still being written; empty if it is not there yet."""
+    """Return the updates in a record that is still being written; [] if the file is missing or damaged."""
     with suppress(OSError, CpuftError):
         return [line for line in parse_lines(record.read_text(errors="replace"), str(record)) if type(line) is StepLine]
     return []

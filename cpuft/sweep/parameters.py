@@ -39,10 +39,10 @@ class Parameters:
     def choose(
         self, study: Any, search: str, seed: int, number: int, known: Collection[Key]
     ) -> tuple[Any, list[OptionValues]]:
-        """Return (trial, runs) of a configuration that Optuna chooses, and whose key is not among `known`.
+        """Return (trial, options of one run for each seed) of a configuration whose key is not among `known`.
 
-        The choice depends on nothing but the results in the study, `seed` and `number`, so that a continued sweep
-        chooses the same. Raises CpuftError: hardly any configuration is left.
+        The choice depends on nothing but the results in the study, `seed` and `number`, that of the configuration, so
+        that a continued sweep chooses the same. Raises CpuftError: no other configuration was found.
         """
         import optuna
 
@@ -86,9 +86,10 @@ class Parameters:
 
 
 def name_parameters(spaces: Sequence[Space]) -> list[dict[str, str]]:
-    """Return for each space the options with several values, and the parameters of the study that stand for them.
+    """Return for each space option -> parameter of the study, for options with several values apart from the seed.
 
-    A parameter of Optuna has the same choices in all trials: an option has one for each space with other values.
+    A parameter of Optuna has the same choices in all trials. It has the name of the option if all spaces have these
+    values; otherwise, in the second space, it is "learning_rate (2)".
     """
     made = []
     for number, space in enumerate(spaces, start=1):
@@ -107,7 +108,7 @@ def _suggest_value(trial: Any, name: str, values: Values) -> str:
 
 
 def make_distributions(runs: Sequence[OptionValues]) -> dict[str, Any]:
-    """Return the distribution of each option of a grid, apart from the seed: its choices, or from where numbers reach.
+    """Return the distribution of each option of a grid, apart from the seed: numbers from least to most, else choices.
 
     Each trial stores them, and the choices of a thousand numbers would fill the disk.
     """

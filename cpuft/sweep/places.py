@@ -37,8 +37,8 @@ def plan_places(
     """Return the places of a sweep's runs: groups of hosts, or parts of this machine if it is the only host.
 
     `parallel` is 0 for as many places as there are groups, or one on this machine. `cores` has the hardware threads of
-    each of its cores, and `quota` the cores that its control group allows (0: no limit). Raises CpuftError: there are
-    not enough hosts or cores.
+    each core of this machine, and `quota` the cores that its control group allows (0: no limit). Hosts that do not fill
+    a group are left out. Raises CpuftError: there are not enough hosts or cores.
     """
     hosts = read_hosts(config)
     if hosts == (LOCAL,):
@@ -62,7 +62,7 @@ def plan_places(
 
 
 def find_host_share(places: Sequence[Place]) -> float:
-    """Return the share of a host that a run at one of these places has: less than 1 if this machine is divided."""
+    """Return the share of a host that a run has: 1 / number of places if they divide this machine, else 1."""
     return 1 / len(places) if places and places[0].prefix else 1.0
 
 
@@ -84,7 +84,7 @@ def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: floa
 
 
 def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
-    """Return host -> SILENT or REFUSES for the hosts of a place that cannot be used with these options of a launch."""
+    """Return SILENT or REFUSES by name for the hosts of a place that cannot be used with these options; {} for none."""
     if not place.hosts:
         return {}
     access, lost = find_access(make_launch_config(options)), dict[str, str]()
@@ -99,5 +99,5 @@ def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
 
 
 def make_launch_config(options: Sequence[str]) -> LaunchConfig:
-    """Return the configuration of a launch's options, without those that have no value, such as --no-check."""
+    """Return the configuration of options "--name=value"; others are ignored. CpuftError: a name or value is wrong."""
     return parse_arguments(LaunchConfig, [option for option in options if option.startswith("--") and "=" in option])

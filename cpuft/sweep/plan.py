@@ -39,10 +39,10 @@ _MOST_RUNS = 10_000
 
 
 def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSettings, bool, list[OptionValues]]:
-    """Return (what a sweep does, whether a larger metric is better, the runs of a grid).
+    """Return (what a sweep does, whether a larger metric is better, the runs of a grid; [] for another search).
 
-    `given` has the training options of the command line; a text with several values is a list or a range. There are no
-    runs without a grid. Raises CpuftError: options exclude each other or cannot vary, or a value is wrong.
+    `given` has the training options of the command line; a text with several values is a list or a range. Raises
+    CpuftError: options exclude each other or cannot vary, a value is wrong, or there are too many or too few runs.
     """
     texts = {name: value for name, value in given.items() if isinstance(value, str)}
     # Of other options, a comma belongs to the value.
@@ -120,8 +120,7 @@ def _choose_pruner(config: SweepConfig, configs: Sequence[TrainConfig]) -> str:
 def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
     """Return the places of a sweep's runs, each a group of hosts or a part of this machine's cores.
 
-    `parallel` 0 stands for one run on each group of hosts, or for one on this machine. CpuftError: hosts or cores are
-    too few.
+    `parallel` 0 stands for a run on each group of hosts, or one on this machine. CpuftError: too few hosts or cores.
     """
     if read_hosts(launch) != (LOCAL,):
         return plan_places(launch, hosts_per_run, parallel, ())
@@ -130,7 +129,11 @@ def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list
 
 
 def measure_places(sweep: Sweep, options: Sequence[str], launch: LaunchConfig, say: Say) -> tuple[list[Place], str]:
-    """Return (the places with which the first configuration trains fastest, what was measured), after saying so."""
+    """Return (places for `--parallel auto`, a sentence on why, which is also passed to `say`).
+
+    If this machine is the only host, it is divided so that the first configuration trains fastest. Otherwise nothing is
+    measured, and all groups of hosts are returned.
+    """
     hosts_per_run, is_here = sweep.settings.hosts_per_run, read_hosts(launch) == (LOCAL,)
     cores = gather_facts((LOCAL,), Access())[0].cores if is_here else ()
     candidates = list_candidates([core.threads for core in cores], sweep.total)

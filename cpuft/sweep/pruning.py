@@ -33,13 +33,14 @@ class MedianPruner:
 
     Optuna's pruner of this name compares evaluations after the same number of steps, and a run with a small batch has
     learned less after as many. Evaluations are read from logs, because the record of a run may be on another host.
+    Nothing is pruned before five configurations have finished.
     """
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep, self._curves = sweep, dict[str, _Curve]()
 
     def find_reason(self, run: Run) -> str:
-        """Return why a run's configuration is pruned after an evaluation that is new; empty if it is not."""
+        """Read a run's log; return why its configuration is pruned; "" if it is not, or without a new evaluation."""
         before = len(self._curves[run.folder].values) if run.folder in self._curves else 0
         count, one = len(self.read(run).values), run.configuration
         if count == before:
@@ -80,7 +81,7 @@ class MedianPruner:
         return [(update, statistics.fmean(curve[update] for curve in curves if update in curve)) for update in updates]
 
     def read(self, run: Run, is_new: bool = True) -> _Curve:
-        """Return the curve of a run in the folder of its last attempt; with `is_new`, after reading more of its log."""
+        """Return the curve of a run's last attempt, empty before the first; with `is_new`, more of its log is read."""
         if not run.folder:
             return _Curve()
         if run.folder in self._curves and not is_new:

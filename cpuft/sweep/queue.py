@@ -71,7 +71,7 @@ class _ActiveRun:
 class SweepQueue:
     """Carries out the runs of a sweep, also those that failed in an earlier session: each is a `cpuft launch`.
 
-    `options` of all launches say how they reach their hosts. After `stop_after` failures the sweep ends (0: never).
+    `options` are for all launches: how hosts are reached. The sweep ends after `stop_after` failures (0: never).
     """
 
     def __init__(
@@ -95,10 +95,9 @@ class SweepQueue:
         """Until when launches that still end after an earlier session was killed keep their runs from starting."""
 
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
-        """Start runs until all have ended; return the number of those that failed.
-
-        `watch` is called several times per second, but not while the sweep waits for lost hosts. Before any error or
-        signal is raised, all active runs are ended, so that they can be resumed.
+        """Start runs until all have ended; return the number of those that failed. Raises CpuftError: no place is left,
+        `stop_after` runs failed, or runs have other metrics. Before any error or signal is raised, all active runs are
+        ended, so that they can be resumed. `watch` is called several times per second, unless lost hosts are awaited.
         """
         with execute.signals_raise():
             try:
@@ -378,7 +377,7 @@ class SweepQueue:
 
 
 def interrupt(processes: Sequence[execute.Process], seconds: float) -> None:
-    """Send SIGINT to launches, and wait up to `seconds` until all have ended."""
+    """Send SIGINT to launches, and wait up to `seconds` in all for their ends; those that have not ended run on."""
     for process in processes:
         process.send_signal(signal.SIGINT)
     end = time.monotonic() + seconds
@@ -392,10 +391,11 @@ def _find_place(run: Run, *statuses: str) -> str:
 
 
 def plan_trial(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str]:
-    """Return (folder of the next attempt at a run, arguments of its launch there, why it begins anew if it had begun).
+    """Return (folder of the next attempt in the sweep's, such as "run-3-attempt-2"; arguments of its launch; reason).
 
-    The last attempt is resumed, in its folder, if it was stopped or killed and has begun to train, here or with a whole
-    copy of its checkpoint. The folder is relative to the sweep's.
+    The last attempt is resumed in its own folder if it was stopped or killed and has begun to train, on a host of
+    `place` or with a whole copy of its checkpoint. Without that copy, the reason is " from the beginning, because ...",
+    otherwise "".
     """
     earlier, number, reason = run.last, len(run.attempts) + 1, ""
     training = [*sweep.settings.options, *format_assignment(run.values)]
@@ -414,7 +414,7 @@ def plan_trial(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str]
 
 
 def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables, not set by the user, that group the runs of a sweep in trackers; {} if none reports to one."""
+    """Return unset variables that group runs in trackers, with the name of the sweep's folder; {} without trackers."""
     is_tracked = any(option.startswith("--report-to=") for option in sweep.settings.options)
     is_tracked |= any("report_to" in run.values for run in sweep.runs)
     variables = ("WANDB_RUN_GROUP", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT")
@@ -422,7 +422,7 @@ def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def find_reason(log: Path) -> str:
-    """Return the line of a launch's log that says why it failed: its last error, a rank that failed, or its end."""
+    """Return the last error in a launch's log, else a failed rank, else the last line, else "without a message"."""
     lines = list[str]()
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LAST_BYTES))
@@ -442,7 +442,7 @@ def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
 def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True) -> str:
     """Return lines, the last one without a newline: runs by status, the best until now, the time left, active runs.
 
-    `places` is 0 if it is not known. Unless a sweep `is_running`, all runs that have not ended are queued.
+    `now` is time.time(), `places` 0 if unknown. Unless a sweep `is_running`, all runs that have not ended are queued.
     """
     active = sweep.list_runs(RUNNING) if is_running else []
     ended = {status: len(sweep.list_runs(status)) for status in (DONE, FAILED, PRUNED)}
@@ -468,7 +468,7 @@ def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True
 
 
 def estimate_seconds_left(sweep: Sweep, now: float, places: int) -> float | None:
-    """Return the seconds until all runs have ended, by the relative lengths of runs; None before the first end."""
+    """Return the seconds until all runs have ended, by the relative lengths of runs; None before one is DONE."""
     done, known = sweep.list_runs(DONE), [run.length for run in sweep.runs]
     spent = sum(run.seconds for run in done)
     if not spent:

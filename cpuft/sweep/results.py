@@ -34,12 +34,12 @@ _MOST_DECADES = 2.0
 
 
 def is_larger_better(metric: str) -> bool:
-    """Return whether a larger value of a metric of cpuft is better."""
+    """Return False for names that begin with perplexity, loss or eval_loss, else True."""
     return not metric.startswith(_MINIMIZED)
 
 
 def choose_metric(sweep: Sweep, metric: str) -> None:
-    """Compare the configurations of a sweep by another metric, whose name says whether a larger value is better."""
+    """Set another metric of a sweep in memory, and `is_maximized` by its name. CpuftError: no run has reported it."""
     known = list(dict.fromkeys(name for run in sweep.runs for one in run.attempts for name in one.metrics))
     if metric not in known:
         raise CpuftError(
@@ -69,12 +69,12 @@ class Result:
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the mean; NaN with one run."""
+        """Standard error of the mean; NaN with one run, or if a value is not finite."""
         return standard_error([*self.metrics.values()]) if len(self.metrics) > 1 else math.nan
 
 
 def list_results(sweep: Sweep) -> list[Result]:
-    """Return the configurations that have a run with a metric, the best mean first."""
+    """Return the results of configurations with a DONE run that reports the metric, the best mean first, NaN last."""
     sign, made = 1 if sweep.is_maximized else -1, list[Result]()
     for one in sweep.configurations:
         found = {
@@ -95,7 +95,7 @@ def _rank(value: float) -> float:
 
 
 def describe_best(configurations: Sequence[Result]) -> str:
-    """Return a clause, without a full stop, on whether the best of one or more configurations is surely the best."""
+    """Return a clause, without a full stop, on whether the first of some results is surely better than the others."""
     best, others = configurations[0], configurations[1:]
     if not others:
         return "there is one configuration, so there is nothing to compare"
@@ -118,9 +118,10 @@ def describe_best(configurations: Sequence[Result]) -> str:
 
 
 def compare_best_two(sweep: Sweep, results: Sequence[Result]) -> list[str]:
-    """Return up to two sentences on what predictions for the validation rows tell about the best two configurations.
+    """Return up to two sentences on what predictions for the validation rows tell about the first two results.
 
-    With several seeds, `describe_best` tells more than one run of each. [] if a run has no predictions.
+    With several seeds the first is left out. [] for fewer than two results, without predictions of both for the same
+    rows, or for a metric of which less is better.
     """
     if len(results) < 2:
         return []
@@ -145,7 +146,7 @@ def compare_best_two(sweep: Sweep, results: Sequence[Result]) -> list[str]:
 
 
 def format_sweep(sweep: Sweep) -> str:
-    """Return the results of a sweep as `format_table` does, the best configuration first, with notes."""
+    """Return the results of a sweep as a table with notes, the best configuration first; without any, the notes."""
     results = list_results(sweep)
     notes = [f"{describe_best(results)}.", *compare_best_two(sweep, results)] if results else []
     arrow = "larger is better" if sweep.is_maximized else "less is better"
@@ -186,7 +187,7 @@ def _list_notes(sweep: Sweep) -> list[str]:
 
 
 def write_sweep_page(sweep: Sweep, path: Path) -> Path:
-    """Write the results of a sweep as an HTML page to `path`, and return `path`. An older page there is replaced."""
+    """Write the results as an HTML page to `path`, and return `path`. CpuftError: no results, or another file there."""
     if results := list_results(sweep):
         return render_page(path, lambda: _describe_page(sweep, results))
     failed = len(sweep.list_runs(FAILED))
@@ -284,10 +285,7 @@ def _to_json(number: float) -> float | None:
 
 
 def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
-    """Return the results of a sweep as a JSON object, its configurations with the best one first, and its costs.
-
-    A number that is not finite is None.
-    """
+    """Return the results of a sweep for JSON, the best configuration first; numbers that are not finite are None."""
     results = list_results(sweep)
     return {
         "metric": sweep.metric,

@@ -33,14 +33,14 @@ _LOGARITHMIC_RATIO = 10.0
 
 @dataclass(frozen=True)
 class Values:
-    """The possible values of one option: some texts, or any number of a range."""
+    """The possible values of one option: some texts, or, if there are none, any number from `low` to `high`."""
 
     texts: tuple[str, ...] = ()
-    """In the order in which they were given; empty for a range of numbers with fractions."""
+    """In the order given, those of "1..3" are 1, 2 and 3; empty for a range of numbers with fractions."""
     low: float = 0.0
     high: float = 0.0
     text: str = dataclasses.field(default="", compare=False)
-    """All of them as the command line has them."""
+    """All values as the command line has them."""
 
 
 Space = dict[str, Values]
@@ -61,7 +61,11 @@ def list_variable_options() -> tuple[str, ...]:
 
 
 def parse_values(name: str, text: str) -> Values:
-    """Return the values in "1e-5,3e-5", "1..5" or "1e-5..1e-3". CpuftError: one is wrong, or `name` cannot vary."""
+    """Return the values that a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3" has for the option `name`.
+
+    Raises CpuftError: a value is wrong, empty or there twice, a range is empty, or the option cannot vary and the text
+    has a comma. Options without a value, such as "fast_path", are always refused.
+    """
     flag = format_flag(name)
     field, kind = _FIELDS[name], _TYPES[name]
     if name not in list_variable_options():
@@ -97,7 +101,7 @@ def _parse_range(flag: str, field: dataclasses.Field[Any], kind: type, text: str
 
 
 def read_conditions(path: str) -> list[Space]:
-    """Return the alternatives of a YAML file, a list of mappings of options to values; CpuftError for another file.
+    """Return the alternatives of a YAML file. Raises CpuftError: another file, an unknown option or a wrong value.
 
     A sweep combines each alternative with the options of the command line, so that options can depend on each other:
 
@@ -132,7 +136,7 @@ def read_conditions(path: str) -> list[Space]:
 
 
 def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[OptionValues]:
-    """Return the first `most` combinations, the last option changing fastest; CpuftError for a range with fractions."""
+    """Return up to `most` different combinations, the last option fastest. CpuftError: a range with fractions."""
     for space in spaces:
         for name, values in space.items():
             if not values.texts:
@@ -151,23 +155,23 @@ def plan_grid(spaces: Sequence[Space], most: float = math.inf) -> list[OptionVal
 
 
 def make_key(assignment: OptionValues) -> Key:
-    """Return the values of a configuration without its seed, in an order that depends on nothing else."""
+    """Return the pairs (option, value) of a configuration without its seed, sorted by the name of the option."""
     return tuple(sorted((name, text) for name, text in assignment.items() if name != SEED))
 
 
 def is_logarithmic(values: Values) -> bool:
-    """Return whether numbers of a range are drawn evenly by their logarithm, and not evenly."""
+    """Return whether numbers of a range are drawn evenly by their logarithm: if 0 < 10 * `low` <= `high`."""
     return values.low > 0 and values.high >= _LOGARITHMIC_RATIO * values.low
 
 
 def format_number(values: Values, number: float) -> str:
-    """Return a number of a range as a text with four digits, or with all digits if it leaves the range otherwise."""
+    """Return a number of a range with four significant digits, or with all if the rounded one is outside the range."""
     text = f"{number:.{_MOST_DIGITS}g}"
     return text if values.low <= float(text) <= values.high else repr(number)
 
 
 def is_whole_range(values: Values) -> bool:
-    """Return whether the values are whole numbers, each one more than the one before."""
+    """Return whether the values are two or more whole numbers, each one more than the one before."""
     texts = values.texts
     if len(texts) < 2 or not texts[0].lstrip("-").isdecimal():
         return False
@@ -175,14 +179,14 @@ def is_whole_range(values: Values) -> bool:
 
 
 def count_configurations(spaces: Sequence[Space], most: int) -> int:
-    """Return the number of different configurations of all spaces, without their seeds, but not more than `most`."""
+    """Return the number of configurations, apart from the seed; `most` if there are more, or a range with fractions."""
     own = [{name: values for name, values in space.items() if name != SEED} for space in spaces]
     has_range = not all(values.texts for space in own for values in space.values())
     return most if has_range else len(plan_grid(own, most))
 
 
 def sample_configurations(spaces: Sequence[Space]) -> list[OptionValues]:
-    """Return combinations of ends of ranges and all values of lists, or 1,000 of them drawn at random."""
+    """Return all combinations of the ends of ranges and all values of lists; of more than 1,000, draw 1,000."""
     ends = [{name: Values(_list_ends(values)) for name, values in space.items()} for space in spaces]
     found = plan_grid(ends, _MOST_CHECKS + 1)
     if len(found) <= _MOST_CHECKS:
@@ -224,13 +228,13 @@ def check_assignments(base: TrainConfig, assignments: Sequence[OptionValues], gi
 
 
 def apply_assignment(base: TrainConfig, assignment: Mapping[str, str]) -> TrainConfig:
-    """Return the training options of a run: those of the sweep, with the run's own values."""
+    """Return `base` with the values of a run. Raises CpuftError: a value is wrong."""
     values = {name: parse_value(_FIELDS[name], _TYPES[name], text) for name, text in assignment.items()}
     return dataclasses.replace(base, **values)
 
 
 def make_base_config(options: Sequence[str]) -> TrainConfig:
-    """Return the training options of the arguments that all runs of a sweep have, without those that are no texts."""
+    """Return the training options in arguments like "--task=rte"; others are ignored. CpuftError: a wrong value."""
     names = {*map(format_flag, option_names(TrainConfig))}
     return parse_arguments(TrainConfig, [one for one in options if "=" in one and one.partition("=")[0] in names])
 
@@ -241,7 +245,7 @@ def describe_values(values: Mapping[str, str]) -> str:
 
 
 def format_assignment(values: Mapping[str, Any]) -> list[str]:
-    """Return values of options as arguments: ["--learning-rate=1e-5", "--no-save-model"]."""
+    """Return values of options as arguments: ["--learning-rate=1e-5", "--no-save-model"], the latter for False."""
     return [
         format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
         for name, value in values.items()
@@ -249,7 +253,7 @@ def format_assignment(values: Mapping[str, Any]) -> list[str]:
 
 
 def estimate_length(config: TrainConfig) -> float:
-    """Return the relative length of a run in examples, where all examples of the data count as a million."""
+    """Return the examples of `max_steps` updates on one rank, else of all epochs; unlimited data count as a million."""
     if config.max_steps:
         return float(config.max_steps * config.batch_size * config.gradient_accumulation)
     return config.epochs * (config.max_train_samples or 10**6)

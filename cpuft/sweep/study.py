@@ -108,7 +108,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How the last attempt ended, RUNNING, or empty before the first one; PRUNED with its configuration."""
+        """End of the last attempt, RUNNING, or "" before one; PRUNED if the configuration is, unless DONE or FAILED."""
         own = (self.last.status or RUNNING) if self.last else ""
         return PRUNED if self.configuration.pruned and own not in (DONE, FAILED) else own
 
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all attempts that trained in the folder of the last one."""
+        """Seconds of all attempts that have ended and trained in the folder of the last one; 0 before the first."""
         return sum(one.seconds for one in self.attempts if self.last and one.folder == self.last.folder)
 
 
@@ -143,12 +143,12 @@ class Configuration:
 
     @property
     def values(self) -> OptionValues:
-        """Its options and their values, without the seed."""
+        """The options that vary in the sweep and their values, without the seed."""
         return {name: text for name, text in self.runs[0].values.items() if name != SEED}
 
 
 class Sweep:
-    """What has happened in a sweep. What is added is stored at once."""
+    """What has happened in a sweep; `metric` is "" while it is not known. What is added is stored at once."""
 
     def __init__(self, journal: _Journal, folder: str) -> None:
         self._optuna, self.journal, self.folder = import_optuna(), journal, folder
@@ -206,25 +206,25 @@ class Sweep:
 
     @property
     def total(self) -> int:
-        """Number of all runs, with those that have not been chosen yet."""
+        """Number of all runs, including those of configurations that Optuna has not chosen yet."""
         return len(self.runs) + (self.settings.trials - len(self.configurations)) * self.settings.seeds
 
     @property
     def host_hours(self) -> float:
-        """Hours of all hosts in all attempts that have ended."""
+        """Hours of all attempts that have ended, times the hosts, or the share of a host, that each had."""
         seconds = sum(one.seconds * one.host_share for run in self.runs for one in run.attempts)
         return seconds * self.settings.hosts_per_run / 3600
 
     def find_log(self, folder: str) -> Path:
-        """Return the path of the log of the launches whose run is in `folder`, relative to that of the sweep."""
+        """Return the log of the launches of the run in `folder`, such as SWEEP/logs/run-03.log for "run-03"."""
         return Path(self.folder, "logs", f"{folder}.log")
 
     def list_runs(self, *statuses: str) -> list[Run]:
-        """Return the runs with one of these statuses, by their numbers."""
+        """Return the runs with one of these statuses, in the order of their numbers; "" is that of unstarted ones."""
         return [run for run in self.runs if run.status in statuses]
 
     def plan_grid(self, runs: Sequence[OptionValues]) -> None:
-        """Add all configurations of a grid, which wait."""
+        """Add the configurations of a grid, whose runs differ only in the seed; no run is started."""
         distributions, groups = make_distributions(runs), dict[Key, list[OptionValues]]()
         for run in runs:
             groups.setdefault(make_key(run), []).append(run)
@@ -237,7 +237,7 @@ class Sweep:
             self._add(len(self.configurations))
 
     def choose_next(self) -> Configuration:
-        """Let Optuna choose another configuration, and add it."""
+        """Add another configuration, which Optuna chooses, and return it. Raises CpuftError: none was found."""
         told, number = self.settings, len(self.configurations) + 1
         trial, runs = self._parameters.choose(self.study, told.search, told.search_seed, number, self._known)
         trial.set_user_attr(_RUNS, self._number(runs))
@@ -266,7 +266,7 @@ class Sweep:
         return one
 
     def note(self, run: Run, attempt: Attempt) -> None:
-        """Store that an attempt at a run has begun, or how it has ended."""
+        """Store an attempt at a run: a new one, or, if it has a status, the end of the last one, which it replaces."""
         run.attempts = [*(run.attempts[:-1] if attempt.status else run.attempts), attempt]
         told = [asdict(one) for one in run.attempts]
         self._storage.set_trial_user_attr(self._open_trial(run.configuration), f"run-{run.number}", told)
@@ -303,7 +303,7 @@ class Sweep:
         return found
 
     def conclude(self, one: Configuration) -> None:
-        """Tell Optuna how a configuration has ended: the mean over its runs, without those that failed."""
+        """Tell Optuna that a configuration was pruned, else the mean of runs with the metric, else that it failed."""
         self._open_trial(one)
         found = [run.last.metrics[self.metric] for run in one.runs if run.last and self.metric in run.last.metrics]
         value = statistics.fmean(found) if found else math.nan
@@ -381,7 +381,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[OptionValues] = ()) -> Sweep:
-    """Return a new sweep in memory, whose folder need not exist; `runs` are those of a grid."""
+    """Make a sweep in memory, with the configurations of `runs` (a grid), or all of a random search; none of tpe."""
     optuna, journal, direction = import_optuna(), _Journal(), "maximize" if is_maximized else "minimize"
     storage = optuna.storages.JournalStorage(journal)
     study = optuna.create_study(storage=storage, study_name=_STUDY, direction=direction)
@@ -394,7 +394,7 @@ def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: S
 
 
 def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[OptionValues] = ()) -> None:
-    """Write a new sweep into a new folder, as a whole or not at all. Raises CpuftError: the folder exists."""
+    """Write the sweep of `make_sweep` into a new folder, wholly or not at all. Raises CpuftError: the folder exists."""
     text = b"".join(make_sweep(folder, settings, is_maximized, runs).journal.lines).decode()
     try:
         Path(folder).mkdir(parents=True)
@@ -412,7 +412,7 @@ def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs:
 
 
 def read_sweep(folder: str) -> Sweep:
-    """Return the sweep in a folder, without a line cut off at the end. Raises CpuftError: it is missing or damaged."""
+    """Return the sweep in a folder, without a line cut off at the end. CpuftError: its file is missing or damaged."""
     path = Path(folder, FILE_NAME)
     if not path.is_file():
         raise CpuftError(f"there is no {FILE_NAME} in {folder}: give the folder that cpuft sweep named")
@@ -431,7 +431,7 @@ def read_sweep(folder: str) -> Sweep:
 
 @contextmanager
 def open_sweep(folder: str) -> Iterator[Sweep]:
-    """Yield the sweep in a folder, locked for this process. Raises CpuftError: it is not there, or locked elsewhere."""
+    """Yield the sweep in a folder, locked for this process. CpuftError: as `read_sweep`, or it is locked already."""
     read_sweep(folder)
     end = time.monotonic() + _STATUS_SECONDS
     while is_active(folder) and time.monotonic() < end:  # `cpuft sweep status` has the lock for a moment
@@ -443,7 +443,7 @@ def open_sweep(folder: str) -> Iterator[Sweep]:
 
 
 def is_active(folder: str) -> bool:
-    """Return whether a process works on the sweep in a folder: on other hosts if its file system has locks."""
+    """Return whether a process works on the sweep in a folder, on any host if the file system has locks."""
     try:
         with _lock(folder, "rb"):
             return False

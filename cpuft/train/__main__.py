@@ -17,8 +17,7 @@ from cpuft.train.startup import describe_exit, pause_garbage_collection
 def main() -> None:
     """Train as the command line says, and end the process without the cleanup of C libraries; this never returns.
 
-    The exit code is 0, 75 after an interruption with a checkpoint, or as `describe_exit` says, which may mean a
-    traceback.
+    The exit code is 0 after a whole run, 75 after an interruption with a checkpoint, else that of `describe_exit`.
     """
     started = time.perf_counter()
     protect_streams()
@@ -46,8 +45,8 @@ def main() -> None:
 
 
 def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
-    """Return the configurations from `--name=value` arguments, each of which belongs to the class with its option.
-    Raises CpuftError: one is unknown or has no valid value.
+    """Return both configurations from `--name=value` arguments in any order; options that are not given have their
+    defaults. Raises CpuftError: an option is unknown, or its value is not valid.
     """
     own, others = split_arguments(WorkerConfig, argv)
     return parse_arguments(TrainConfig, others), parse_arguments(WorkerConfig, own)

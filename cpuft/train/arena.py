@@ -25,9 +25,9 @@ def plan_buckets(
 ) -> list[list[nn.Parameter]]:
     """Return the parameters of each bucket; that with the last parameters, whose gradients are complete first, leads.
 
-    Each bucket has parameters of one kind and at least `min_elements` elements, except the one with the first
-    parameters of each kind. Parameters in one block of memory, which are multiplied as one, stay side by side. `unused`
-    come last: others would wait for them.
+    A bucket has parameters of one kind (`find_kind`) in their given order, and at least `min_elements` elements, except
+    the one with the first parameters of a kind. Parameters of a kind in one block of memory, which are multiplied as
+    one, stay side by side. Buckets that begin with one of `unused` come last: others would wait for them.
     """
     blocks: dict[tuple[int, Hashable], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -46,15 +46,15 @@ def plan_buckets(
 
 
 def list_unused(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters that rank 0's first forward pass did not use (XLNet has some). Collective."""
+    """Return the parameters that `try_model` found unused on rank 0, in model order; [] before it. Collective."""
     # Rank 0 decides: other CPUs may choose another expert, but the buckets must be the same on all ranks.
     parameters = dict(model.named_parameters())
     return [parameters[name] for name in broadcast_value(getattr(model, UNUSED_ATTRIBUTE, ()))]
 
 
 class Bucket:
-    """Parameters of one type whose gradients lie side by side in a buffer, with the methods of torch's GradBucket;
-    `length` is the number of elements of the buffer with padding at its end, 0 without.
+    """Parameters of one type whose gradients lie side by side in a buffer, with the methods of torch's GradBucket.
+    `begin` makes the buffer; `length` is its number of elements with padding at the end, 0 without padding.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: int = 0) -> None:
@@ -66,7 +66,7 @@ class Bucket:
         return self._parameters
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients as views of the buffer."""
+        """Return the gradients as views of the buffer, in the shapes of the parameters."""
         return self.split(self._buffer)
 
     def buffer(self) -> Tensor:
@@ -83,14 +83,14 @@ class Bucket:
         return [value.view(parameter.shape) for value, parameter in zip(found, self._parameters, strict=True)]
 
     def begin(self, is_last: bool) -> None:
-        """Make the buffer, of zeros, and forget the gradients that the parameters have."""
+        """Make the buffer, of zeros, note whether the bucket is the last one, and do what `clear` does."""
         self._is_last, self._buffer = is_last, torch.zeros(self._length, dtype=self._parameters[0].dtype)
         self._views = dict(zip(self._parameters, self.gradients(), strict=True))
         self.clear()
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Let the gradient of a parameter be a view of the buffer: copied unless a kernel wrote it there, which takes a
-        third of adding it to zeros; zeros without one.
+        """Make a parameter's gradient a view of the buffer: a gradient that a kernel wrote there stays, any other one
+        is copied, in a third of the time of adding it to zeros, and zeros stand for None.
         """
         withdraw_place(parameter)
         view, grad = self._views[parameter], parameter.grad
@@ -101,7 +101,7 @@ class Bucket:
         parameter.grad = view
 
     def clear(self) -> None:
-        """Forget the gradients, set the padding to zero, and let kernels write the next ones into the buffer."""
+        """Set the gradients to None and the padding to zero, and let kernels write new gradients into the buffer."""
         self._buffer[sum(self._sizes) :].zero_()
         for parameter, view in self._views.items():
             parameter.grad = None
@@ -112,7 +112,7 @@ class GradientBuckets(Generic[B]):
     """Sends buckets in their order, each as soon as the last pass of an update has filled it and those before it.
 
     A pass must give each parameter its whole gradient at once, as torch does unless gradients are checkpointed with
-    `use_reentrant`. `send` only starts to send a bucket.
+    `use_reentrant`. `send` must not wait until the bucket is sent.
     """
 
     def __init__(self, buckets: Sequence[B], send: Callable[[B], None]) -> None:
@@ -125,7 +125,7 @@ class GradientBuckets(Generic[B]):
                 parameter.register_post_accumulate_grad_hook(partial(self._note_ready, number))
 
     def begin_pass(self, is_last: bool) -> None:
-        """Begin a forward and a backward pass; in the last one of an update, buckets are sent."""
+        """Begin a forward and a backward pass; buckets are sent only in the last one of an update."""
         self._missing: list[set[nn.Parameter]] = [set(bucket.parameters()) for bucket in self._buckets]
         """For each bucket, the parameters whose gradients are not complete yet."""
         self._next = 0 if is_last else len(self._buckets)
@@ -145,11 +145,13 @@ class GradientBuckets(Generic[B]):
         self._send(bucket)
 
     def send_rest(self) -> None:
-        """Send the buckets with parameters that no example of this rank has used."""
+        """Send the buckets that the last pass of an update has not sent; parameters without a gradient, which no
+        example of this rank has used, are sent as zeros.
+        """
         while self._next < len(self._buckets):
             self._send_next()
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Call `Bucket.clear` of all buckets."""
         for bucket in self._buckets:
             bucket.clear()

@@ -36,8 +36,8 @@ _SCALES = ".scales"
 
 
 def find_weight_files(source: str) -> list[Path]:
-    """Return the safetensors files of the model or adapters in a folder, or of a hub name, which are downloaded. Raises
-    CpuftError: there are none, or one is missing.
+    """Return the safetensors files of a folder, those of adapters if it has any, or of a hub name, which are
+    downloaded; sorted by name. Raises CpuftError: there are none, or one is missing; OSError: the hub does not answer.
     """
     folder = Path(source)
     if Path(folder, "adapter_config.json").is_file():
@@ -61,14 +61,14 @@ def find_weight_files(source: str) -> list[Path]:
 
 
 def find_stored_type(files: Iterable[list[tuple[str, tuple[int, ...]]]]) -> torch.dtype:
-    """Return the type of most matrices of files read by `read_stored_tensors`; fp32 if it is not in `_STORED`."""
+    """Return the type of most matrices of files read by `read_stored_tensors`; fp32 if that is not bf16 or fp16."""
     counts = Counter(dtype for tensors in files for dtype, shape in tensors if len(shape) > 1)
     return _STORED.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.float32
 
 
 @contextmanager
 def keep_stored_type(stored: torch.dtype) -> Iterator[None]:
-    """Inside, from_pretrained loads linear weights and token embeddings in this type, and all others in fp32.
+    """Inside, from_pretrained loads linear weights and token embeddings in the type `stored`, and all others in fp32.
 
     The head of a task is loaded in fp32, because it is trained. The `dtype` option of transformers is for the whole
     model and would also round constants, such as the factor of Gemma's embedding.
@@ -97,7 +97,7 @@ def _is_base(module: nn.Module, model: Any) -> bool:
 
 @contextmanager
 def as_fp32(model: nn.Module) -> Iterator[None]:
-    """Inside, weights of other types look like fp32 ones, without values and without memory."""
+    """Inside, floating-point weights of other types are fp32 zeros that take no memory; they come back at the end."""
     # peft makes adapters in the type of the weights that they are for: those of bf16 weights would begin rounded.
     narrow = [(p, p.data) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
     for parameter, value in narrow:
@@ -120,11 +120,11 @@ class _Held:
 
 
 def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
-    """Hold the frozen linear weights and token embedding of a peft model in a type, and all other parameters in fp32.
+    """Hold a peft model's frozen linear weights and token embedding in fp32, bf16 or int8, and the rest in fp32.
 
     With int8, the token embedding and the head of a language model are bf16, as in LLM.int8. The content of `files`,
-    from which the model was loaded, identifies the converted weights in the cache. Raises CpuftError: the cache folder
-    cannot be written.
+    from which the model was loaded, identifies converted weights in the cache. Raises CpuftError: the cache cannot be
+    written.
     """
     held = _find_held(model, precision)
     # Weights of another type, and those that adapters were merged into, which are in this rank's memory.

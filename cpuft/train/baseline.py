@@ -63,8 +63,8 @@ _CLASSES_AT_ONCE = 10
 
 
 def find_baseline(config: TrainConfig) -> BaselineLine:
-    """Return the baseline of a task on its own rows, from the user's cache folder if it is there. Raises CpuftError:
-    the task has none, there are too many classes or texts, or the examples cannot be read.
+    """Return the baseline of a task on its own rows: from the user's cache folder, or computed and then written there.
+    Raises CpuftError: the task has none, there are too many classes or texts, or the examples cannot be read.
     """
     data = _read(config)
     train = _select_rows(data)
@@ -87,8 +87,9 @@ def find_baseline(config: TrainConfig) -> BaselineLine:
 
 
 def find_static_baseline(config: TrainConfig, model: str) -> BaselineLine:
-    """Return what the mean static embeddings of a model of model2vec, with a linear model, reach on a task's own rows.
-    Raises CpuftError: the task has no classes, the examples cannot be read, or model2vec or the model is not there.
+    """Return what a linear model of the mean static embeddings of model2vec's `model` reaches on a task's own rows.
+    Raises CpuftError: the task's kind is neither class nor labels, there are too many classes, the examples cannot be
+    read, or model2vec or the model is missing.
     """
     data = _read(config)
     kind, classes = data.task.kind, len(data.task.labels)

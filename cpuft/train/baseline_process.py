@@ -37,13 +37,13 @@ class BaselineProcess:
         """Do nothing."""
 
     def end_update(self, clock: object, waited: float) -> None:
-        """Start the process if this is the first update."""
+        """Start the process after the first update, unless `is_measured`; if starting fails, `finish` tries again."""
         if not self._process and not self._is_measured:
             with suppress(OSError):  # the end of the run tries again
                 self._start()
 
     def finish(self) -> BaselineLine | None:
-        """Wait for the baseline and return it; None, with a line that says why, if there is none."""
+        """Wait at most 70 s for the baseline, which starts here if not before; without one, say why and return None."""
         try:
             process = self._process or self._start()
             with suppress(subprocess.TimeoutExpired):
@@ -70,7 +70,7 @@ class BaselineProcess:
         return self._process
 
     def close(self) -> None:
-        """End the process if it is still running."""
+        """Kill the process if it is still running."""
         if self._process and self._process.poll() is None:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):  # it may read a disk that does not answer

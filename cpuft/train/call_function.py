@@ -82,8 +82,8 @@ def _call_function(world: World, run_dir: str, digest: str, check: ConnectionChe
 
 
 def load_call(pickled: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return (function, args, kwargs) of a call whose digest has been checked. Raises CpuftError: a module that it
-    needs is missing on this host.
+    """Return (function, args, kwargs) of a call whose digest has been checked. Raises CpuftError: a module that the
+    call needs cannot be imported on this host.
     """
     try:
         function, args, kwargs = pickle.loads(pickled)
@@ -128,7 +128,7 @@ def _gather_bytes(content: bytes, world: World, group: Any) -> Iterator[tuple[in
 
 
 def main() -> int:
-    """Call the function of the run in $CPUFT_RUN_DIR whose digest the command line has; return 0 if the result has
+    """Call the function of the run in $CPUFT_RUN_DIR whose digest is the first argument. Return 0 if the result has
     reached rank 0, 2 after a CpuftError, else the exit code of a script (`cpuft.rank.script`).
     """
     check = prepare_torch()

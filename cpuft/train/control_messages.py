@@ -49,8 +49,8 @@ class ControlMessages:
         """Updates and the numbers of all ranks, (ranks, 6)."""
 
     def find_due(self, may_save: bool) -> Requests:
-        """Read the message under way, and return what all ranks carry out after this update; without `may_save`, a
-        requested checkpoint waits for a later one.
+        """Read the message under way, and return what all ranks carry out after this update, or an empty `Requests`;
+        without `may_save`, a requested checkpoint waits for a later update, but a stop does not.
         """
         self._receive()
         if self._is_alone:
@@ -62,9 +62,8 @@ class ControlMessages:
         return due
 
     def add(self, own: StepLine, terms: float, is_pause: bool) -> None:
-        """Add an update that this rank has made, with its sum of losses over `terms` terms; send a message if it is
-        time, and before a pause (an evaluation, a comparison, a checkpoint or the end) wait until all lines are
-        complete.
+        """Add an update that this rank has made, whose loss is a sum over `terms` terms. Send a message if it is time;
+        before a pause (an evaluation, a comparison, a checkpoint or the end), send it and wait for all lines.
         """
         self._unsent.append(own)
         self._numbers += [own.loss, terms, own.samples, own.tokens, *own.compute_seconds, own.step_seconds]
@@ -92,7 +91,10 @@ class ControlMessages:
         self._sent = []
 
     def take_lines(self) -> Iterator[StepLine]:
-        """Yield once each record line with the numbers of all ranks; raise CpuftError if its loss is not finite."""
+        """Yield each complete line once, in the order of updates: with the mean loss of a term, samples and tokens of
+        all ranks, the compute seconds of each rank ([] for independent ranks), and this rank's other numbers. Raises
+        CpuftError: a loss is not finite.
+        """
         while self._complete:
             own, numbers = self._complete.popleft()
             total, terms, examples, tokens, _, _ = numbers.sum(0).tolist()

@@ -50,8 +50,8 @@ _TIMEOUT_SECONDS = 3600.0
 
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
     """Compute embeddings as one of the ranks; rank 0, which alone needs --file, writes `choose_embeddings_file`.
-    Collective. Raises CpuftError: the file, the model or the backend cannot be used, or a rank has another model or
-    place.
+    Collective. Raises CpuftError: the file, the model or the backend cannot be used, or a rank has another model than
+    rank 0, or another place than planned.
     """
     import torch.distributed as dist
 
@@ -150,7 +150,7 @@ def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
 
 
 def check_request(request: PredictConfig) -> None:
-    """Raise CpuftError if file, model or output cannot be used on the host that needs them; the model is not loaded."""
+    """Raise CpuftError if file, model or output cannot be used on the host that needs them; no weights are loaded."""
     os.environ.update(take_secrets(os.environ, "prepare"))
     choose_embeddings_file(request)
     open_windows(request, _WINDOW_TEXTS_ON_HOSTS)

@@ -57,8 +57,8 @@ def plan_text_batches(
 ) -> list[NDArray[np.int64]]:
     """Return the numbers of the texts that have tokens, in the batches of all forward passes, the longest texts first.
 
-    With `batch_size` 0, a batch has as many texts as have 1024 tokens together (4096 in bf16), or fewer in a small job,
-    so that all threads end at about the same time.
+    With `batch_size` 0, a batch has at most 1024 tokens with padding (4096 in bf16), but at least one text, and fewer
+    in a small job, so that all threads end at about the same time. Raises KeyError then for other precisions.
     """
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
@@ -76,8 +76,8 @@ def plan_text_batches(
 class Embedder:
     """An embedding model with the layers of the fast path, which computes embeddings of texts. Making one loads it.
 
-    The name is that of `find_embedding_model`, and an empty `pooling` that of the model's form. Texts are cut at the
-    length of the form, else at the number of positions. Raises CpuftError: the model cannot be used.
+    `name` is a hub name, or the folder of a model or finished run; an empty `pooling` is the model's own. Texts are cut
+    at the form's length, else the number of positions, else 512. Raises CpuftError: the model cannot be used.
     """
 
     def __init__(self, name: str, precision: str = "auto", pooling: str = "") -> None:
@@ -103,13 +103,13 @@ class Embedder:
         return self.form.dimensions or int(self.model.config.hidden_size)
 
     def embed(self, texts: Sequence[str], prompt: str = "", batch_size: int = 0) -> Embeddings:
-        """Return the embeddings of texts after the prompt, in order: fp32, (texts, dimensions), zeros for a text
-        without any token, also no special one. `batch_size` is that of `plan_text_batches`.
+        """Return the embeddings of texts, each after `prompt`, in their order: fp32, (texts, dimensions), zeros for a
+        text without any token, even a special one. `batch_size` is that of `plan_text_batches`.
         """
         return self.embed_encoded(self.encode(texts, prompt), batch_size)
 
     def encode(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return the token ids of each text, cut at `max_length`. No two threads may call it at the same time."""
+        """Return the token ids of each text after `prompt`, cut at `max_length`. No two threads may call it at once."""
         if not texts:
             return []
         found = self.tokenizer([prompt + text for text in texts], truncation=True, max_length=self.max_length)
@@ -164,14 +164,14 @@ class Embedder:
 
 
 def finish_embeddings(form: EmbeddingForm, pooled: torch.Tensor) -> torch.Tensor:
-    """Return embeddings as a form has them: cut to its dimensions, and scaled to length 1 if it says so."""
+    """Return embeddings cut to `form.dimensions` (0: whole), and scaled to length 1 if `form.normalize`."""
     cut = pooled[:, : form.dimensions] if form.dimensions else pooled
     return normalize(cut) if form.normalize else cut
 
 
 def load_encoder(source: str) -> tuple[Any, Any]:
-    """Return the encoder in fp32 and evaluation mode without the fast path, and its settings. Raises CpuftError: it
-    cannot be read.
+    """Return a model's encoder in fp32 and evaluation mode without the fast path, and its transformers configuration.
+    Raises CpuftError: the model cannot be read.
     """
     import transformers
 

@@ -55,12 +55,12 @@ class EmbeddingForm:
 
     @property
     def document_prompt(self) -> str:
-        """Text that is put in front of documents; empty if there is none."""
+        """Text that is put in front of documents, by the first name of DOCUMENT_PROMPTS; empty if there is none."""
         return next((self.prompts[name] for name in DOCUMENT_PROMPTS if name in self.prompts), "")
 
 
 def find_embedding_model(name: str) -> str:
-    """Return the model's folder if `name` is a finished run's folder, else what `find_model` returns or raises."""
+    """Return the folder of the model if `name` is a finished run's folder, else what `find_model` returns or raises."""
     is_run = Path(name, MODEL_DIR, "config.json").exists()
     return str(Path(name, MODEL_DIR)) if is_run else find_model(name)
 
@@ -68,8 +68,9 @@ def find_embedding_model(name: str) -> str:
 def read_form(source: str, pooling: str = "") -> EmbeddingForm:
     """Return how a model of `find_model`, a folder or hub name, makes embeddings, from its sentence-transformers files.
 
-    Without these files it is the mean of the hidden states, as in sentence-transformers. An empty `pooling` is the
-    model's own. Raises CpuftError: a file is damaged or cannot be fetched, or cpuft cannot compute the form.
+    Without these files, embeddings are the mean of the hidden states, as in sentence-transformers. `pooling` replaces
+    the model's unless it is "". Raises CpuftError: a file is damaged or cannot be fetched, or cpuft cannot compute the
+    form.
     """
     modules = _read(source, _MODULES, list[dict[str, Any]])
     if modules is None:
@@ -123,14 +124,14 @@ def _refuse_unknown(source: str) -> None:
 
 
 def has_form(source: str) -> bool:
-    """Return whether files of a model name a pooling, as no reranker's do. Raises CpuftError: they are damaged."""
+    """Return whether a model's files name a pooling, as no reranker's do. Raises CpuftError: they are damaged."""
     modules = _read(source, _MODULES, list[dict[str, Any]]) or []
     return any(str(module.get("type", "")).endswith(".Pooling") for module in modules)
 
 
 def read_settings(source: str) -> dict[str, Any] | None:
-    """Return the content of a model's config_sentence_transformers.json; `source` is a folder or a hub name, of which
-    it is downloaded. None: there is no such file, or the hub does not answer. Raises CpuftError: it is damaged.
+    """Return the content of a model's config_sentence_transformers.json; `source` is a folder, or a hub name, whose
+    file is downloaded. None: the file is missing, or the hub does not answer. Raises CpuftError: it is damaged.
     """
     settings: dict[str, Any] | None = _read(source, _MODEL_SETTINGS, dict[str, Any])
     return settings
@@ -198,8 +199,8 @@ def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
 
 
 def choose_form(config: TrainConfig) -> EmbeddingForm:
-    """Return how the model that these options train makes embeddings: as the model says, but for --pooling, the prompts
-    of the options, and a longer --max-length. Raises as `read_form`.
+    """Return how the model that these options train makes embeddings: as the model says, but for --pooling and prompts
+    that are not auto ("": no prompt), and a longer --max-length. Raises as `find_model` and `read_form`.
     """
     pooling = "" if config.pooling == "auto" else config.pooling
     source = "" if config.from_config else find_model(config.model)

@@ -36,7 +36,7 @@ class KeptPredictions:
     """Why there are none; empty if there are."""
 
     def add(self, suffix: str, objective: Objective, predictions: Predictions, tokens: Tokens) -> None:
-        """Keep the predictions for a split. A fault in what only judges the model must not end its training."""
+        """Keep the predictions for a split, or note in `problem` why not: such a fault must not end the training."""
         try:
             self.splits[suffix] = objective.list_predictions(predictions, tokens)
         except Exception as error:
@@ -44,8 +44,8 @@ class KeptPredictions:
 
 
 def evaluate(setup: TrainingSetup, step: int, kept: KeptPredictions | None = None) -> EvaluationLine:
-    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective. The model is
-    in training mode afterwards. `kept` gets the predictions.
+    """Evaluate the model on all validation splits; return the metrics, named with the split's suffix, the same on every
+    rank. Collective. The model is in training mode afterwards. `kept` gets rank 0's predictions.
     """
     start = time.perf_counter()
     setup.model.eval()
@@ -84,7 +84,7 @@ def _run_on_first(compute: Callable[[], dict[str, float]] | None, interval: floa
 
 
 def is_better(value: float, than: float, metric: str) -> bool:
-    """Return whether a metric's value is better than another one; of equal ones, and of nan, neither is better."""
+    """Return whether a metric's value is better than another one: lower for perplexity, else higher; False for nan."""
     return value < than if metric.startswith(LOWER_IS_BETTER) else value > than
 
 
@@ -98,7 +98,7 @@ def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationL
 
 
 def should_stop_early(evaluations: Sequence[EvaluationLine], metric: str, patience: int) -> bool:
-    """Return whether the last `patience` evaluations were not better than the best before them; never if it is 0."""
+    """Return whether at least `patience` evaluations have followed the best one; False with `patience` 0."""
     # The rule of EarlyStoppingCallback in transformers.
     best = find_best(evaluations, metric)
     return bool(patience and best) and len(evaluations) - 1 - evaluations.index(best) >= patience
@@ -128,7 +128,9 @@ def compute_outputs(
 
 
 def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indices]]:
-    """Return each rank's batches: examples sorted by length, the shortest first, and dealt to the ranks in turn."""
+    """Return each rank's batches of example numbers, which are sorted by length, shortest first, and dealt to ranks in
+    turn.
+    """
     order = np.argsort(tokens.lengths, kind="stable")
     shares = [order[rank::ranks] for rank in range(ranks)]
     return [[share[start : start + batch_size] for start in range(0, len(share), batch_size)] for share in shares]
@@ -144,7 +146,7 @@ def predict_batches(
 
 def join(parts: Sequence[BatchPredictions]) -> Predictions:
     """Return the predictions of all batches in the order of examples, fp32, (examples, longest, ...), shorter ones
-    filled up with -1. The batches must contain each example of the split once.
+    filled up with -1. The batches must contain each example of the split once. Raises ValueError: there are no batches.
     """
     width = max(predictions.shape[1] for _, predictions in parts)
     whole = np.full((sum(len(examples) for examples, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)

@@ -86,7 +86,7 @@ class Validation:
 
 
 def choose_export_folder(request: ExportConfig) -> Path:
-    """Return the folder that the export makes: --output, else one in the folder of the run."""
+    """Return the folder that the export makes: --output, else FORMAT or FORMAT-int8 in the folder of the run."""
     return Path(request.output or Path(request.run, request.format + "-int8" * (request.precision == "int8")))
 
 
@@ -126,7 +126,7 @@ def export(request: ExportConfig) -> None:
 
 
 def make_sample(task: Task) -> dict[str, Examples]:
-    """Return made-up examples of the task's form (splits traced, 0 to 2 and ""), so that an export needs no data."""
+    """Return made-up examples of the task's form (splits "traced", "0", "1", "2", ""): an export needs no data."""
     names = {"traced": _TRACED_LENGTHS, **{str(n): lengths for n, lengths in enumerate(_CHECKED_LENGTHS)}, "": (1,)}
     return {name: _make_examples(lengths, task) for name, lengths in names.items()}
 
@@ -142,14 +142,14 @@ def _make_examples(lengths: tuple[int, ...], task: Task) -> Examples:
 
 
 def make_batch(objective: Objective, prepared: Prepared, split: str) -> Any:
-    """Return a split as one batch of the objective."""
+    """Return all examples of one of `prepared.validation`'s splits as one batch of the objective."""
     tokens = prepared.validation[split]
     return objective.make_batch(tokens, np.arange(len(tokens)))
 
 
 def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Objective, sample: Prepared) -> None:
     """Raise CpuftError if the graph cannot run the batches of `sample` (see `make_sample`), or its outputs have another
-    shape than the model's, are not finite, or in fp32 differ from them.
+    shape than the model's, are not finite, or in fp32 differ by more than MAX_DIFFERENCE.
     """
     from cpuft.train.graphs import measure_difference
 
@@ -171,7 +171,7 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
 
 
 def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, prepared: Prepared) -> Validation:
-    """Compare the exported model with the run's own, which gets the fast path here, on its validation examples."""
+    """Compare the exported model with the run's own, which gets the fast path here, on `prepared.validation`."""
     import torch
 
     from cpuft.train.evaluate import compute_outputs, plan_batches, predict_batches
@@ -229,7 +229,7 @@ def measure(objective: Objective, prepared: Prepared, outputs: dict[str, Outputs
 
 
 def largest_difference(wanted: Outputs, found: Outputs, lengths: NDArray[np.int64]) -> float:
-    """Return the largest difference of two arrays of outputs; for tags, outputs of padding are not compared."""
+    """Return the largest absolute difference of two outputs; for tags, outputs of padding are not compared."""
     if wanted.ndim == 3:
         mask = np.arange(wanted.shape[1]) < lengths[:, None]
         wanted, found = wanted[mask], found[mask]
@@ -237,7 +237,7 @@ def largest_difference(wanted: Outputs, found: Outputs, lengths: NDArray[np.int6
 
 
 def format_validation(validation: Validation) -> list[str]:
-    """Return a table of metrics and speed as lines, and a line for each metric that drops by more than the limit."""
+    """Return a table of metrics and speed as lines, and a warning for each metric that drops by over 0.01."""
     both = (validation.run, validation.export)
     rows = [("", *(f"{one.name} {one.precision}" for one in both))]
     rows += [(name, *(f"{one.metrics[name]:.4f}" for one in both)) for name in validation.run.metrics]

@@ -74,10 +74,11 @@ def generate(request: PredictConfig) -> None:
 
 
 def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
-    """Read the prompts of --file: JSON lines with messages, or a column of texts of any table.
+    """Read the prompts of --file: JSON lines with messages, or a column of any table (--text-columns, else a usual
+    one).
 
     A conversation that ends with an answer is read without it; for a chat, a text is the one message of a user. Raises
-    CpuftError: there is no such column, or no prompt, or one is not valid.
+    CpuftError: no such column or several are named, or there is no prompt, or one is not valid.
     """
     if is_chat and not request.text_columns and (found := _read_conversations(request)):
         return found
@@ -123,8 +124,8 @@ def _read_conversations(request: PredictConfig) -> list[Prompt]:
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of each prompt; the chat template renders conversations up to where the answer begins.
-    Raises CpuftError: the template refuses one, or the tokenizer makes no token of one.
+    """Return each prompt's token ids: of a conversation up to where the answer begins, by the chat template; of a text
+    after the token that begins documents. Raises CpuftError: the template refuses one, or one has no token.
     """
     begin, _ = find_document_marks(tokenizer)  # texts to continue begin as documents did in the training
     found = []
@@ -178,7 +179,7 @@ def _compute_answers(
 
 
 def find_stop_tokens(model: Any, tokenizer: Any, is_chat: bool) -> list[int]:
-    """Return the ids of the tokens that end an answer, in ascending order."""
+    """Return the ids of the tokens that end an answer, in ascending order, with the one that ends a turn for a chat."""
     # A model that was no chat model before does not name the token that ends an answer in the chat template.
     own = model.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}

@@ -146,14 +146,14 @@ class SentenceEncoder(torch.nn.Module):
         self.encoder, self.form = encoder, form
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> GraphOutput:
-        """Return the embeddings, fp32, shape (texts, dimensions)."""
+        """Return the embeddings as `logits`, fp32, shape (texts, dimensions)."""
         hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         return GraphOutput(finish_embeddings(self.form, pool(self.form.pooling, hidden, attention_mask)))
 
 
 class EmbeddingsAsStates(torch.nn.Module):
     """A `SentenceEncoder`, or its graph, in the place of an encoder, for an objective of embeddings: the hidden state
-    of each token is the embedding of the text, which so any pooling returns.
+    of each token is the embedding of the text, so that any pooling returns that embedding.
     """
 
     def __init__(self, embeds: torch.nn.Module) -> None:
@@ -194,8 +194,8 @@ def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str,
     """Write the graph of a model, which takes batches of any size and length, into a folder.
 
     The model is in evaluation mode and in fp32, without the fast path; the batch with which it is traced has at least
-    two examples and two tokens. Raises CpuftError: it cannot be traced. The libraries raise other exceptions, such as
-    OSError.
+    two examples and two tokens. Raises CpuftError: the model cannot be traced. Quantising and converting raise
+    exceptions of their libraries, and writing OSError.
     """
     traced = folder / "traced"
     traced.mkdir()
@@ -258,8 +258,8 @@ def _quiet() -> Iterator[None]:
 
 
 def measure_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
-    """Return the largest difference of the logits of model and graph, infinite if their shapes differ, and the model's
-    largest absolute logit.
+    """Return the largest absolute difference of the logits of model and graph, without those of padding, or infinity if
+    their shapes differ; and the model's largest absolute logit.
     """
     with torch.inference_mode():
         wanted, found = model(**batch.inputs).logits.float(), graph(**batch.inputs).logits

@@ -19,8 +19,8 @@ def match_labels(stored: Sequence[str], labels: Sequence[str]) -> list[int]:
     """Return for each label the number of the output that a head with the labels `stored` has for it, or -1.
 
     Names are equal if they differ only in case, spaces, - and _, or are forms of one number (see `find_value`). If one
-    side has only numbers, or LABEL_0, and the other as many other labels, both are taken to be in the same order:
-    numbers in that of their values.
+    side has only numbers, or LABEL_0, and the other as many other labels, both are taken to be in the same order, where
+    numbers are sorted by value.
     """
     old, new = _make_keys(stored), _make_keys(labels)
     if len(old) == len(new) and {*old} != {*new} and any(map(_read_numbers, (stored, labels))):
@@ -53,8 +53,8 @@ def _list_in_order(names: Sequence[str]) -> list[int]:
 
 
 def match_head(stored: Any, head: Mapping[str, Any]) -> list[int]:
-    """Return `match_labels` for a model's configuration and the settings of its new head; empty if the outputs of the
-    stored head stay as they are, or none of another number has a known name.
+    """Return what `match_labels` returns for the labels of a model's configuration and of its new head; [] if both have
+    the same labels in the same order, or different numbers of labels, and no label has a stored output by its name.
     """
     old, labels = _list_labels(stored.id2label), _list_labels(head.get("id2label", {}))
     rows = match_labels(old, labels)

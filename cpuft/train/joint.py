@@ -55,8 +55,8 @@ class JointBatch:
 def make_joint_batches(
     objective: EmbeddingObjective, setup: TrainingSetup, examples: Indices, epoch: int
 ) -> list[JointBatch]:
-    """Return the batches of the examples of an update, at least one: as many batches on every rank, each with as many
-    examples of each rank, or one fewer, in parts of at most --micro-batch, or --batch-size, examples.
+    """Return the batches of the examples of an update (of all ranks), at least one: as many batches on every rank, each
+    with as many examples of each rank, or one fewer, in parts of at most --micro-batch, or --batch-size, examples.
     """
     config, world, tokens = setup.config, setup.world, setup.prepared.train
     batches = []
@@ -87,14 +87,14 @@ def _split_into_batches(setup: TrainingSetup, examples: Indices) -> Iterator[Ind
 
 
 def deal_examples(setup: TrainingSetup, examples: Indices) -> list[Indices]:
-    """Return for each rank the examples of an update whose texts it embeds, at least one for each rank."""
+    """Return, for each rank, the numbers of the examples of an update whose texts the rank embeds, at least one."""
     batches, size = list(_split_into_batches(setup, examples)), setup.world.size
     return [np.concatenate([select_for_rank(batch, rank, size) for batch in batches]) for rank in range(size)]
 
 
 def deal(examples: Indices, most: int) -> list[Indices]:
-    """Return `examples`, sorted by length, in as few parts of at most `most` as possible, at least one; each has every
-    n-th example, so that all take about the same memory.
+    """Return `examples`, which are sorted by length, in as few parts of at most `most` as possible, at least one; each
+    part has every n-th example, so that all take about the same memory.
     """
     count = max(1, math.ceil(len(examples) / most))
     return [examples[first::count] for first in range(count)]
@@ -111,8 +111,8 @@ def run_joint_batch(
 ) -> float:
     """Run the forward and backward passes of a batch; return the sum of the losses of this rank's examples. Collective.
 
-    The gradient of the sum of all ranks' losses with respect to this rank's examples, times `factor`, is added to what
-    is there. `is_last` marks the update's last batch, in whose last pass gradients are sent. `clock` gets laps.
+    The gradient of the sum of all ranks' losses with respect to this rank's examples, times `factor`, is added to the
+    parameters' gradients. `is_last` marks the update's last batch, in whose last pass gradients are sent.
     """
     model, states, lap = setup.exchange.forward_model, list[torch.Tensor](), clock.lap
     # A rank with one part does the same as the others.
@@ -167,8 +167,8 @@ def _backward_to_examples(
 
 
 def exchange_examples(own: torch.Tensor, counts: list[int], rank: int) -> torch.Tensor:
-    """Return the fp32 rows of all ranks, (sum of counts, numbers); gradients go to the `own` ones of this rank only.
-    Collective.
+    """Return the rows of all ranks in their order, fp32, (sum of `counts`, numbers). `own` are the `counts[rank]` rows
+    of this rank, to which alone gradients go. Collective.
     """
     largest = max(counts)
     # All ranks have to send equally many rows.

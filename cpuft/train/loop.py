@@ -118,13 +118,15 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
 
 
 def evaluates_after(setup: TrainingSetup, update: int) -> bool:
-    """Return whether the model is evaluated after this update; after the last, the evaluation at the end follows."""
+    """Return whether an evaluation while training follows this update; False after the last one."""
     interval = setup.evaluation_interval
     return interval > 0 and update % interval == 0 and update < setup.updates
 
 
 def compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> bool:
-    """Return whether the ranks' parameters are compared after an update; `done` updates were before this start."""
+    """Return whether ranks compare parameters after an update: the 2nd and 20th after the `done` ones before this
+    start, but not the run's last, and only with --sync-every 1.
+    """
     # With --sync-every above 1 they differ on purpose; after the last update, the comparison at the end follows.
     return update - done in _EARLY_CHECKS and setup.config.sync_every == 1 and update < setup.updates
 

@@ -68,7 +68,7 @@ def get_encoder_prefix(model: Any) -> str:
 
 
 def find_target_layers(model: Any) -> list[str]:
-    """Return the dotted names of the linear layers that get adapters: an encoder's in attention, a decoder's all."""
+    """Return the dotted names of the linear layers to adapt: an encoder's in attention, a decoder's but its head."""
     from torch import nn
 
     encoder = get_encoder_prefix(model)
@@ -79,8 +79,8 @@ def find_target_layers(model: Any) -> list[str]:
 
 
 def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
-    """Return the names of the modules that are trained whole: the head, and modules with weights of `new` (a pooler),
-    but no head that shares the token embedding's weight, which is large and was loaded.
+    """Return the names of the modules that are trained whole: a classifier's head, and modules with weights of `new` (a
+    pooler), but no head of a language model, which is large, and may share the token embedding's weight.
     """
     outputs = model.get_output_embeddings()
     heads = [
@@ -98,7 +98,7 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
 
 def merge_adapters(model: Any, folder: str) -> Any:
     """Merge the adapters in a folder into `model`, in place, and return the model without adapters. Raises CpuftError:
-    peft is not installed, or they do not fit the model.
+    peft is not installed, or the adapters do not fit the model.
     """
     _check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel

@@ -80,8 +80,7 @@ class Layer(NamedTuple):
 
 def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> Layer:
     """Return the bytes of one layer's activations: of transformers' own as measured; a fast one keeps inputs of
-    products and norms, queries, keys and values, also before their norms, and what the gradient of the activation
-    needs.
+    products and norms, queries, keys and values, also before their norms, and what the activation's gradient needs.
     """
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
     tokens, positions, pairs = batch.tokens, batch.positions, batch.positions * batch.length
@@ -155,8 +154,8 @@ def measure_activations(shape: ModelShape, config: TrainConfig, batch: LargestBa
 
 
 def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: bool = True) -> int:
-    """Return the most bytes that predicting `targets` tokens takes: logits, of decoders in chunks, with gradients, and
-    those of the weight, which is as large as the embedding.
+    """Return the most bytes that predicting `targets` tokens takes, 0 for 0: logits, of decoders in chunks, with
+    gradients, and those of the weight, which is as large as the embedding.
     """
     if not targets:
         return 0
@@ -173,7 +172,7 @@ def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: boo
 
 def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[LargestBatch, LargestBatch]:
     """Return rank 0's batch with the most tokens in the first epoch, and the batch of evaluation with the most; of an
-    embedding model, examples are the texts of --micro-batch rows.
+    embedding model, examples are the texts of --micro-batch rows, all as long as the longest text.
     """
     lengths, texts = prepared.train.lengths, 1
     if prepared.kind in EMBEDDING_KINDS:
@@ -204,7 +203,8 @@ def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[L
 def estimate_rank(
     shape: ModelShape, config: TrainConfig, prepared: Prepared, ranks: int, writes_checkpoints: bool
 ) -> dict[str, int]:
-    """Return the bytes that a rank holds at its peak, by part, with the largest batches of these examples.
+    """Return the bytes that a rank holds at its peak with the largest batches of these examples, by part: weights,
+    shared weights, masters, moments, gradients, activations, checkpoint's copy, buffers and process.
 
     A part that is not needed is 0. `checkpoint's copy` is of the state while this rank writes a checkpoint, and
     `process` is the interpreter, libraries and gaps in the heap. With `shape.layers` 0, activations are not estimated.
@@ -292,8 +292,8 @@ def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> Non
 
 
 def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, factor: float = 1.0) -> Shortage | None:
-    """Return the host or machine with the largest shortage of memory; None if all ranks fit. Estimates are multiplied
-    by `factor`, and hosts on the same machine, such as simulated ones, must also fit together.
+    """Return the host or machine that lacks the most memory; None if all ranks fit. For the comparison, estimates are
+    multiplied by `factor`, and hosts on the same machine, such as simulated ones, must also fit together.
     """
     found, by_machine = list[Shortage](), dict[str | int, list[Shortage]]()
     total = 1 if memory.independent else sum(host.ranks for host in memory.hosts)
@@ -324,7 +324,7 @@ def _describe_shortage(shortage: Shortage) -> str:
 
 
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
-    """Return the first advice of `_list_advice` that makes the run fit, else to take a smaller model or other hosts."""
+    """Return the first advice that makes the run fit: options, more hosts or adapters; else a smaller model."""
     for text, changes, hosts in _list_advice(config, memory):
         if not find_shortage(replace(config, **changes), replace(memory, hosts=hosts), estimate):
             return text
@@ -362,7 +362,7 @@ def _can_shard(config: TrainConfig, ranks: int) -> bool:
 
 
 def list_changes(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
-    """Return sets of option changes that lead to the same updates with less memory, the cheapest in time first."""
+    """Return dicts of new options that lead to the same updates with less memory, the cheapest in time first."""
     rows, micro_batches = config.batch_size, config.gradient_accumulation
     # Each choice with its cost: the share by which a step takes longer; without checkpoints, what a loss may cost.
     choices: list[list[tuple[float, dict[str, Any]]]] = [

@@ -93,7 +93,7 @@ def mine_negatives(
     rules: MiningRules = MiningRules(),
 ) -> dict[str, list[str]]:
     """Return for each different anchor of the rows its negatives, the most similar ones first, `count` or fewer. Raises
-    as `check_rules`.
+    as `check_rules`, and ValueError without as many positives as anchors.
     """
     task = make_mining_task(anchors, positives, corpus)
     check_rules(task, count, rules)
@@ -107,7 +107,7 @@ def mine_negatives(
 
 
 def check_rules(task: MiningTask, count: int, rules: MiningRules) -> None:
-    """Raise CpuftError if the rules leave fewer than `count` candidates to every anchor of a task."""
+    """Raise CpuftError if `skip` and `depth`, whatever the scores, leave every anchor fewer than `count` candidates."""
     if rules.depth and rules.depth - rules.skip < count:
         raise CpuftError(
             f"of the {rules.depth} most similar documents {rules.skip} are skipped, so that fewer than "
@@ -129,8 +129,8 @@ def search_negatives(
     rules: MiningRules,
     say: Callable[[int], None] = lambda done: None,
 ) -> Negatives:
-    """Return the negatives of all anchors, from embeddings of any length above 0, which may be memory maps; `say` gets
-    the number of anchors that are done after each block.
+    """Return the negatives of all anchors, from embeddings of the task's texts, which need not be normalised and may be
+    memory maps; after each block, `say` gets the number of anchors that are done.
     """
     numbers = np.full((len(task.anchors), count), -1, np.int64)
     scores = np.full((len(task.anchors), count), -np.inf, np.float32)

@@ -123,7 +123,7 @@ def read_config_file(config: TrainConfig) -> dict[str, Any]:
 
 
 def get_model_name(config: TrainConfig) -> str:
-    """Return the name of what is trained, as the user gave it."""
+    """Return the name of what is trained, as the user gave it: --from-config, else --model."""
     return config.from_config or config.model
 
 
@@ -132,8 +132,7 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
 
     `head` has names of config.json. `vocab_size` is for an untrained model of `SIZES`; 0 is BERT's. `pad_id` is the
     token of padding; -1 leaves a trained model's own, and means 0 for an untrained one. If the hub is needed and does
-    not answer within 3 s, only the cache of models is read. Raises CpuftError: the configuration is missing or not
-    valid.
+    not answer within 3 s, only the cache is read. Raises CpuftError: the configuration is missing or not valid.
     """
     import transformers
 
@@ -164,7 +163,7 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
 
 
 def check_untrained(config: TrainConfig) -> None:
-    """Raise CpuftError if no model can be made with the configuration of --from-config; weights take no memory here."""
+    """Raise CpuftError if --from-config is given and no model can be made of it; weights take no memory here."""
     if not config.from_config:
         return
     settings = load_config(config, {})
@@ -296,7 +295,7 @@ def choose_attention(settings: Any) -> str | None:
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     """Load a model, merging adapters into their base model; return it in fp32, and the names of parameters not stored.
 
-    If the head there has other sizes, for other labels, the model gets a new head, which rank 0 says. `read` is
+    If the stored head has other sizes, for other labels, the model gets a new head, which rank 0 says. `read` is
     `from_pretrained` of the model's class, whose exceptions pass through. Raises CpuftError: the weights do not fit the
     model, or the base model of adapters cannot be found.
     """
@@ -351,7 +350,7 @@ def check_weights(source: str) -> None:
 
 
 def read_stored_tensors(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """Return type (as BF16) and shape of each tensor in a safetensors file. Raises CpuftError: the file is damaged."""
+    """Return (type like BF16, shape) of each tensor in a safetensors file. Raises CpuftError: the file is damaged."""
     from safetensors import SafetensorError, safe_open
 
     opened: Any = safe_open
@@ -422,8 +421,8 @@ def describe_load_failure(name: str, error: Exception) -> str:
 
 
 def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """Return the options with a LoRA rank, and a clause on what was chosen and why; empty if there was no choice, and
-    for encoders and small decoders for tasks with labels, which are trained whole.
+    """Return the options with a LoRA rank (0: all weights are trained), and a clause on what was chosen and why; "" if
+    there was no choice, and for encoders and small decoders for tasks with labels, which are trained whole.
 
     Only the sizes of the weights are read, or the configuration. Raises CpuftError: the configuration cannot be loaded;
     or all weights are trained, and an option is for adapters only.
@@ -462,7 +461,7 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
 
 def count_stored_parameters(config: TrainConfig, may_be_encoder: bool = False) -> int:
     """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration; with
-    `may_be_encoder` 0 if it is none like Llama, or a small one. Raises CpuftError: they cannot be read.
+    `may_be_encoder` 0 if the model is none like Llama, or small by its files. Raises CpuftError: they cannot be read.
     """
     source = find_model(config.model)
     source = find_base_model(source) or source

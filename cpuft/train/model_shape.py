@@ -52,8 +52,8 @@ class ModelShape:
 
 def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
     """Return the shape of the model that the options name; `vocab_size` is the tokenizer's, for an untrained model. An
-    unknown architecture, or a model on the hub, has no layers, and the parameters of the folder's safetensors files.
-    Raises CpuftError: the model or the configuration is missing.
+    unknown architecture, or a model on the hub, has 0 layers, and a quarter of its folder's safetensors bytes as other
+    parameters. Raises CpuftError: the model or the configuration is missing.
     """
     if config.from_config:
         return _read_shape(config, load_config(config, {}, vocab_size).to_dict()) or ModelShape(0, 0)

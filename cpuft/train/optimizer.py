@@ -88,8 +88,8 @@ RATE_FACTOR = "rate_factor"
 
 
 def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_decay: float = 1.0) -> list[dict[str, Any]]:
-    """Return groups of the trainable parameters, none empty: for each learning rate, from the head down, the matrices,
-    then biases and norms, without weight decay. Raises CpuftError: layerwise decay finds no stack of layers.
+    """Return AdamW's groups of the trainable parameters, none empty: for each learning rate, from the head down, the
+    matrices, then biases and norms, without weight decay. Raises CpuftError: layerwise decay finds no stack of layers.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     factors = dict.fromkeys(parameters, 1.0)
@@ -156,9 +156,9 @@ def plan_averages(config: TrainConfig, updates: int) -> frozenset[int]:
 def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str = "linear") -> float:
     """Return the share of the peak learning rate for an update, which is counted from 0, as transformers does.
 
-    It rises from 0 during the `warmup` updates, whose last is followed by the peak; linear and cosine (half a wave)
-    would be 0 for update `updates`, and inverse-sqrt falls with the root of the updates. Raises KeyError for another
-    `schedule`.
+    The share rises from 0 during the `warmup` updates, whose last is followed by the peak. Then linear and cosine (half
+    a wave) fall to 0 at update `updates`, inverse-sqrt falls as sqrt(w / (w + updates since the peak)) with w =
+    `warmup` or 10,000, and the constant ones stay at 1. Raises KeyError for another `schedule`.
     """
     if update < warmup:
         return update / warmup

@@ -19,7 +19,7 @@ class Clock:
         self.start = self.last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Add the time since the last lap, or the start, to `phase`."""
+        """Add the time since the last lap, or the start, to `phase`. Raises KeyError: it is no key of `seconds`."""
         now = time.perf_counter()
         self.seconds[phase] += now - self.last
         self.last_laps[phase] = (self.last, now)
@@ -27,7 +27,7 @@ class Clock:
 
     def make_line(self, update: int, rate: float, loss: float, examples: int, tokens: int, waited: float) -> StepLine:
         """Return the line of an update that ends now, with this rank's numbers, its sum of losses, and the bytes that
-        were sent since `take_traffic`; of the backward pass it has waited for messages for `waited` seconds.
+        were sent since the last `take_traffic`; `waited` seconds of the backward pass are counted as communication.
         """
         seconds = self.seconds
         return StepLine(

@@ -65,8 +65,9 @@ def tabulate_predictions(
 ) -> Table:
     """Return the columns and rows of a file of predictions: a row for each example, or for each word that has a tag.
 
-    `given` are columns of the input. Examples with labels have a column of them. Words that were cut off, or that the
-    tokenizer drops, have no prediction. `tokens`, for tags only, are made from `number_words`.
+    The columns are index, those of `given`, token for tags, label if the examples have labels, prediction, and the
+    probability p_NAME of each class. Words that were cut off, or that the tokenizer drops, have no prediction (None).
+    `threshold` is for tasks of kind labels. `tokens`, for tags only, are made from `number_words`.
     """
     kind = {"labels": "list", **dict.fromkeys(SCORE_KINDS, "float64")}.get(task.kind, "string")
     # Nine digits tell all fp32 numbers apart, so that documents keep their order.
@@ -108,7 +109,7 @@ def name_given(own: Sequence[Column], given: Given) -> list[Column]:
 
 
 def give_ids(id_column: str, ids: Sequence[str]) -> Given:
-    """Return the column of the ids, if there is one: as whole numbers, if all of them are."""
+    """Return the column of the ids, as whole numbers if all of them are; [] without `id_column`."""
     if not id_column:
         return []
     return [(id_column, [*map(int, ids)] if all(map(_WHOLE_NUMBER.fullmatch, ids)) else ids)]
@@ -135,13 +136,13 @@ def _predict(task: Task, output: Outputs, threshold: float = DEFAULT) -> Cells:
 
 
 def shift(outputs: Outputs, threshold: float) -> NDArray[np.float64]:
-    """Return outputs from which those whose probability is above the threshold are above 0."""
+    """Return outputs minus the threshold's logit, fp64: those of a probability above the threshold are above 0."""
     shifted: NDArray[np.float64] = outputs.astype(np.float64) - np.log(threshold / (1 - threshold))
     return shifted
 
 
 def tabulate_submission(task: Task, outputs: Outputs) -> Table:
-    """Return the table that the GLUE benchmark takes: each label as in its files, or a score from 0 to 5."""
+    """Return the table that the GLUE benchmark takes: each label as in its files, or a score that is cut to 0 to 5."""
     if task.labels:
         predictions: Iterator[Any] = (task.labels[number] for number in outputs.argmax(-1))
     else:
@@ -157,7 +158,9 @@ def name_submission(task: Task, suffix: str) -> str:
 
 
 def check_predictions_file(path: Path, request: PredictConfig) -> None:
-    """Raise CpuftError if predictions may not be written to `path`."""
+    """Raise CpuftError if predictions may not be written to `path`: it has another ending than a table, it exists and
+    there is no --overwrite, or it is --file or the file of the run's own predictions.
+    """
     check_output(path, request.overwrite)
     own = Path(request.run, FILE_NAME)
     for kept, what in ((own, "the run's predictions for its validation examples"), (request.file, "the examples")):
@@ -193,7 +196,9 @@ class FinishedRun:
 
 
 def read_finished_run(run: str) -> FinishedRun:
-    """Read a run's record and its model's configuration, no weights. Raises CpuftError: no model was saved there."""
+    """Read a run's record and its model's configuration, no weights. Raises CpuftError: no model was saved there, or
+    the model predicts neither labels, scores nor tokens and makes no embeddings.
+    """
     record = read_record(run)
     header, model = record.header, Path(run, MODEL_DIR)
     last = record.resumptions[-1] if record.resumptions else header
@@ -349,7 +354,7 @@ def make_run_model(run: FinishedRun, prepared: Prepared) -> tuple[Objective, Any
 
 
 def choose_run_precision(run: FinishedRun, requested: str) -> Precision:
-    """Return the precision to predict in: for auto that of the run (fp32 for int8); bf16 also where it is emulated."""
+    """Return the precision to predict in: for auto that of the run; fp32 for int8; bf16 also where it is emulated."""
     from cpuft.train.precision import read_cpu  # imports torch
 
     wanted = run.precision if requested == "auto" else requested

@@ -77,7 +77,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def gather_to_first(value: Any) -> list[Any] | None:
-    """Return what `gather` returns on rank 0, and None on all others. Collective."""
+    """Return what `gather` returns on rank 0, and None on all others; [value] without a process group. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -86,7 +86,7 @@ def gather_to_first(value: Any) -> list[Any] | None:
 
 
 def broadcast_value(value: Any) -> Any:
-    """Return rank 0's `value`, which must be picklable, on all ranks. Collective."""
+    """Return rank 0's `value`, which must be picklable, on all ranks; `value` without a process group. Collective."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values)
@@ -187,7 +187,7 @@ def prove_equal_parameters(model: torch.nn.Module, when: str) -> None:
 
 
 def compare_parameters(model: torch.nn.Module, when: str) -> tuple[str, str]:
-    """Return the checksum of most ranks' parameters, 16 hexadecimal digits, and how other ranks differ: empty, or a
+    """Return the checksum of most ranks' parameters, 16 hexadecimal digits, and how the other ranks' differ: "", or a
     text that begins with `when`, such as `after update 2`. Collective.
     """
     checksums = gather((checksum_parameters(model), socket.gethostname()))

@@ -126,7 +126,7 @@ class Progress:
             self._event = None
 
     def show_evaluation_start(self, examples: int) -> None:
-        """Show that the evaluation after the training, on so many examples, begins; it may take a while."""
+        """Show that the evaluation after the training, on this number of examples, begins; it may take a while."""
         self._end_bar()
         self.show(f"{FINAL_EVALUATION_MARK}{counted(examples, 'example')}")
 
@@ -186,8 +186,8 @@ class RunReporter:
         self.earlier_evaluations: list[EvaluationLine] = []
 
     def add(self, line: Line) -> None:
-        """Write a line to the record, and to that of later checkpoints, where this rank has them; show a warning that
-        it gives.
+        """Write a line to the record and to that of later checkpoints, where this rank has them; show the warning of
+        `watch`.
         """
         if self.record:
             self.record.write(line)
@@ -251,7 +251,9 @@ def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> Resume
 
 
 def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
-    """Return independent ranks' steps as one run's: mean loss and seconds, sums of samples and tokens, else rank 0."""
+    """Return independent ranks' steps as one run's: mean loss and step seconds, sums of samples and tokens, all ranks'
+    step seconds as `compute_seconds`, else rank 0's; as many as the rank with the fewest made.
+    """
     return [
         replace(
             lines[0],
@@ -266,7 +268,7 @@ def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
 
 
 def average_phases(steps: list[StepLine]) -> dict[str, float]:
-    """Return the mean seconds of a steady step by phase; 0.0 without steps."""
+    """Return the mean seconds of a step by phase; the first tenth of the steps does not count. 0.0 without steps."""
     steady = drop_warm_up(steps)
     return {
         name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) if steady else 0.0

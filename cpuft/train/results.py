@@ -35,9 +35,7 @@ def save_results(
     load: OtherLoad,
     started: float,
 ) -> None:
-    """Save the model and its predictions, finish the record, then wait for the baseline, and show how good the model
-    is. Collective.
-    """
+    """Save model and predictions, end the record, wait for the baseline, and show how good the model is. Collective."""
     config, prepared, objective, folder = setup.config, setup.prepared, setup.objective, Path(worker.run_dir)
     progress, record, evaluation = reporter.progress, reporter.record, result.evaluation
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, load.measure_share()
@@ -72,7 +70,7 @@ def save_results(
 
 
 def show_judgement(folder: Path, progress: Progress) -> None:
-    """Show where the saved model fails, if there are predictions. Whatever goes wrong, the run is complete."""
+    """Show where the saved model fails, if there are predictions; if that fails, show a warning only."""
     if not (folder / FILE_NAME).is_file():
         return
     try:

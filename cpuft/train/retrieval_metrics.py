@@ -21,8 +21,8 @@ def measure_queries(
     relevant: NDArray[np.int32],
     similarity: str,
 ) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
-    """Return what `measure_searches` returns for a search by embeddings, (texts, dimensions). Raises ValueError as it
-    does, and for another similarity than cosine and dot.
+    """Return what `measure_searches` returns for a search by embeddings, (texts, dimensions). Raises ValueError as that
+    function does, and for another similarity than cosine and dot.
     """
 
     def rank(asked: NDArray[np.int64], count: int) -> NDArray[np.int64]:

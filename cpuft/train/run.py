@@ -204,7 +204,9 @@ def begin(
 
 
 def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> None:
-    """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host. Collective."""
+    """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host, unless the launcher
+    still has to fetch the results (`worker.keep_checkpoints`). Collective.
+    """
     with wait_for_disks():
         if checkpoints.writer:
             checkpoints.writer.finish()
@@ -248,7 +250,7 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
     """Return what the header records, `compiled` if all ranks have kernels, else `absent`; then a warning that names
-    the hosts without them, "" for none. Each rank's status is `on`, or `off: ` and the reason.
+    the hosts without kernels, "" for none. Each rank's status is `on`, or `off: ` and the reason.
     """
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:
@@ -274,7 +276,7 @@ def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice |
 
 
 def find_products(header: Header, earlier: EarlierMeasurements) -> dict[str, Any]:
-    """Return what products run on, as measured when the run began if CPU, precision and torch are equal, else now."""
+    """Return what matrix products run on: as in `earlier` if CPU, precision and torch are equal, else measured now."""
     if earlier.products and earlier.products_of == describe_products(header):
         return earlier.products
     return measure_products(header.precision)

@@ -92,7 +92,7 @@ def find_early_warnings(config: TrainConfig, prepared: Prepared) -> Iterator[str
 
 def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
     """Return the smallest mean training loss of one and the same answer for every example, or token; nan if the loss
-    depends on the other examples of a batch.
+    depends on the other examples of a batch, or no label is known.
     """
     labels = prepared.train.labels
     if prepared.kind in TEXT_KINDS:
@@ -166,7 +166,7 @@ class RunWatch:
         return warning
 
     def finish(self) -> str:
-        """Return a warning of all losses, which nothing was said of before, or an empty text."""
+        """Return a warning that nothing was trained, or of all losses unless `add` has warned of losses; else ""."""
         count = len(self._losses)
         if not count or not self.config.learning_rate:
             given = f"--epochs {self.config.epochs:g}" if not count else "--learning-rate 0"
@@ -291,7 +291,7 @@ def find_last_warning(
     predictions: KeptPredictions | None = None,
     baseline: Mapping[str, float] | None = None,
 ) -> str:
-    """Return what is to be said of a run that has ended, or an empty text. It never fails, as the run has not."""
+    """Return a warning of the losses or result of a run that has ended, else "". An error becomes a warning, too."""
     try:
         warning = watch.finish()
         if not warning and evaluation:
@@ -313,8 +313,8 @@ def find_result_warning(
     baseline: Mapping[str, float] | None = None,
 ) -> str:
     """Return a warning if a model gives (nearly) one answer for all rows, or if its metrics are not clearly better than
-    those of one answer or of the baseline; else "". `columns` are those of `Objective.list_predictions` for the first
-    validation split, or none.
+    those of one answer or of the baseline; else "", as for fewer than 10 rows. `columns` are those of
+    `Objective.list_predictions` for the first validation split, or none.
     """
     if len(prepared.validation[""]) < _LEAST_ROWS:
         return ""

@@ -19,9 +19,7 @@ from cpuft.train.evaluate import KeptPredictions
 def save_predictions(
     folder: Path, config: TrainConfig, prepared: Prepared, evaluation: EvaluationLine, kept: KeptPredictions
 ) -> str:
-    """Write the file of predictions of an evaluation, if the kind has any; return a warning if anything goes wrong,
-    else "".
-    """
+    """Write an evaluation's file of predictions, if its kind has any; return "", or a warning if anything fails."""
     try:
         if kept.problem:
             raise RuntimeError(kept.problem)
@@ -54,7 +52,7 @@ def make_columns(config: TrainConfig, prepared: Prepared, suffix: str, columns: 
 
 
 def join_columns(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the columns of all splits, one after another, in forms that PyArrow takes."""
+    """Return the columns of all splits, one split after another, in forms that PyArrow takes."""
     joined = dict[str, Any]()
     for name in parts[0]:
         found = [part[name] for part in parts]

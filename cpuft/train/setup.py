@@ -92,7 +92,7 @@ class TrainingSetup:
 
 
 def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None:
-    """Raise CpuftError if a batch of contrastive training has one example without negatives: its loss is always 0."""
+    """Raise CpuftError if a loss compares only one pair without negatives on `ranks` ranks: that loss is always 0."""
     compared = config.batch_size * (ranks if config.gather_negatives and config.sync_every == 1 else 1)
     if prepared.kind == "pairs" and compared == 1 and len(prepared.texts) == 2:
         raise CpuftError(

@@ -38,8 +38,8 @@ def resume_garbage_collection() -> None:
 def run_as_process(work: Callable[[], None]) -> None:
     """Do the work of a process that a verb has started; garbage collection is paused until the work resumes it.
 
-    It ends as `describe_exit` says, with one line on standard error, and at SIGTERM, which is an exception so that
-    half-written files are removed, with code 143.
+    An error ends the process as `describe_exit` says, with one line on standard error, or passes through if it needs a
+    traceback. SIGTERM, an exception so that half-written files are removed, ends it with code 143.
     """
     protect_streams()
     pause_garbage_collection()
@@ -57,7 +57,9 @@ def run_as_process(work: Callable[[], None]) -> None:
 
 
 def describe_exit(error: Exception) -> tuple[str, int]:
-    """Return the line and the exit code with which a process ends after an error; ("", 1) if it needs a traceback."""
+    """Return the line and the exit code with which a process ends after an error: a CpuftError's own, those of a full
+    disk, or 2 for another problem with a path; ("", 1) for other errors, which need a traceback.
+    """
     if isinstance(error, CpuftError):
         return str(error), error.exit_code
     if not isinstance(error, OSError):

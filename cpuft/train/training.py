@@ -100,8 +100,8 @@ def _evaluate_at_end(
 def restore_best(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, evaluations: list[EvaluationLine]
 ) -> EvaluationLine:
-    """Give the model the weights of the best of the evaluations and return it; if it is the last, or its weights are on
-    no disk, which is warned of, return the last. Collective.
+    """Give the model the weights of the best evaluation and return that evaluation; if it is the last one, or its
+    weights are on no disk, which is warned of, change nothing and return the last one. Collective.
     """
     last, best = evaluations[-1], find_best(evaluations, setup.best_metric)
     if best is None or best.step == last.step:

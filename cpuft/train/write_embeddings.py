@@ -62,7 +62,7 @@ Write = Callable[[NDArray[np.float32], Sequence[str]], None]
 
 @contextmanager
 def open_npy(path: Path, dimensions: int) -> Iterator[Write]:
-    """Write an array of NumPy, fp32, shape (texts, dimensions), in the order of the texts; it has no ids."""
+    """Yield what appends embeddings to a .npy file, fp32, shape (texts, dimensions), in order; ids are ignored."""
     rows = 0
 
     def write(embeddings: NDArray[np.float32], ids: Sequence[str]) -> None:
@@ -105,8 +105,8 @@ def _open_parquet(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]
 
 @contextmanager
 def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
-    """Yield what writes a .npy file, or a .parquet file with ids (row numbers without `has_ids`), which gets its name
-    after the block. Raises CpuftError: `path` is a folder, a device or a pipe.
+    """Yield what appends embeddings to a .npy file, or else a Parquet file with ids (row numbers without `has_ids`).
+    The file gets its name after the block. Raises CpuftError: `path` is a folder, a device or a pipe.
     """
     with write_atomically(path) as beside:
         is_npy = path.suffix == ".npy"
@@ -115,15 +115,15 @@ def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
 
 
 def choose_embeddings_file(request: PredictConfig) -> Path:
-    """Return the file to write; raise CpuftError if it cannot be written."""
+    """Return --output, else the run's embeddings.npy. Raises CpuftError: it cannot be written, or needs pyarrow."""
     path = name_embeddings(request)
     check_pyarrow(path)
     return path
 
 
 def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> str:
-    """Return the column of the texts: `wanted`, a usual name, or the only column; `option` names it in messages. Raises
-    CpuftError: there is no such column, or `wanted` names several.
+    """Return the column of the texts: `wanted`, else a usual name, else the only column; `option` names it in messages.
+    Raises CpuftError: there is no such column, or `wanted` names several.
     """
     if "," in wanted and wanted not in table.columns:
         raise CpuftError(f"{option} {wanted!r:.80}: name one column, as each text has an embedding of its own")
@@ -139,8 +139,8 @@ def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> 
 
 
 def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
-    """Return the text of a prompt: that of a name, or `wanted` itself if it is no name (letters, digits and _). Raises
-    CpuftError: the model has no prompt of that name.
+    """Return the text of a prompt: that of a name, or `wanted` itself if it is "" or no name (letters, digits and _).
+    Raises CpuftError: the model has no prompt of that name.
     """
     known = {"query": form.query_prompt, "document": form.document_prompt, **form.prompts}
     if not wanted or not _PROMPT_NAME.fullmatch(wanted):
@@ -157,8 +157,8 @@ def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
 def read_windows(
     table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = 0
 ) -> Iterator[Window]:
-    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts` (0: 8192). Raises
-    CpuftError: a cell is no text, or there are no rows.
+    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts` (0: 8192), or 2048
+    times as many characters. Raises CpuftError: a cell is no text, or there are no rows.
     """
     limit = window_texts or _WINDOW_TEXTS
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
@@ -183,7 +183,7 @@ def read_windows(
 
 
 def make_embedder(request: PredictConfig) -> Embedder:
-    """Load the model of a request; raise CpuftError if it cannot be read, or has fewer dimensions."""
+    """Load the model of a request; raise CpuftError if it cannot be read, or has fewer dimensions than --dimensions."""
     from cpuft.train.embedder import Embedder  # imports torch
 
     name = request.model or request.run
@@ -345,7 +345,7 @@ def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Wind
 
 
 def write_embeddings(request: PredictConfig) -> None:
-    """Write the embeddings of a file's texts, and print the output's name. Raises CpuftError: one cannot be used."""
+    """Write the embeddings of a file's texts and print their file. Raises CpuftError: model or files cannot be used."""
     path = choose_embeddings_file(request)
     windows = open_windows(request)  # an empty file is found before the model is loaded
     with (

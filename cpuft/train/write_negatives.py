@@ -44,7 +44,7 @@ _ROWS_AT_ONCE = 4096
 
 
 def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
-    """Return the anchors and the positives of the rows of --file. Raises CpuftError: a column or a text is missing."""
+    """Return all rows' anchors and positives of --file. Raises CpuftError: a column, a text or all rows are missing."""
     table = read_tables(request.file, "--file", request)
     columns = choose_pair_columns(table, request.text_columns, True)[:2]
     for name in columns:
@@ -62,7 +62,7 @@ def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
 
 
 def read_corpus(request: MineConfig) -> list[str] | None:
-    """Return the documents of --corpus; None without it. Raises CpuftError: it cannot be read."""
+    """Return the documents of --corpus without blank ones; None without it. Raises CpuftError: it cannot be read."""
     if not request.corpus:
         return None
     table = read_tables(request.corpus, "--corpus", request)
@@ -95,7 +95,7 @@ def _embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, 
 
 
 def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
-    """Yield rows of an anchor, a positive and all negatives, for the anchors that have as many as were asked for."""
+    """Yield (anchor, positive, *negatives) for each positive of each anchor in `found.complete`."""
     for place in np.flatnonzero(found.complete):
         negatives = [task.documents[number] for number in found.numbers[place]]
         for positive in task.positives[place]:

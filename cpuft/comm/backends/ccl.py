@@ -87,9 +87,10 @@ def load() -> ctypes.CDLL:
 
 
 def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, str]:
-    """Return the environment variables that oneCCL needs in a process that `cpuft launch` has not started.
+    """Return the variables CCL_* that oneCCL needs in a process that `cpuft launch` has not started.
 
-    `cores` are the hardware threads that this rank may use, at least one.
+    `cores` are the hardware threads that this rank may use, at least one; workers get the last ones, and sleep
+    (CCL_YIELD) if they share one with computing. Without PMI_RANK or with srun, also the local rank and size.
     """
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("MPI_LOCALNRANKS") or "1"
     workers = int(environment.get("CCL_WORKER_COUNT", "1")) * int(local_size)
@@ -119,7 +120,10 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
 
 
 class CclBackend(Backend):
-    """Collectives over a oneCCL communicator, whose sends have no tags: a header with tag and size comes first."""
+    """Collectives over a oneCCL communicator, whose sends have no tags: a header with tag and size comes first.
+
+    Making one raises CpuftError if a library is missing, and RuntimeError if oneCCL fails.
+    """
 
     name = "ccl"
 

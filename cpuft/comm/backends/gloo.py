@@ -27,7 +27,7 @@ _GATHER_TAG = 1 << 30
 class GlooWork(dist.Work):
     """Works of gloo whose futures never complete (send, recv, reduce_scatter), watched while someone waits for them.
 
-    `finish` is called once, after all works are done. The future returns `outputs`, by default the first work's result.
+    `finish` is called once, when all works have succeeded. The future has `outputs`, or else the first work's result.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GlooWork(dist.Work):
         """How gloo's works have ended: gloo waits for ever, or divides nothing, if it is asked twice."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all works are done, while the watchdog watches; raises gloo's errors. `timeout` is ignored."""
+        """Block until all works are done; return whether all succeeded, or raise gloo's error. `timeout` is ignored."""
         if self._done is None:
             operation = self._begin()
             try:
@@ -72,7 +72,7 @@ class GlooWork(dist.Work):
         return future
 
     def source_rank(self) -> int:
-        """Return the rank of the group from which data was received."""
+        """Return the rank of the group from which the first work has received data."""
         return int(self._works[0].source_rank())
 
     _source_rank = source_rank
@@ -93,11 +93,11 @@ class WatchedGlooGroup(WatchedGroup):
                 group._set_default_backend(ProcessGroup.BackendType.GLOO)
 
     def name(self) -> str:
-        """Return the library's name."""
+        """Return "gloo", the library's name."""
         return "gloo"
 
     def getBackendName(self) -> str:
-        """Return the name under which torch knows the backend, so that it equals `get_backend()`."""
+        """Return "cpuft_gloo", the name under which torch knows the backend and which `get_backend()` returns."""
         return "cpuft_gloo"
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
@@ -107,7 +107,7 @@ class WatchedGlooGroup(WatchedGroup):
         return self._watch_point_to_point("send", tensors, self._membership.rank, peer, tag, work)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Start to receive a tensor from rank `peer` with this tag, until wait(). RuntimeError: wrong arguments."""
+        """Start to receive a tensor from rank `peer`; only wait() completes it. RuntimeError: wrong arguments."""
         arguments.check_message("recv", self._membership, tensors, peer, tag)
         work = self._gloo.recv(tensors, peer, tag)
         return self._watch_point_to_point("recv", tensors, peer, self._membership.rank, tag, work)

@@ -35,8 +35,8 @@ _SUM_OF_HALVES = {torch.bfloat16: (0x3FC0, 0x4010, 0x4070), torch.float16: (0x3E
 def half_precision_handles(library: str) -> dict[torch.dtype, int]:
     """Return the MPI datatype handles of bfloat16 and float16 in a library with this MPI_Get_library_version.
 
-    mpi4py has no names for these types. In Intel MPI 2021 they are MPIX_C_FLOAT16 and MPIX_C_BF16 of its mpi.h, in
-    MPICH 4 MPIX_BFLOAT16; Open MPI has none.
+    mpi4py has no names for these types. Intel MPI 2021 has both, MPIX_C_BF16 and MPIX_C_FLOAT16 in its mpi.h; MPICH 4
+    has only MPIX_BFLOAT16. For other libraries, such as Open MPI, the result is empty.
     """
     if library.startswith("Intel(R) MPI"):
         return {torch.bfloat16: 0x4C000247, torch.float16: 0x4C000246}
@@ -47,7 +47,7 @@ def half_precision_handles(library: str) -> dict[torch.dtype, int]:
 
 @functools.lru_cache(maxsize=1)
 def load() -> Any:
-    """Initialize MPI with MPI_THREAD_MULTIPLE once, and return mpi4py.MPI; CpuftError: that is not installed."""
+    """Initialize MPI with MPI_THREAD_MULTIPLE once; return mpi4py.MPI. CpuftError: mpi4py or that level is missing."""
     try:
         import mpi4py
 
@@ -152,7 +152,7 @@ class MpiBackend(Backend):
         self._operations = {name: getattr(mpi, name.upper()) for name in names} | {"product": mpi.PROD}
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
-        """Return true for integers and, but for bitwise reductions, floats; 16-bit ones if MPI sums them correctly."""
+        """Return true for integers (not bool) and, unless bitwise, floats (16-bit ones if MPI sums them correctly)."""
         return dtype in self._types and not (reduction.startswith("b") and dtype.is_floating_point)
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:

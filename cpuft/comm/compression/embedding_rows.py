@@ -24,7 +24,10 @@ _OTHER_LOOKUPS = "_cpuft_other_lookups"
 
 
 def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
-    """Return the trained word embedding whose gradient can be exchanged by rows, or None if there is none."""
+    """Return the word embedding whose gradient can be exchanged by rows, or None.
+
+    None also if there are several, its weight is frozen or shared, or `check_lookups` has returned False for it.
+    """
     owners = list(_list_embedding_owners(model))
     try:
         module = owners[0].get_input_embeddings() if len(owners) == 1 else None
@@ -47,9 +50,9 @@ def _list_embedding_owners(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Callable[[], object]) -> bool:
-    """Run a forward pass and return whether it looks up the word embedding by nothing but a batch's input ids.
+    """Run a forward pass; return whether each lookup of the word embedding has just a batch's input ids, in any order.
 
-    If not, as in GPT-2, which also looks up token types there, `find_embedding` returns None from now on.
+    True without an embedding. If False, as for GPT-2 with token types, `find_embedding` returns None from now on.
     """
     embedding = find_embedding(model)
     if embedding is None:
@@ -91,7 +94,7 @@ class RowRoutes:
 
 
 def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> RowRoutes:
-    """Return what a rank sends and receives, given the token ids of each rank, int64; IndexError: one is too large."""
+    """Return what `rank` sends and receives, given each rank's token ids, int64, (n,). IndexError: one is too large."""
     ranks, flat = len(tokens), torch.cat(list(tokens))
     rows = _find_rows([flat], vocabulary)
     own = torch.unique(tokens[rank])
@@ -263,7 +266,7 @@ class RowExchange:
         return mean.index_copy_(0, places, average_rows(own, routes, self._unsent, leaders, self._bits))
 
     def wait(self) -> None:
-        """Wait until no message of this rank is under way; the next update still applies that mean."""
+        """Wait for a late exchange of rows, if one is under way; raises its error. The next update applies the mean."""
         if self._late is not None:
             self._late[1].result()
 
@@ -275,6 +278,6 @@ class RowExchange:
 def make_row_exchange(
     model: torch.nn.Module, compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None
 ) -> RowExchange | None:
-    """Return the row exchange of a model, or None without a word embedding for it; call it before DDP is made."""
+    """Return the row exchange of a model, None if `find_embedding` does. Collective; call it before DDP is made."""
     embedding = find_embedding(model)
     return None if embedding is None else RowExchange(model, embedding, compression, group, hosts)

@@ -33,9 +33,9 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
-    """Return the number of ranks on each host if it is equal and ranks of a host are consecutive, else 0.
+    """Return the number of ranks on each host, 2 or more, if it is equal and a host's ranks are consecutive, else 0.
 
-    `places` are each rank's local rank and number of ranks on its host.
+    `places` are each rank's local rank and number of ranks on its host. A single host gives 0, too.
     """
     local_size = places[0][1]
     if not 1 < local_size < len(places) or len(places) % local_size:
@@ -44,7 +44,7 @@ def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
 
 
 def find_ranks_per_host(world: World, group: dist.ProcessGroup) -> int:
-    """Return the number of ranks on each host if means over `group` can be hierarchical, else 0. Collective."""
+    """Return `count_ranks_per_host` of the ranks, but 0 if `group` does not have all of them. Collective."""
     size = group.size()
     if world.size != size or world.local_size == size:
         return 0
@@ -82,7 +82,10 @@ class HostGroups:
     def average(
         self, numbers: torch.Tensor, average_between_hosts: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the mean of all ranks' fp32 numbers, which are overwritten; all ranks get the same bits. It blocks."""
+        """Return the mean of all ranks' fp32 numbers, the same bits on all of them, and overwrite `numbers`.
+
+        Collective; it blocks. Leaders average their hosts' means by `average_between_hosts(mean, group of leaders)`.
+        """
         operation = self.begin_mean()
         try:
             dist.reduce(numbers, self.leader, group=self.sums)

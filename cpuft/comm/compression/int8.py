@@ -30,9 +30,9 @@ _DIRECT_BYTES = 2**15
 def all_gather(
     output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Gather equally large contiguous tensors of all ranks, in the order of ranks; return torch's Work if `async_op`.
+    """Gather all ranks' equally large contiguous tensors in `output`, by rank; return a Work if `async_op`, else None.
 
-    In large groups, small tensors are sent directly to each rank: in gloo's ring, each waits behind larger messages.
+    Collective. In large groups, small tensors go directly to each rank: in gloo's ring, each waits behind larger ones.
     """
     ranks = dist.get_world_size(group)
     if ranks <= MAX_PAIRWISE_RANKS or own.nbytes > _DIRECT_BYTES:
@@ -41,7 +41,7 @@ def all_gather(
 
 
 def encoded_bytes(count: int, ranks: int, bits: int = 8) -> int:
-    """Return the bytes that each of `ranks` ranks sends in each direction for a mean of `count` numbers."""
+    """Return the bytes that each rank sends, and also receives, for a mean of `count` numbers, with padding."""
     return ranks * _message_bytes(_share_length(count, ranks), bits)
 
 
@@ -259,7 +259,7 @@ class BlockReducer:
         self._averaged.pop(0).work.complete()
 
     def take_unsent(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return and forget what was not sent of a parameter's gradients, or None; its bucket must not be under way."""
+        """Return and forget a parameter's unsent gradients, fp32, (n,), or None; its bucket must not be under way."""
         unsent = self._unsent.pop(parameter, None)
         return None if unsent is None else unsent.clone()  # a clone, because it is a view of a whole bucket's
 

@@ -42,7 +42,7 @@ class LinkModel:
 
 
 def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link: LinkModel) -> float:
-    """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`."""
+    """Return the seconds of an update: both passes (`compute_seconds`), coding, and messages that they do not hide."""
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     late = layers * min(1.0, LATE_BUCKETS / level.buckets)
     waiting = max(late, layers - OVERLAP * compute_seconds)

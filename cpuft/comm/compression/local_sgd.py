@@ -46,7 +46,7 @@ class LocalSGD:
     All call `synchronize` after every H-th update of the optimizer, and `finish` after the last update. If H grows,
     `receive` in between applies a mean before the next one is sent. `momentum` is that of the outer optimizer
     (Nesterov, with the learning rate 0.7); 0 means the plain mean of all changes. Of `embedding`, one of the
-    parameters, only the rows given to `note_tokens` are sent. CpuftError: there is no such compression of changes.
+    parameters, only the rows given to `note_tokens` are sent. CpuftError: WIRE_TYPES does not have `compression`.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class LocalSGD:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Start anew from the current parameters, the same on all ranks, and forget a mean that is under way."""
+        """Start anew from the parameters, equal on all ranks; forget momentum, unsent changes and a mean under way."""
         self._numbers = [_Numbers(weight) for weight in self._weights]
         self._receive: Callable[[], None] | None = None
         """Waits for the mean that is under way, and applies it to the common values."""
 
     def note_tokens(self, tokens: torch.Tensor) -> None:
-        """Note int64 tokens that any rank has looked up, the same on all ranks: later calls send their rows, too."""
+        """Send the rows of these int64 tokens, equal on all ranks, from now on; does nothing without `embedding`."""
         if self._embedding is not None:
             self._used_rows[tokens.reshape(-1)] = True
 
@@ -107,9 +107,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send this rank's changes, average them without outer momentum, and wait, so that all ranks have the same
-        parameters.
-        """
+        """Average the latest changes without outer momentum, and wait: all ranks get equal parameters. Collective."""
         self._receive_pending()
         momentum, self._momentum = self._momentum, 0.0
         self._send()

@@ -316,7 +316,7 @@ def count_numbers(shape: torch.Size) -> int:
 
 
 def count_factor_bytes(shapes: Iterable[torch.Size], ranks: int) -> int:
-    """Return the bytes of both messages in each direction; each further bucket's padding adds up to 392 per rank."""
+    """Return the bytes that a rank sends in each direction with one bucket; each other one adds up to 392 per rank."""
     first = second = 0
     for shape in shapes:
         rows, columns = _matrix_shape(shape)

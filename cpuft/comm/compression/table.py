@@ -58,7 +58,7 @@ def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket
 
 
 def divide(gradients: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Divide gradients in place; by a power of two as a product, with the same bits in three quarters of the time."""
+    """Divide gradients in place, and return them; by a power of two as a product: the same bits in 3/4 of the time."""
     return gradients.div_(ranks) if ranks & (ranks - 1) else gradients.mul_(1 / ranks)
 
 
@@ -133,7 +133,7 @@ class RowSizes:
 def list_levels(
     parameters: Sequence[torch.Tensor], rows: RowSizes, ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
-    """Return what an update of a model sends with each compression of TABLE, in its order.
+    """Return what an update of a model sends with each compression of TABLE, in TABLE's order.
 
     `parameters` are those that are not exchanged by rows, and `coding_seconds` is the time to encode and decode one
     number with int8. `hosts` is 0 unless compressions with error feedback have hierarchical means; their bytes are
@@ -167,12 +167,12 @@ def resolve_compression(requested: str, precision: str) -> str:
 
 
 def to_wire_type(gradient: torch.Tensor, compression: str) -> torch.Tensor:
-    """Return the gradient in the type in which it is sent: its own one unless the compression is bf16 or fp16."""
+    """Return the gradient rounded if the compression is bf16 or fp16, else itself; KeyError: not a name in TABLE."""
     return gradient.to(TABLE[compression].wire_type or gradient.dtype)
 
 
 def wire_type_name(compression: str) -> str:
-    """Return torch's name of the type of sent gradients: "float32" also for encoded numbers (int8, powersgd)."""
+    """Return "bfloat16" for bf16, "float16" for fp16, and "float32" for the others; KeyError: not a name in TABLE."""
     return str(TABLE[compression].wire_type or torch.float32).removeprefix("torch.")
 
 

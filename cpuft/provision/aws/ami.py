@@ -45,12 +45,12 @@ _PORT = "3128"
 
 
 def name_image(recipe: str, environment: str) -> str:
-    """Return the name of an AMI, from the recipe's digest and the environment's stamp: equal names mean equal AMIs."""
+    """Return an AMI's name, cpuft-DIGEST-STAMP, of the recipe's digest and 12 digits of the environment's stamp."""
     return f"cpuft-{recipe}-{environment[:12]}"
 
 
 def is_ready(image: Image | None, name: str) -> bool:
-    """Whether the AMI found under `name` can be used now. CpuftError if it never can, as when it is not cpuft's."""
+    """Whether an AMI was found under `name` and can be used now; CpuftError if it never can, or is not cpuft's."""
     if not image:
         return False
     if Tag.IMAGE not in read_tags(image):
@@ -75,9 +75,10 @@ def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: st
 
 
 def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted: str, region: str) -> Plan:
-    """Return the steps that delete the AMI with the name or id `wanted`, then its snapshots: id -> name of the AMI.
+    """Return the steps that delete the AMI with the name or id `wanted`, then its snapshots.
 
-    Raises CpuftError: nothing is called `wanted`, or it is a snapshot of an AMI that exists.
+    `wanted` may also be the name of a deleted AMI, or the id of its snapshot; `snapshots` has the names by the ids.
+    Raises CpuftError: nothing is called `wanted`, or that is a snapshot of an AMI that exists.
     """
     if (name := snapshots.get(wanted)) in {one["Name"] for one in images}:
         raise CpuftError(
@@ -97,7 +98,9 @@ def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted:
 
 
 def describe_images(images: Sequence[Image], snapshots: Mapping[str, str], region: str) -> str:
-    """Return lines for AMIs, `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, and for snapshots without one."""
+    """Return lines `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, then those of snapshots without an
+    AMI; if there are neither, a line that says so.
+    """
     lines = [
         f"{one['Name']}  {one['ImageId']}  {one['State']}, {find_disk_size(one)} GB, "
         f"made {one['CreationDate'][:16].replace('T', ' ')} UTC"
@@ -114,7 +117,7 @@ def describe_images(images: Sequence[Image], snapshots: Mapping[str, str], regio
 
 
 class AmiBuilder:
-    """Makes an AMI from a recipe, on a cluster of one instance, which is terminated, whatever happens."""
+    """Makes an AMI from a recipe for Debian bookworm (else CpuftError) on one instance, which is always terminated."""
 
     def __init__(self, config: ImageConfig, environ: Mapping[str, str], services: Services | None = None) -> None:
         self.recipe, self.environ, self.services = read_recipe(config.recipe), environ, services or Services()
@@ -141,7 +144,8 @@ class AmiBuilder:
     def make(self, say: Say, ask: Ask) -> str:
         """Make the AMI unless it exists, and wait up to an hour for AWS to finish it; return a sentence for the user.
 
-        Wheels are downloaded to this machine first, because the AMI's name depends on them.
+        Wheels are downloaded to this machine first, because the AMI's name depends on them. Raises CpuftError: another
+        machine is making the AMI, the user refuses, a step fails, or the hour is over.
         """
         stamp = _make_stamp(reconcile(self._gather_supply, _plan_supply, say))
         name = name_image(self.recipe.digest, stamp)
@@ -239,13 +243,13 @@ def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan
 
 
 def list_images(region: str, services: Services | None = None) -> str:
-    """Return a line for each AMI of cpuft in a region of this account; "" is that of the AWS configuration."""
+    """Return `describe_images` of this account's AMIs in a region; "" is the one of the AWS configuration."""
     client = (services or Services()).open_client(region)
     return describe_images(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), client.region)
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
-    """Delete the AMI with the name or id `wanted` and its snapshots, unless `dry_run`; return the plan."""
+    """Delete an AMI by name or id, with its snapshots, unless `dry_run`; return the plan. CpuftError: none is there."""
     client = (services or Services()).open_client(region)
     plan = plan_deletion(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), wanted, client.region)
     for step in () if dry_run else (step for stage in plan.stages for step in stage):

@@ -155,10 +155,10 @@ class CallError(CpuftError):
 
 
 class AwsClient:
-    """One AWS account in one region; an empty region is that of the user's AWS configuration.
+    """One AWS account in one region; "" is the region of the user's AWS configuration.
 
-    All methods raise CallError when a call does not succeed, and CpuftError when credentials are missing or AWS does
-    not accept parameters.
+    The constructor raises CpuftError when boto3, the region or the profile is missing or unknown. All methods raise
+    CallError when a call does not succeed, and CpuftError when credentials are missing or parameters are not valid.
     """
 
     def __init__(self, region: str, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -181,9 +181,8 @@ class AwsClient:
         self._sleep = sleep
 
     def _get_client(self, method: str) -> Any:
-        """Return boto3's client for a method. It repeats only calls that read.
-
-        botocore would repeat RunInstances, too, when a zone has no capacity, because that error comes as HTTP 500.
+        """Return boto3's client for a method. It repeats only calls that read: botocore would repeat RunInstances, too,
+        when a zone has no capacity, because that error comes as HTTP 500.
         """
         from botocore.config import Config
 
@@ -219,7 +218,7 @@ class AwsClient:
         return str(self.query("get_caller_identity")["Arn"])
 
     def query(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Return all pages of a call that changes nothing; with MaxResults only one. Raises CpuftError: it fails."""
+        """Make a call that changes nothing, and return the response: all pages in one, or with MaxResults the first."""
         assert is_read(method), method
         return self._request(method, parameters)
 
@@ -233,9 +232,10 @@ class AwsClient:
         return {}
 
     def dry_run(self, call: CallStep) -> None:
-        """Check that AWS would allow a call, without making it. Only EC2 can check calls; those of others pass.
+        """Check that AWS would allow a call, without making it; CallError if not.
 
-        A call that has taken effect before passes, too, and one about an instance that does not exist.
+        Calls to services other than EC2 pass unchecked, and so do a call that has taken effect before and one about an
+        instance that does not exist.
         """
         if call.method in _SERVICES:
             return

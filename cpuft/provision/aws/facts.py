@@ -174,7 +174,7 @@ def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
 
 
 def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
-    """Return the rules in IpPermissions of a security group; the peer comes last in each."""
+    """Return the rules in IpPermissions of a security group, one for each peer, which is its last value."""
     rules = []
     for one in permissions:
         # AWS names no ports for all protocols.
@@ -185,7 +185,7 @@ def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
 
 
 def parse_instances(response: Mapping[str, Any]) -> tuple[Instance, ...]:
-    """Return the instances in a response to DescribeInstances, by launch time and their number in the call."""
+    """Return the instances in a response to DescribeInstances, sorted by launch time, then by number in the call."""
     found = [_parse_instance(one) for place in response.get("Reservations", ()) for one in place["Instances"]]
     return tuple(sorted(found, key=lambda one: (one.launched, one.index, one.id)))
 
@@ -214,7 +214,7 @@ def _parse_instance(found: Mapping[str, Any]) -> Instance:
 def drop_earlier_cluster(instances: Iterable[Instance], group: SecurityGroup | None) -> tuple[Instance, ...]:
     """Return instances without the terminated ones whose tag names another security group than `group`.
 
-    AWS lists terminated instances, which may be of an earlier cluster of the same name, for about an hour.
+    All stay without a `group`. AWS lists terminated instances, perhaps of an earlier cluster of this name, for an hour.
     """
     return tuple(one for one in instances if not group or one.state != "terminated" or one.group in ("", group.id))
 
@@ -238,7 +238,7 @@ def is_standard(instance_type: str) -> bool:
 
 
 def find_machine(instance_type: str) -> str:
-    """Return the architecture of a type's CPU as in uname -m, by the type's name."""
+    """Return "aarch64" for a type with Graviton CPUs, by its name, such as c8g.large or im4gn.large; else "x86_64"."""
     return "aarch64" if _GRAVITON.match(instance_type) else "x86_64"
 
 
@@ -254,7 +254,7 @@ def read_listed_types() -> dict[str, InstanceType]:
 
 
 def find_own_address() -> str:
-    """Return the public address of this machine, as a web service of AWS sees it. The answer is not checked."""
+    """Return the public address of this machine, unchecked, from a web service of AWS; CpuftError without an answer."""
     try:
         with urllib.request.urlopen(_ADDRESS_SERVICE, timeout=10) as answer:
             return str(answer.read(100).decode(errors="replace")).strip()
@@ -280,7 +280,7 @@ def find_resources(client: AwsClient, name: str, now: float) -> Resources:
 
 
 def find_clusters(client: AwsClient, now: float) -> dict[str, Resources]:
-    """Return by name all clusters of the account in this region: their security groups and instances, seen at `now`."""
+    """Return by name all clusters in the client's region: their security groups and instances only, seen at `now`."""
     return _find_clusters(client, [{"Name": "tag-key", "Values": [Tag.CLUSTER]}], now)
 
 
@@ -383,7 +383,7 @@ def find_images(client: AwsClient, name: str, value: str) -> list[Image]:
 
 
 def find_snapshots(client: AwsClient) -> dict[str, str]:
-    """Return the snapshots that cpuft's AMIs of this account have or have left: name of the AMI, by id."""
+    """Return the snapshots of cpuft's AMIs in this account, also of deleted ones: name of the AMI by snapshot id."""
     filters = [{"Name": "tag-key", "Values": [Tag.IMAGE]}]
     found = client.query("describe_snapshots", OwnerIds=["self"], Filters=filters)["Snapshots"]
     return {one["SnapshotId"]: read_tags(one).get("Name", "") for one in found}

@@ -69,7 +69,7 @@ def parse_lease(text: str, flag: str = "--lease") -> int:
 
 
 def parse_limit(text: str, lease: int) -> int:
-    """Return the seconds of --lease-limit; for "" twice the `lease`, at most 30 days. CpuftError: less than `lease`."""
+    """Return the seconds of --lease-limit; for "" twice `lease`, at most 30 days. CpuftError: invalid or less."""
     limit = parse_lease(text, "--lease-limit") if text else min(2 * lease, _LONGEST)
     if limit < lease:
         raise CpuftError(f"--lease-limit {text} is less than --lease: give at least the time of the lease")
@@ -82,7 +82,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_span(seconds: float) -> str:
-    """Return a duration in hours and minutes: `3 h 59 min`; below an hour `59 min`, and `0 min` for a negative one."""
+    """Return a duration in hours and minutes: `3 h 05 min`; below an hour `5 min`, and `0 min` for a negative one."""
     minutes = max(0, int(seconds)) // 60
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
 

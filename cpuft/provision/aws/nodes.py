@@ -93,9 +93,10 @@ class Nodes(Servers):
     def connect(
         self, find_key: Callable[[str], str], seconds: float, now: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
-        """Find unknown host keys by the ids of instances, and log in to all, every 2 s for `seconds`, at least once.
+        """Find unknown host keys by `find_key` of instances' ids ("": none yet), and log in to all instances.
 
-        Raises CpuftError after that time, or at once if a host key is another one.
+        Attempts are made every 2 s for `seconds`, at least one. Raises CpuftError after that time, or at once if an
+        instance shows another host key or AWS refuses to tell a key.
         """
         end = now() + seconds
         while errors := self._try_connections(find_key):

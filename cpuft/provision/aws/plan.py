@@ -68,7 +68,7 @@ class RentalFacts:
 
 
 def parse_ssh_from(text: str) -> str:
-    """Return an IPv4 range, 203.0.113.7/32 for "203.0.113.7". Raises CpuftError: it is none, or a very large one."""
+    """Return an IPv4 range, "203.0.113.7/32" for "203.0.113.7". CpuftError: `text` is no range, or larger than /16."""
     try:
         found = ipaddress.IPv4Network(text.strip())
     except ValueError:
@@ -125,7 +125,9 @@ def _check_owner(name: str, resources: Resources) -> None:
 
 
 def check_rental(config: AwsConfig, resources: Resources) -> None:
-    """Raise CpuftError when what exists can never become what the options ask for."""
+    """Raise CpuftError when what exists can never become what the options ask for, somebody else made it, or its lease
+    has ended. Instances that a job may keep, because the limit has not passed, are accepted if none is missing.
+    """
     _check_owner(config.name, resources)
     name, live, group, now = config.name, resources.live, resources.group, resources.now
     remove = f"remove it with `cpuft provision down {name}`"
@@ -145,7 +147,7 @@ def check_rental(config: AwsConfig, resources: Resources) -> None:
 
 
 def needs_offer(config: AwsConfig, resources: Resources) -> bool:
-    """Whether something is missing for which `RentalFacts.offer` is needed."""
+    """Whether instances, the group or a wanted placement group are missing, which need `RentalFacts.offer`."""
     lacks_placement_group = config.placement_group and config.nodes > 1 and not resources.placement_group
     return len(resources.live) < config.nodes or not resources.group or lacks_placement_group
 
@@ -215,7 +217,7 @@ def _make_key_error(name: str, facts: RentalFacts) -> CpuftError:
 
 
 def check_ssh_config(name: str, facts: RentalFacts) -> str:
-    """Return the path of the cluster's ssh configuration, which must be on this machine."""
+    """Return the path of the cluster's ssh configuration; CpuftError if this machine does not have it."""
     path = f"{facts.directory}/ssh_config"
     if path not in facts.files:
         raise _make_key_error(name, facts)
@@ -227,7 +229,7 @@ def _resource_name(name: str) -> str:
 
 
 def find_lease(config: AwsConfig, resources: Resources) -> tuple[int, int]:
-    """Return (end, limit) of the lease in epoch seconds: the group's, or by the options. CpuftError: one is wrong."""
+    """Return (end, limit) of the lease in epoch seconds: the group's, else by the options. CpuftError: invalid."""
     if resources.group:
         return resources.group.until, resources.group.limit
     now, lease = int(resources.now), parse_lease(config.lease)

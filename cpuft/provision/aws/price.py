@@ -27,24 +27,24 @@ class Price:
 
     @property
     def source(self) -> str:
-        """Where the list price comes from."""
+        """Where the list price comes from: "list price of us-east-1 in 2025"."""
         return f"list price of {LISTED} in {self.dated}"
 
     def find(self, instance: Instance) -> float | None:
-        """Return the hourly price of an instance, also for earlier hours at the present spot price; None if unknown."""
+        """Return an instance's price: list price, or spot price now of its zone, else the highest; None if unknown."""
         if not instance.spot:
             return self.on_demand
         return self.spot_by_zone.get(instance.zone, max(self.spot_by_zone.values(), default=None))
 
 
 def find_price(instance_type: str, region: str, spot_by_zone: Mapping[str, float]) -> Price:
-    """Return the price of an instance type, from our table and from the present spot prices."""
+    """Return the price of an instance type; the list price is None outside `LISTED` and for types not in our table."""
     listed = read_listed_types().get(instance_type) if region == LISTED else None
     return Price(listed.dollars_per_hour if listed else None, listed.dated if listed else "", spot_by_zone)
 
 
 def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
-    """Return the price of one of a cluster's instances, which are all of one type; AWS is asked for spot prices."""
+    """Return the price of a cluster's instances, all of one type; AWS is asked for spot prices if one is a spot one."""
     instance_type = instances[0].type if instances else ""
     spot = find_spot_prices(client, instance_type) if any(one.spot for one in instances) else {}
     return find_price(instance_type, client.region, spot)
@@ -78,7 +78,7 @@ def describe_price(price: Price, config: AwsConfig, missing: int, now: float, un
 
 
 def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> str:
-    """Return what instances have cost: "about $1.25 for 2.00 instance hours (list price of us-east-1 in 2025)"."""
+    """Return "about $1.25 for 2.00 instance hours (list price of us-east-1 in 2025)", or "an unknown price for ..."."""
     hours = [_count_seconds(one, now) / 3600 for one in instances]
     spent, prices = f"{_format_amount(sum(hours))} instance hours", [price.find(one) for one in instances]
     if not all(prices):

@@ -80,7 +80,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     """A cluster of instances that are rented from AWS, which are found by their tags.
 
     This machine keeps only the keys, and the files that say how to reach the instances. The constructor does not ask
-    AWS.
+    AWS; CpuftError: the name, the lease or the region is not valid, or boto3 is missing.
     """
 
     kind = "aws"
@@ -111,7 +111,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         self._say: Say = lambda text: None
 
     def check(self) -> None:
-        """Check what every kind does, and that this machine has recorded no other cluster of this name."""
+        """Check what every kind does; CpuftError, too, if a cluster of this name is recorded in another region."""
         super().check()
         if other := self._find_other():
             # The new record would replace the one without which nobody finds the instances there.
@@ -162,7 +162,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         return find_resources(self.client, self.name, self.services.now())
 
     def gather_remains(self) -> RentalFacts:
-        """Return what exists in AWS and on this machine."""
+        """Return what exists in AWS and here; no files if this machine has recorded another cluster of this name."""
         return RentalFacts(
             self._find_resources(),
             # The directory belongs to the cluster in its record. This one is then as on another machine.
@@ -217,9 +217,10 @@ class Aws(Provider[AwsConfig, RentalFacts]):
                 )
 
     def confirm(self, ask: Ask) -> None:
-        """Check by dry runs the permissions for what has to be rented, then ask the user about its price, if any.
+        """If instances are missing, check by dry runs the permissions to rent them, and ask the user about the price.
 
-        With --yes, the price is shown and nothing is asked.
+        With --yes, the price is shown and nothing is asked. Raises CpuftError: the cluster can never become what was
+        asked for, AWS would refuse a call, or the user says no.
         """
         facts = self._gather_rental()
         self._known = {one.id for one in facts.resources.live}
@@ -247,7 +248,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
                 self.client.dry_run(step)
 
     def plan(self, facts: RentalFacts) -> Plan:
-        """Plan what is missing in AWS, or if nothing is, on the instances. Raises CpuftError: it cannot be made."""
+        """Plan what is missing in AWS, or if nothing is, on the instances. CpuftError: that cannot be made."""
         rental = plan_rental(self.config, facts)
         if rental.stages or not facts.servers:
             return replace(rental, notes=tuple(filter(None, (self._price, *rental.notes))))
@@ -256,7 +257,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def run(self, plan: Plan, say: Say) -> None:
         """Execute a plan; calls to AWS are made one after another.
 
-        A zone without capacity is no error: the next plan takes another one.
+        A zone without capacity is no error: the next plan takes another zone.
         """
         for are_calls, stages in itertools.groupby(plan.stages, lambda stage: isinstance(stage[0], CallStep)):
             if are_calls:
@@ -289,10 +290,10 @@ class Aws(Provider[AwsConfig, RentalFacts]):
             self._offer = replace(self._offer, has_spot_role=True)
 
     def make(self, say: Say, ask: Ask) -> str:
-        """Make or repair the cluster, and wait until it is ready.
+        """Make or repair the cluster, and wait until it is ready; the sentence for the user ends with the lease's end.
 
-        When no zone has capacity (NoCapacityError) and nothing runs yet, all that was made is removed. Instances that
-        would not terminate themselves at the end of their lease are terminated.
+        When no zone has capacity (NoCapacityError) and nothing runs yet, all that was made is removed. When instances
+        would not terminate themselves at the end of their lease, the cluster is removed (CpuftError).
         """
         self._waits, self._say = True, say
         try:
@@ -347,7 +348,9 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         return plan_rental_down(self.name, facts)
 
     def plan_extension(self, lease: str) -> Plan:
-        """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before."""
+        """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before. Raises CpuftError:
+        `lease` is not valid, or the cluster has no instances, is somebody else's, or has no ssh files on this machine.
+        """
         facts = self.gather_remains()
         until = int(facts.resources.now) + parse_lease(lease)
         plan = plan_lease_extension(self.name, facts, until)
@@ -369,7 +372,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
 
 
 def describe_region(region: str, services: Services | None = None) -> str:
-    """Return lines that describe all clusters that the account has in a region, whoever made them."""
+    """Return lines on all clusters that the account has in a region ("": the configured one), or that it has none."""
     services = services or Services()
     client, lines = services.open_client(region), list[str]()
     for name, found in find_clusters(client, services.now()).items():

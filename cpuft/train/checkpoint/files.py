@@ -38,9 +38,9 @@ _NAME = re.compile(r"(\d{9,})\.(\d+)(\.new|\.old)?")  # update, rank, and whethe
 def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, memoryview]) -> Path:
     """Write a rank's checkpoint of an update, and return its folder, such as root/000000100.0 (update 100, rank 0).
 
-    The files, STATE and RECORD or VALUES, are on the disk (fsync) when this returns. An earlier checkpoint of the same
-    update and rank is replaced, and those of any rank that are older than this rank's newest two are removed. On
-    OSError, those of other updates stay.
+    `files` are contents by name: STATE, and RECORD or VALUES. They are on the disk (fsync) when this returns. A
+    checkpoint of the same update and rank is replaced, and those of all ranks that are older than this rank's newest
+    two, or its only one, are removed. Raises OSError, after which the checkpoints of other updates are still there.
     """
     target = root / f"{update:09}.{rank}"
     new = root / f"{target.name}{_NEW}"
@@ -71,8 +71,8 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
 
 
 def keep_best(path: Path) -> None:
-    """Keep a checkpoint as that of the best evaluation, in place of an earlier one: its files get links in the folder
-    `best` beside it, and stay when the checkpoint is removed. On OSError, the earlier one stays.
+    """Keep a checkpoint as its rank's best: link its files into the folder best/NAME beside it, where they stay when
+    the checkpoint is removed, and remove the rank's earlier best one. If it raises OSError, the earlier one stays.
     """
     root = path.parent / BEST
     root.mkdir(exist_ok=True)
@@ -128,7 +128,7 @@ def _checksum(meta: Mapping[str, Any]) -> str:
 
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Return (update, folder) of all ranks' checkpoints in `root`, damaged or not, the newest first; [] if none."""
+    """Return (update, folder) of all ranks' checkpoints in `root`, damaged or not, newest first; [] without `root`."""
     return sorted(((int(name[1]), path) for path, name in _list_folders(root) if not name[3]), reverse=True)
 
 
@@ -142,7 +142,7 @@ def _list_folders(root: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, bytearray]:
-    """Return a checkpoint's files by name; ValueError if it is missing, damaged or of another version."""
+    """Return the contents of STATE, and RECORD or VALUES, by name. ValueError: missing, damaged, of another version."""
     try:
         text = _read(path / _META).decode()
         meta = load(dict[str, Any], parse_json(text), _META)
@@ -168,8 +168,8 @@ def _read(path: Path) -> bytearray:
 
 
 def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
-    """Return update and files of the newest undamaged checkpoint in a folder (-1 and {}: there is none), and a message
-    for each newer one, which is damaged.
+    """Return update and files of the newest undamaged checkpoint in a folder, -1 and {} without one, and a message for
+    each newer checkpoint, which is damaged; all ranks' checkpoints count.
     """
     damaged: list[str] = []
     for update, path in list_checkpoints(root):
@@ -181,7 +181,7 @@ def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
 
 
 def note_update(root: Path, update: int, rank: int) -> None:
-    """Write a rank's last update to `root`/rank-RANK.last, where the launcher reads it if the record is lost."""
+    """Write a rank's last update to `root`/rank-RANK.last, for a launcher whose record is lost; ignore OSErrors."""
     with suppress(OSError):  # training goes on with a full disk
         root.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -190,7 +190,7 @@ def note_update(root: Path, update: int, rank: int) -> None:
 
 
 def remove_after(root: Path, update: int) -> None:
-    """Remove checkpoints newer than `update` (-1: all) and all files rank-N.last; errors of the disk are ignored."""
+    """Remove checkpoints newer than `update` (-1: all), not best ones, and all files rank-N.last; ignore OSErrors."""
     for number, path in list_checkpoints(root):
         if number > update:  # a run that resumes from `update` has found these damaged
             _remove(path)
@@ -219,12 +219,12 @@ def remove_all(root: Path) -> None:
 
 
 def to_view(text: Iterable[str]) -> memoryview:
-    """Return lines, each without its newline, as the content of a file in UTF-8; a newline is added to each."""
+    """Return the content of a file in UTF-8 with these lines, to each of which a newline is added."""
     return memoryview("".join(f"{line}\n" for line in text).encode())
 
 
 def main() -> None:
-    """Check the checkpoint in the folder that the argument names: exit with 1 and a line on stderr if it is damaged."""
+    """Check the checkpoint in the folder of the first argument: exit with 1 and a line on stderr if it is not whole."""
     try:
         read_checkpoint(Path(sys.argv[1]))
     except ValueError as error:

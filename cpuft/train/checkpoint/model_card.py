@@ -37,9 +37,7 @@ _LEFT_OUT = (
 def format_model_card(
     header: Header, evaluation: EvaluationLine, footer: Footer, baseline: BaselineLine | None = None
 ) -> str:
-    """Return the card of a run as Markdown. It has no names of hosts and no local paths, and no text of a user begins a
-    line or breaks a table.
-    """
+    """Return a run's card as Markdown without host names and local paths, whose layout no text of a user can break."""
     base = header.model if not _is_local(header.model) else ""
     kind = TASKS[header.task].kind if header.task in TASKS else ""
     is_known = kind in SENTENCE_TRANSFORMERS_KINDS

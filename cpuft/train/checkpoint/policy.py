@@ -36,12 +36,12 @@ class Requests:
         return self.checkpoint or self.stop
 
     def encode(self) -> float:
-        """Return the number that a rank contributes to the sum over ranks: 2 for a stop, 1 for a checkpoint, else 0."""
+        """Return a rank's number in the sum over ranks: 2 for a stop, otherwise 1 for a checkpoint, otherwise 0."""
         return 2.0 if self.stop else float(self.checkpoint)
 
     @classmethod
     def decode(cls, total: float) -> Requests:
-        """Return what ranks have requested together, from the sum of their numbers; `stop` excludes `checkpoint`."""
+        """Return what all ranks requested, from their numbers' sum: 1 is only a checkpoint, 2 or more only a stop."""
         return cls(checkpoint=total == 1.0, stop=total >= 2.0)
 
 
@@ -56,9 +56,8 @@ class TrainingInterrupted(Exception):
 class Checkpoints:
     """What the training loop knows of checkpoints and of stopping; every rank has one.
 
-    Ranks without a writer contribute to the checkpoints of others, if the run has any (`enabled`): that of
-    `Checkpoints(exchange)` has none, and does not stop early. With `state`, what checkpoints hold, `restore_best` is
-    possible; with `keep_final`, `write_final` writes one.
+    Ranks without a `writer` contribute to the checkpoints of others. Without `enabled`, a run is not interrupted and
+    has no checkpoints. `restore_best` needs `state` and `root`, `write_final` needs `keep_final`.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Checkpoints:
         return False
 
     def find_requests(self) -> Requests:
-        """Return what this rank requests after an update: a stop if it was told so; on rank 0, a checkpoint if due."""
+        """Return a stop if this rank was told to stop, else on rank 0 a checkpoint if due; nothing unless `enabled`."""
         if not self._enabled:
             return Requests()
         if is_interrupted():
@@ -100,8 +99,8 @@ class Checkpoints:
     def restore_best(self, update: int, world: World) -> bool:
         """Restore the weights of the best evaluation, made after this update, into the model on all ranks. Collective.
 
-        Returns False, and leaves the model as it is, if no host has them. Raises CpuftError on all ranks alike if all
-        checkpoints of best evaluations are damaged.
+        Returns False, and leaves the model as it is, if no host has these weights, or without `state`. Raises
+        CpuftError on all ranks alike if there are checkpoints of best evaluations, and all are damaged.
         """
         if self._state is None:
             return False
@@ -130,10 +129,10 @@ class Checkpoints:
             raise TrainingInterrupted(line)
 
     def write_final(self, updates: int) -> None:
-        """Begin to write a checkpoint after the last update, if `keep_final` is set. Collective.
+        """Begin to write a checkpoint after the last update, if `enabled` and `keep_final` are set. Collective.
 
         If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again
-        from it. A run on one host writes none: it would be lost as well.
+        from the checkpoint. With one host, `keep_final` is False: the checkpoint would be lost as well.
         """
         if self._keep_final:
             self._write(updates)

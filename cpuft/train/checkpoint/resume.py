@@ -34,7 +34,7 @@ _BROADCAST_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run continues: the number of updates that are done, and the record up to there as text and parsed."""
+    """Where a run continues: the number of updates that are done, and the record of them as text and parsed."""
 
     update: int = 0
     text: str = ""
@@ -43,7 +43,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class HostCheckpoint:
-    """The newest checkpoint of a host, without its state; update -1 if its sender has read none."""
+    """The newest undamaged checkpoint that a rank has found on its host, without its state; update -1 without one."""
 
     host: str
     update: int
@@ -62,7 +62,7 @@ def find_newest_checkpoint(
     """Find the newest whole checkpoint in `root` on any host. Collective: the first rank of each host reads `root`.
 
     Returns on all ranks the checkpoint, with `text`, RECORD or VALUES, and the first `header` bytes of its state
-    (update -1: there is none); and a collective function that returns the state, uint8, (nbytes,). Rank 0 prints a line
+    (update -1 without one); and a collective function that returns the state, uint8, (nbytes,). Rank 0 prints a line
     for each newer checkpoint that is damaged. Raises CpuftError on all ranks: all are damaged.
     """
     update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
@@ -83,8 +83,8 @@ def find_newest_checkpoint(
 def resume(state: TrainingState, root: Path, world: World, options: Mapping[str, Any], data: str) -> ResumePoint:
     """Restore the newest whole checkpoint in `root` on any host into model and optimizer, if there is one. Collective.
 
-    Removes newer checkpoints, which are damaged. Raises CpuftError on all ranks: `describe_other_job` finds one, or all
-    checkpoints are damaged.
+    Returns `ResumePoint()` without one. Removes newer checkpoints, also best ones. Raises CpuftError on all ranks: the
+    checkpoint is of another job by `describe_other_job`, or all checkpoints are damaged.
     """
     newest, read = find_newest_checkpoint(root, world, RECORD, len(state.header))
     record = None
@@ -100,8 +100,10 @@ def resume(state: TrainingState, root: Path, world: World, options: Mapping[str,
 
 
 def describe_other_job(record: Record, same_tensors: bool, options: Mapping[str, Any], data: str) -> str:
-    """Return, as the end of a sentence about the checkpoint, how its job differs from this one, and what to do; "" if
-    it does not. `same_tensors`: whether the headers of the states are the same; `data`: the checksum of the examples.
+    """Return, as the end of a sentence about a checkpoint, how its job differs from this one, and what to do; else "".
+
+    The first difference counts: of `options` (those that both have and that may not change on resume), of `data`, the
+    checksum of the examples, or of the states' headers (`same_tensors` is False).
     """
     then = record.header.options
     for name, value in options.items():

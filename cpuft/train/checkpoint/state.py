@@ -1,8 +1,7 @@
 """The state of a training as one block of memory, with which the next update is the same on any number of ranks.
 
 It has the fp32 weights and AdamW's moments, and in its header a checksum of the frozen weights, which are not in it.
-The block is a complete safetensors file (a header in JSON, then all tensors without gaps), so it is written and read in
-one piece. The library's own writer would hold the GIL meanwhile, and training would wait.
+The block is a complete safetensors file, written and read in one piece; the library's writer would hold the GIL.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ def _checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return copies of these tensors as a safetensors file: uint8, (bytes,). KeyError: a dtype is not in TYPE_NAMES."""
+    """Copy tensors into the bytes of a safetensors file: uint8, (bytes,). KeyError: a dtype is not in TYPE_NAMES."""
     header, places = lay_out([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     block = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -151,7 +150,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
 def lay_out(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], frozen: str = ""
 ) -> tuple[bytes, dict[str, _Place]]:
-    """Return a safetensors header of these tensors, and each one's place. KeyError: a dtype is not in TYPE_NAMES."""
+    """Return a safetensors header, and each tensor's place in the file. KeyError: a dtype is not in TYPE_NAMES."""
     header: dict[str, Any] = {"__metadata__": {"frozen": frozen}} if frozen else {}
     places, end = dict[str, _Place](), 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):  # so that every one is aligned

@@ -136,7 +136,7 @@ def interrupted() -> bool:
     """Return on all ranks alike whether any rank was told to stop, by the launcher or an interruption notice.
 
     Collective. Once True, it stays True: call `save_state` and exit with code 75. It costs an all-reduce of one number.
-    A script that handles SIGUSR1 itself gets that signal instead. Raises CpuftError if several ranks have no group.
+    A script that handles SIGUSR1 itself gets that signal instead. CpuftError: several ranks have no process group.
     """
     _check_group(parse_world(os.environ))
     told = torch.tensor([float(is_interrupted())])

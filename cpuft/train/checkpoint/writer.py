@@ -48,7 +48,7 @@ def wait_for_disks() -> Iterator[None]:
 
 
 def choose_writer_ranks(local_ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that write checkpoints: rank 0 and, with several hosts, the first rank of the next host."""
+    """Return the ranks that write checkpoints, the first ones of the first two hosts, from all ranks' local ranks."""
     # Hosts are not told by their names, which may be equal.
     return [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0][:2]
 
@@ -66,8 +66,8 @@ class CheckpointWriter:
     ) -> None:
         """Begin to allocate the memory of the copy on a thread.
 
-        `every`: seconds between two checkpoints; below 0, they may cost DEFAULT_TIME_SHARE of the time. `contribute`
-        takes part in the snapshots of other writers and is called if this rank makes none.
+        `every`: seconds between two checkpoints; below 0, they may cost DEFAULT_TIME_SHARE of the time; inf: none is
+        ever due. `contribute` takes part in the snapshots of other writers and is called if this rank makes none.
         """
         self.rank = rank
         self.record: list[str] = []

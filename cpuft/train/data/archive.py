@@ -67,7 +67,7 @@ class Tokens:
 
 
 def hash_sequences(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of 64 bits of each sequence of token ids, which follow one another in `ids`, (sequences,)."""
+    """Return a hash of 64 bits, 0 if empty, of each sequence of token ids, one after another in `ids`; (sequences,)."""
     ends = lengths.cumsum()
     factors = np.full(int(lengths.max(initial=0)), _KEY_FACTOR, np.uint64).cumprod()
     place_in_sequence = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)

@@ -64,18 +64,18 @@ class Chats:
         return hashlib.sha256(self.checksums.tobytes()).hexdigest()
 
     def list_conversations(self) -> Iterator[Conversation]:
-        """Read the files again; yield where each conversation is, and its messages. Raises as `scan_chats` does."""
+        """Read the files again; yield the conversations of the split. Raises as `scan_chats` does."""
         for where, line in compress(list_json_lines(self.paths, self.option), self.chosen):
             yield where, parse_conversation(line, where)
 
     def split(self, share: float) -> tuple[Chats, Chats]:
-        """Return those for training and for validation. Raises CpuftError: fewer than two are different."""
+        """Return training and validation split, the latter of about `share`. CpuftError: fewer than two differ."""
         is_kept = choose_smallest(self.checksums, share, self.paths, "conversation")
         return replace(self, chosen=~is_kept), replace(self, chosen=is_kept)
 
 
 def scan_chats(paths: str, option: str) -> Chats:
-    """Return the conversations of JSON lines files. CpuftError: one cannot be read, is none, or there are none."""
+    """Read conversations in JSON lines. CpuftError: a file is unreadable, a line no conversation, or there are none."""
     lines = list_json_lines(paths, option)
     checksums = [hash_content(parse_conversation(line, where)) for where, line in lines]
     if not checksums:
@@ -84,7 +84,9 @@ def scan_chats(paths: str, option: str) -> Chats:
 
 
 def read_chats(config: TrainConfig) -> tuple[Chats, Chats]:
-    """Return the conversations of --train-file and --validation-file. Raises as `scan_chats`, and as `Chats.split`."""
+    """Return the conversations for training and validation; without --validation-file, --train-file is split. Raises as
+    `scan_chats` and `Chats.split`, and CpuftError without --train-file.
+    """
     if not config.train_file:
         raise CpuftError("--task chat needs --train-file: name JSON lines files of conversations")
     chats = scan_chats(config.train_file, "--train-file")
@@ -108,7 +110,7 @@ def parse_conversation(line: str, where: str) -> list[Message]:
 
 def parse_messages(line: str, where: str) -> list[Message]:
     """Return the messages of a line of JSON: dicts with a role of ROLES and a text as content. Raises CpuftError, which
-    begins with `where`: it is none of the forms of OpenAI, ShareGPT, Alpaca, Dolly, or prompt and completion.
+    begins with `where`: another role, or another form than OpenAI, ShareGPT, Alpaca, Dolly, or prompt and completion.
     """
     try:
         messages = load(list[dict[str, Any]], _list_messages(load(dict[str, Any], parse_json(line))), "messages")
@@ -126,7 +128,7 @@ def parse_messages(line: str, where: str) -> list[Message]:
 
 
 def is_conversation(line: str) -> bool:
-    """Return whether a line of JSON is a conversation, and not a row of a table with prompts; false for other text."""
+    """Return whether a line is JSON with the key messages or conversations, or instruction and input or context."""
     try:
         names = load(dict[str, Any], parse_json(line)).keys()
     except ValueError:
@@ -215,7 +217,7 @@ def read_chat_template(path: str) -> str:
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the special token that ends an answer in the chat template; None if there is none."""
+    """Return the id of the first special token behind an answer in the chat template; None if none is found."""
     asked = [{"role": "user", "content": "a"}]
     try:
         before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -341,7 +343,9 @@ def render(
     advice: str = "correct that line, or give another template with --chat-template",
     **options: Any,
 ) -> Any:
-    """Return what the chat template makes of messages. Raises CpuftError, which ends with `advice`: it refuses them."""
+    """Return what the tokenizer's `apply_chat_template` returns with `options`. Raises CpuftError, which begins with
+    `where` and ends with `advice`: the template refuses the messages.
+    """
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates raise errors of their own, and of jinja
@@ -362,7 +366,7 @@ def _cut(ids: NDArray[np.int32], mask: NDArray[np.int8], max_length: int) -> _Ex
 
 
 def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
-    """Return conversations as examples; with `packs`, several in one, up to `max_length`. CpuftError: there is none."""
+    """Return conversations as examples; with `packs`, several in one of up to `max_length`. CpuftError: none fits."""
     if not found.ids:
         raise CpuftError(
             f"in none of the conversations the first answer fits into --max-length {max_length}: give a larger "
@@ -385,7 +389,9 @@ def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
 
 
 def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the lengths' indices in groups of sum `room` at most (best fit), sorted. ValueError: one is larger."""
+    """Return the indices of `lengths` in groups whose lengths add up to `room` at most (best fit, longest first); each
+    group and the list are in ascending order. ValueError: a length is above `room`.
+    """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room that is left, number of the group), in ascending order
     for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):

@@ -38,7 +38,7 @@ class Dialect:
 
 
 def advise_conversion(path: Path, ending: str, command: str) -> str:
-    """Return the advice to run a command, with its output in a file beside `path` whose name has another ending."""
+    """Return the advice to run a command with its output beside `path`: in a-x.csv for a.csv and the ending -x.csv."""
     target = str(path.with_name(f"{path.stem}{ending}"))
     return f"convert it with this command, then give {target} instead: {command} > {shlex.quote(target)}"
 
@@ -46,9 +46,9 @@ def advise_conversion(path: Path, ending: str, command: str) -> str:
 def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions) -> Dialect:
     """Return the dialect of a file: that of the options, or the one that fits the header and the quotation marks.
 
-    The delimiter is the one that divides header and first row into the same, largest number of columns. The quoting
-    auto reads the whole file. Raises CpuftError: a quotation mark opens a cell without an end or one that seems to be
-    several rows, or the first line is Excel's `sep=`.
+    The delimiter is the one that divides header and first row into the same, largest number of columns. `suffix` .tsv
+    prefers tabs to commas. The quoting auto reads the whole file. Raises CpuftError: with that quoting, a quotation
+    mark opens a cell without an end or one that seems to be several rows; or the first line is Excel's `sep=`.
     """
     csv.field_size_limit(sys.maxsize)  # the format has no limit
     if re.fullmatch("sep=.?", first := next(lines()).strip(), re.IGNORECASE):
@@ -77,7 +77,9 @@ def _rate(header: list[str], row: Sequence[str] = ()) -> tuple[bool, int]:
 
 
 def split_rows(lines: Iterator[str], dialect: Dialect, path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield where each row that is not blank ends, such as `line 3`, and its cells. CpuftError: a cell does not end."""
+    """Yield the line in which the header and each row that is not blank end, such as `line 3`, and its cells. Raises
+    CpuftError: a cell does not end.
+    """
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if dialect.is_quoted else csv.QUOTE_NONE
     reader = csv.reader(lines, delimiter=dialect.delimiter, quoting=quoting, strict=True)
     begin = 1

@@ -54,8 +54,8 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
     """Read --train-file and --validation-file for a task of the kind pairs or similarity.
 
     For the kind pairs, texts have the prompts of the model or of the options in front, and the validation split is a
-    retrieval set, in which the anchors look for their positives. Raises CpuftError: a file, column or row does not fit
-    the task, or all positives are the same text.
+    retrieval set, in which the anchors look for their positives. Raises CpuftError: a file, column, row or option does
+    not fit the task, or all positives are the same text.
     """
     form, is_scored = choose_form(config), task.kind == "similarity"
     is_folder = not is_scored and _is_beir_folder(config.validation_file)
@@ -103,8 +103,9 @@ def _is_beir_folder(path: str) -> bool:
 
 
 def choose_pair_columns(table: Table, wanted: str, has_negatives: bool) -> tuple[str, ...]:
-    """Return the names in `wanted`, with commas between them, as columns of the texts; without any, those of a usual
-    pair and of negatives. Raises CpuftError: these are too few, too many or not different, or there is no usual pair.
+    """Return the names in `wanted`, separated by commas, whether the table has them or not; for "", a usual pair in the
+    table and, with `has_negatives`, all columns that begin with "negative". Raises CpuftError: `wanted` has one name,
+    equal ones, or without `has_negatives` more than two; or there is no usual pair.
     """
     if names := split_names(wanted):
         if len(names) < 2 or (len(names) > 2 and not has_negatives) or len(set(names)) < len(names):

@@ -48,7 +48,7 @@ _FORMAT = 1
 
 
 def name_negatives(count: int) -> tuple[str, ...]:
-    """Return the names of the columns of `count` negatives."""
+    """Return the names of the columns of `count` negatives: negative_1 and so on."""
     return tuple(f"{NEGATIVE}_{number}" for number in range(1, count + 1))
 
 
@@ -61,11 +61,12 @@ def add_hard_negatives(
     every_row: bool = False,
 ) -> Table:
     """Return the table with columns negative_1, negative_2 and so on: --hard-negatives irrelevant documents of each
-    query, which --mining-model has found among the documents of all rows and of `others` (tables and their columns).
+    query, the most similar first, that --mining-model or --model finds among the documents of all rows and of `others`
+    (tables and their columns).
 
-    With `every_row`, each row has them, and rows whose query has fewer are left out; otherwise only the first row of
-    each query, and missing ones are empty cells. All texts have to fit into memory. Raises CpuftError: there are too
-    few rows or documents, or no embedding model to find negatives with.
+    With `every_row`, each row gets them, and rows whose query has fewer are left out; otherwise only the first row of
+    each query does, and all other cells are "". All texts have to fit into memory. Raises CpuftError: there are no rows
+    or too few documents, or the model is no embedding model.
     """
     pairs = [
         (asked, text)
@@ -98,12 +99,12 @@ def add_hard_negatives(
 
 
 def split_cell(cell: Cell) -> list[str]:
-    """Return the texts in a cell, which may be a list, without empty ones."""
+    """Return the texts in a cell, which may be a list, without empty and blank ones."""
     return [text for text in ([cell] if isinstance(cell, str) else cell) if text.strip()]
 
 
 def choose_usual_pair(table: Table, example: str, advice: str) -> tuple[str, str]:
-    """Return the columns of query and document by usual names. CpuftError, with `example` and `advice`: it has none."""
+    """Return the columns of query and document by usual names. CpuftError, with `example` and `advice`: none fit."""
     for query, document in _USUAL_PAIRS:
         if query in table.columns and document in table.columns:
             return query, document

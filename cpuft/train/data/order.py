@@ -24,7 +24,8 @@ Indices = NDArray[np.int64]
 def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: int, grouped: bool) -> list[Indices]:
     """Return the examples of each update of an epoch, each in exactly one; the same for the same arguments.
 
-    One update may have fewer examples than `global_batch`; with `grouped` (by length), the shortest of the last pool.
+    If they do not divide evenly, the last update has fewer than `global_batch` examples or, with `grouped` (by length),
+    an update at a random place does, which has the shortest ones of the last pool.
     """
     generator = np.random.default_rng((seed, epoch))
     order = generator.permutation(len(lengths))

@@ -1,8 +1,7 @@
 """Prepare a run's data: tokenise the examples once before any rank starts, and check all input on the way.
 
 `python -m cpuft.train.data.prepare OUTPUT --host-memory=... --task=... (all training options)` writes the archive
-OUTPUT (see `archive.py`). Archives stay in the user's cache folder under their checksum, so that the same data is
-prepared only once.
+OUTPUT (see `archive.py`). Archives stay in the user's cache folder, so that the same data is prepared only once.
 """
 
 from __future__ import annotations
@@ -210,7 +209,7 @@ def _tokenize_to_files(
 
 
 def list_blank(examples: Examples, task: Task) -> list[list[str]]:
-    """Return for each example the names of the columns in which it has no text; none for words."""
+    """Return for each example the names of the columns without text, by `is_blank`; none for the kind tags."""
     names = task.texts if task.kind != "tags" else ()
     return [[name for name, text in zip(names, texts) if is_blank(text)] for texts in examples.texts]
 
@@ -294,7 +293,9 @@ def prepare(config: TrainConfig) -> Path:
 
 
 def read_task_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the examples of a task that is neither text nor chat. CpuftError: they do not fit it, or cannot be read."""
+    """Read a task that is neither text nor chat, with up to --max-train-samples (0: all) examples for training. Raises
+    CpuftError: the examples do not fit the task, or cannot be read.
+    """
     task = TASKS[config.task]
     if task.kind in EMBEDDING_KINDS:
         data = read_pairs(task, config)
@@ -434,7 +435,7 @@ def _make_meta(
 
 
 def find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
-    """Return the share (0 to 1) of tokens that the tokenizer does not know, among those that are not special tokens."""
+    """Return the share (0 to 1) of unknown tokens among those not special; 0 if the unknown token has another role."""
     unknown = tokenizer.unk_token_id
     others = (getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep"))
     if unknown is None or unknown in others:  # GPT-2's unknown token is its end of text; it knows all bytes

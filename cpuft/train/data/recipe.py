@@ -21,7 +21,7 @@ _MACRO_F1 = "f1_macro"
 
 
 def check_recipe(config: TrainConfig, prepared: Prepared) -> None:
-    """Raise CpuftError if an option of the recipe does not fit the data, such as class weights without classes."""
+    """Raise CpuftError if label smoothing, class weights, best metric, --matryoshka or --similarity-loss do not fit."""
     for flag, value in (("--label-smoothing", config.label_smoothing), ("--class-weights", config.class_weights)):
         if value and prepared.kind not in ("class", "tags"):
             raise CpuftError(
@@ -62,10 +62,10 @@ def parse_dimensions(text: str) -> tuple[int, ...]:
 
 
 def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
-    """Return the weight of each class by --class-weights, in the order of their numbers; () if all count the same.
+    """Return the weight of each class by --class-weights, in the order of their numbers; () for an empty `text`.
 
     `balanced` gives a class the weight examples / (classes * its examples), at least one, as scikit-learn does; for
-    tags, words count. Raises CpuftError: they are not a positive number for each class.
+    tags, words count. Raises CpuftError: `text` has not one finite, positive number for each class.
     """
     if not text:
         return ()
@@ -83,7 +83,7 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
 
 
 def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
-    """Return --best-metric, else the first metric of the task, "" if it has none. CpuftError: it has no such metric."""
+    """Return --best-metric (f1_macro for macro-f1), else the first metric or "". CpuftError: the task lacks it."""
     wanted = _read_best_metric(config)
     names = (*prepared.metrics, _MACRO_F1) if _can_add_macro_f1(prepared) else prepared.metrics
     known = [name + suffix for suffix in prepared.validation for name in names]
@@ -96,7 +96,7 @@ def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
 
 
 def find_metrics(config: TrainConfig, prepared: Prepared) -> tuple[str, ...]:
-    """Return the metrics of evaluations: those of the task, and the mean F1 of the classes if --best-metric asks."""
+    """Return the metrics of evaluations: those of the task, and last f1_macro if --best-metric asks for it."""
     is_added = _can_add_macro_f1(prepared) and _read_best_metric(config).startswith(_MACRO_F1)
     return (*prepared.metrics, _MACRO_F1) if is_added else prepared.metrics
 

@@ -62,7 +62,8 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
 
     An example is a query, a document and a score from 0 to 1, from a row's label, or from a row of a relevant document
     and irrelevant ones, given or from --hard-negatives. Labels of the validation split are pairs of a score and the
-    number of the query. Raises CpuftError: a file, column, row or score does not fit, or all scores are equal.
+    number of the query. Raises CpuftError: a file, column, row or score does not fit, all training scores are equal, or
+    no validation query has both relevant and irrelevant documents.
     """
     train, validation = read_both_files(config, "queries, documents and labels")
     columns = others = _choose_columns(train, config.text_columns, config.label_column)
@@ -197,7 +198,7 @@ def _keep_first(examples: Examples) -> Examples:
 
 
 def number_queries(examples: Examples) -> Examples:
-    """Return examples whose labels are pairs: the score, and the number of the query, counted from 0."""
+    """Return examples whose labels are pairs: the score, and the number of the query (0.0 is the first query)."""
     numbers: dict[str, int] = {}
     labels = [
         (score, float(numbers.setdefault(query, len(numbers))))
@@ -220,8 +221,8 @@ def _refuse_unordered(examples: Examples, source: str) -> None:
 def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
     """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the validation data.
 
-    If the file has scores or irrelevant documents, labels are pairs of a score and the number of the query. Raises
-    CpuftError: a file, column or row does not fit.
+    Labels are pairs of a score and the number of the query; a file without scores and irrelevant documents has none.
+    Returned is also the task with the columns. Raises CpuftError: a file, column or row does not fit.
     """
     if not config.file:
         data = read_relevance(task, train)

@@ -123,7 +123,7 @@ def _parse_relevance(text: str, where: str) -> int:
 
 
 def make_retrieval_set(examples: Iterable[Sequence[str]]) -> RetrievalSet:
-    """Make a retrieval set of examples of an anchor, a positive, which is relevant, and any number of negatives."""
+    """Make a retrieval set of anchors (queries), positives (relevance 1) and negatives, each text once, in order."""
     queries: dict[str, int] = {}
     documents: dict[str, int] = {}
     relevant: dict[tuple[int, int], None] = {}

@@ -128,7 +128,7 @@ class DataSummary:
 
 
 def summarize(config: TrainConfig) -> DataSummary:
-    """Describe the data, also labels that a training would refuse. Raises CpuftError: it cannot be read."""
+    """Describe the data, also labels that a training would refuse. CpuftError: data or tokenizer cannot be read."""
     check_untrained(config)
     if config.task == "text":
         return _summarize_texts(config)
@@ -182,7 +182,7 @@ def _count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, i
 
 
 def count_duplicates(examples: Examples, known: Known, adds: bool) -> tuple[int, int]:
-    """Count examples whose texts are `known`, and those of them with a new label. With `adds`, all become known."""
+    """Count examples whose texts are `known`, and those of them with a new label. With `adds`, each becomes known."""
     duplicates = contradictions = 0
     for texts, label in zip(examples.texts, examples.labels):
         seen = known.get(texts)
@@ -220,7 +220,7 @@ def _summarize_lengths(lengths: NDArray[np.int64], max_length: int) -> Lengths:
 
 
 def make_histogram(lengths: NDArray[np.int64], max_length: int) -> list[Bin]:
-    """Return the bins of a histogram, 10 at most, of equal width, up to the longest example or twice `max_length`."""
+    """Return up to 10 bins from 1 on of one round width, such as 20; lengths above 2 * `max_length` are in the last."""
     top = min(int(lengths.max()), 2 * max_length)
     width = next(step for step in _WIDTHS if step * _BINS >= top)
     numbers = Counter(((np.minimum(lengths, top) - 1) // width).tolist())
@@ -289,7 +289,7 @@ def _complete(config: TrainConfig, task: Task, splits: list[Split], notes: Seque
 
 
 def find_problems(summary: DataSummary) -> list[str]:
-    """Return sentences on what cpuft launch would refuse, and on what harms a training."""
+    """Return a message for each fault that cpuft launch would refuse, and for each that harms a training; else []."""
     train, *others = summary.splits
     problems = []
     learned = [label for label, count in train.labels.items() if count]
@@ -350,7 +350,7 @@ _KINDS = {
 
 
 def format_summary(summary: DataSummary) -> list[str]:
-    """Return the text form as lines."""
+    """Return the lines that `cpuft data show` prints without --json."""
     train, *others = splits = summary.splits
     label = f" -> {_show(summary.label_column)}" if summary.label_column else ""
     lines = [
@@ -418,7 +418,9 @@ def _show(text: str) -> str:
 
 
 def add_baselines(summary: DataSummary, config: TrainConfig, static_model: str = "") -> DataSummary:
-    """Return the summary with what can be had without a training. Raises CpuftError: the static model is unusable."""
+    """Return the summary with the metrics of a baseline, of the static model if named, and of an embedding model or
+    reranker before training. CpuftError: the static model is unusable; other failures become notes.
+    """
     found, notes = list[BaselineLine](), list(summary.notes)
     try:
         if summary.unknown_labels:

@@ -1,8 +1,4 @@
-"""Examples of a task: read from a GLUE download, the user's own files or the Hugging Face hub, or generated.
-
-Examples of GLUE and of the demo are in memory (`Examples`). Those of the user's files may be more than fit there, and
-are read from the files again each time they are needed (`FileExamples`).
-"""
+"""Examples of a task: read from a GLUE download, the user's own files or the Hugging Face hub, or generated."""
 
 from __future__ import annotations
 
@@ -107,7 +103,7 @@ class FileExamples:
         return replace(self, count=min(count, self.count)) if count else self
 
     def batches(self) -> Iterator[Examples]:
-        """Read the examples in their order, 4096 at a time. CpuftError after the last one: there are fewer by now."""
+        """Read the examples in their order, 4096 at a time. CpuftError: a row does not fit, or too few are left."""
         rows, found = self._list_rows(), 0
         while batch := list(islice(rows, _EXAMPLES_AT_ONCE)):
             found += len(batch)
@@ -119,7 +115,7 @@ class FileExamples:
             )
 
     def list_texts(self) -> Iterator[str]:
-        """Read all texts: both of a pair, or each word for the kind tags. Raises CpuftError: rows are gone by now."""
+        """Read all texts: both of a pair, or each word for the kind tags. Raises CpuftError as `batches` does."""
         for batch in self.batches():
             yield from batch.list_texts()
 
@@ -140,7 +136,7 @@ class TaskData:
 
 
 def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the examples of `config.task`: GLUE, demo or files. CpuftError: they do not fit it, or cannot be read."""
+    """Read the examples of GLUE, demo or files; `check_labels` as in `read_user_files`. CpuftError: they do not fit."""
     task = TASKS[config.task]
     if task.name == "files":
         return read_user_files(task, config, check_labels)
@@ -164,7 +160,7 @@ def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str
 
 
 def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
-    """Return the `splits` of `read_splits` that have no labels, which GLUE's server scores; () for other tasks."""
+    """Return the `splits` of `read_splits` without labels, (("", "test"),) for most GLUE tasks; () for other tasks."""
     return tuple((key, stem.replace("dev", "test")) for key, stem in task.validation) if task.folder else ()
 
 
@@ -184,7 +180,9 @@ def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
 
 
 def read_glue_file(task: Task, path: Path, id_column: str = "") -> Examples | None:
-    """Read a file in the form of the task's GLUE files with a header; None for others. Raises as `parse_glue_tsv`."""
+    """Read a .tsv file with the columns of texts of the task's GLUE files, perhaps without labels. None for other files
+    and tasks. Raises CpuftError as `parse_glue_tsv`.
+    """
     if not task.folder or path.suffix != ".tsv":
         return None
     text = read_text(path, "--file")
@@ -198,8 +196,8 @@ def read_glue_file(task: Task, path: Path, id_column: str = "") -> Examples | No
 def parse_glue_tsv(text: str, task: Task, source: str, id_column: str = "") -> Examples:
     """Parse a GLUE file: columns separated by tabs, without quoting (a quotation mark is part of the text).
 
-    With an empty `task.label`, the examples have no labels. With `task.columns`, the file has no header line. Raises
-    CpuftError: a column is missing, a line is too short or has another label, or there are no rows.
+    With an empty `task.label`, the examples have no labels. With `task.columns`, the file has no header line. Blank
+    lines are left out. CpuftError: a column is missing, a line too short, its label not the task's, or there is no row.
     """
     lines = text.split("\n")
     start = 0 if task.columns else 1
@@ -257,8 +255,8 @@ _MAX_SCORE = 3e38
 
 
 def parse_label(text: str, task: Task, where: str) -> float:
-    """Return the class number of a label, which may have another form, such as 1.0 or True for 1; for SCORE_KINDS, the
-    score. Raises CpuftError, which begins with `where`: the label is not one of the task's, or is no number.
+    """Return the class number of a label (1.0 and True are 1 if all labels are whole numbers) or, for SCORE_KINDS, the
+    score, also with a decimal comma. CpuftError, which begins with `where`: another label, or no finite number.
     """
     text = text.strip()
     if task.kind in SCORE_KINDS:
@@ -278,7 +276,7 @@ _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
 
 
 def read_decimal_comma(text: str) -> str:
-    """Return a number with a decimal point in place of a decimal comma; 1,250, which may be 1250, and others as is."""
+    """Return 0.5 for 0,5 and so on; other texts, also 1,250, which may mean 1250, are returned as they are."""
     return text.replace(",", ".") if _DECIMAL_COMMA.fullmatch(text) and not _THOUSANDS.fullmatch(text) else text
 
 
@@ -298,7 +296,7 @@ BOOLEANS = {"true": "1", "false": "0"}
 
 
 def find_value(label: str) -> str:
-    """Return a label in the one form of its value: 1 for 1.0 and True; other labels as they are."""
+    """Return a label in the one form of its value: 1 for 1.0 and True, 0 for False; other labels as they are."""
     return re.sub(r"(?<=\d)\.0*$", "", BOOLEANS.get(label.lower(), label))
 
 
@@ -369,7 +367,7 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
 
 
 def read_both_files(config: TrainConfig, what: str) -> tuple[Table, Table | None]:
-    """Open --train-file, with rows of `what`, and --validation-file, if given. CpuftError: one cannot be read."""
+    """Open --train-file, with rows of `what`, and --validation-file (else None). CpuftError: one cannot be read."""
     if not config.train_file:
         raise CpuftError(
             f"--task {config.task} needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with {what}"
@@ -389,7 +387,7 @@ def check_columns(table: Table, task: Task, name_texts: str, name_label: str) ->
 
 
 def drop_unlabelled(table: Table, label: str) -> Table:
-    """Return a table without the rows whose label is empty or one of MISSING, with a note on their number."""
+    """Return a table without the rows whose label is blank or one of MISSING, and with a note on them if any."""
     kept = Rows(lambda: (row for row in table.rows if not is_blank(row[1].get(label, ""))))
     count = sum(1 for _ in table.rows) - sum(1 for _ in kept)
     note = f"{counted(count, 'row')} of {table.source} without a label left out"
@@ -426,7 +424,7 @@ def _refuse_case(labels: Mapping[str, str]) -> None:
 
 
 def merge_options(config: PredictConfig, train: TrainConfig) -> TrainConfig:
-    """Return the options of a run with those of `cpuft predict` on the form of files that differ from the defaults."""
+    """Return `train` with --delimiter, --quoting and --encoding of `config` where these are not the defaults."""
     given = {name: getattr(config, name) for name in ("delimiter", "quoting", "encoding")}
     return replace(train, **{name: value for name, value in given.items() if value != getattr(PredictConfig, name)})
 
@@ -644,7 +642,7 @@ def _split_label(cell: Cell, task: Task) -> list[str]:
 
 def scan_rows(table: Table, task: Task) -> tuple[FileExamples, dict[str, str]]:
     """Check all rows; return the examples, and where each label is first found (empty for scores). Raises CpuftError: a
-    row does not fit, or there are too many labels.
+    row does not fit, there is no row, or there are more than 100,000 labels.
     """
     digest, count, labels = hashlib.sha256(), 0, dict[str, str]()
     names = (*task.texts, *([task.label] if task.label else []))
@@ -669,9 +667,7 @@ def scan_rows(table: Table, task: Task) -> tuple[FileExamples, dict[str, str]]:
 def _number_labels(
     task: Task, train: Iterable[str], others: Mapping[str, str], source: str, check_labels: bool
 ) -> Task:
-    """Return the task with its metrics and labels: those of `train` in alphabetical order. New ones in `others`, which
-    says where validation examples have them, follow without `check_labels`.
-    """
+    """Return the task with metrics and labels: those of `train`, sorted; then, without `check_labels`, new `others`."""
     if task.kind == "score":
         return replace(task, labels=(), metrics=choose_metrics("score", ()))
     found = _drop_equal_labels(train) if task.kind == "class" else sorted(train)
@@ -689,7 +685,9 @@ def _number_labels(
 
 
 def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a kind's metrics. Two classes have an f1, and so have tags if all are those of entities."""
+    """Return a kind's metrics: pearson, spearman (score); f1_micro, f1_macro, accuracy (labels); f1, precision, recall,
+    accuracy (tags, if all are of entities: O, B-x, I-x and so on); otherwise accuracy, and for two classes also f1.
+    """
     if kind == "score":
         return ("pearson", "spearman")
     if kind == "labels":
@@ -702,7 +700,7 @@ def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True, id_column: str = "") -> Examples:
-    """Make examples of rows of `check_rows`; without `has_labels`, cells of labels are not read. Raises CpuftError: a
+    """Make examples of rows of `check_rows`; without `has_labels`, labels are not read, but 0.0 or (). CpuftError: a
     label is not one of the task's, or no number; or an id is missing.
     """
     has_labels = has_labels and bool(task.label)
@@ -721,7 +719,7 @@ def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True, id_c
 
 
 def get_id(row: Mapping[str, Cell], id_column: str, where: str) -> str:
-    """Return the id of a row, which may be empty or that of other rows, too. Raises CpuftError: it has none."""
+    """Return the text in the row's column `id_column`, perhaps "". CpuftError: the column is missing or has a list."""
     if not isinstance(cell := row.get(id_column), str):
         raise CpuftError(f"{where} has no text in the column {id_column!r}: correct that row, or name another column")
     return cell

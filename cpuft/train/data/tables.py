@@ -82,8 +82,8 @@ def read_tables(
 ) -> Table:
     """Open files as `read_table` does: paths and patterns, separated by commas, one after another.
 
-    Names of `parse_hub_name`, for which `hub_split` is the usual split, mean data sets of the Hugging Face hub. Raises
-    CpuftError: a file or data set is missing or cannot be read.
+    Names that begin with hub: are data sets of the Hugging Face hub, read by `parse_hub_name` with `hub_split` as usual
+    split. Raises CpuftError: a file or data set is missing or cannot be read.
     """
     tables = [
         _read_hub_table(path, option, hub_split)
@@ -106,8 +106,9 @@ _HUB_NAME = re.compile(
 
 
 def parse_hub_name(text: str, option: str, split: str) -> dict[str, str | None]:
-    """Return the arguments of `datasets.load_dataset` for a name such as `hub:nyu-mll/glue/mrpc:train@main`, in which
-    only owner and name are needed; `split` is the usual split. Raises CpuftError for any other form.
+    """Return the arguments path (nyu-mll/glue), name, split and revision of `datasets.load_dataset` for a text such as
+    `hub:nyu-mll/glue/mrpc:train@main`. Only the path is needed: otherwise name and revision are None, and the split is
+    `split`. Raises CpuftError for any other form.
     """
     found = _HUB_NAME.fullmatch(text)
     if not found:
@@ -128,7 +129,7 @@ def _read_hub_table(text: str, option: str, split: str) -> Table:
 
 def load_from_hub(what: str, advice: str, offline_advice: str, **arguments: Any) -> Any:
     """Return what `datasets.load_dataset` loads from the hub, or its cache. Raises CpuftError, which begins with `what`
-    and ends with one of the two pieces of advice: it cannot be loaded.
+    and ends with `advice`, or `offline_advice` if the hub cannot be reached: loading fails.
     """
     problem = find_hub_problem()
     import datasets
@@ -177,7 +178,7 @@ def read_table(path: Path, option: str = "--train-file", options: TableOptions =
 
 
 def get_suffix(path: Path) -> str:
-    """Return the ending of a file's name, without that of gzip: `.csv` for x.csv.gz."""
+    """Return the ending of a file's name, without that of gzip: `.csv` for x.csv.gz, "" for x.gz."""
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
@@ -202,7 +203,9 @@ def _read_json_rows(lines: Callable[[], Iterator[str]], path: Path) -> Iterator[
 
 
 def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
-    """Yield where each line is (`chat.jsonl, line 3`), and the line. CpuftError: a file can't be read as JSON lines."""
+    """Yield where each line that is not blank is (`chat.jsonl, line 3`), and the line, not parsed. Raises CpuftError: a
+    file cannot be read, or begins like a Parquet file or a JSON array.
+    """
     for name in split_paths(paths):
         _refuse_columnar(name, option)
         lines = enumerate(read_lines(Path(name), option, "\n"), start=1)
@@ -254,7 +257,7 @@ def read_text(path: Path, option: str = "--data-dir") -> str:
 def read_lines(path: Path, option: str, newline: str = "", encoding: str = "", longest: int = -1) -> Iterator[str]:
     """Yield the lines of a text file, perhaps compressed with gzip, with their ends, without a byte order mark.
 
-    `newline` is as in `open`; `encoding` is that of --encoding, or empty where there is no such option. Lines of more
+    `newline` is as in `open`; `encoding` is that of --encoding, or empty (UTF-8) without that option. Lines of more
     than `longest` characters (-1: no limit) are yielded in parts. Raises CpuftError: the file is missing, damaged or of
     another format, or is no text in that encoding.
     """
@@ -453,7 +456,7 @@ def _is_flat(values: list[Any]) -> bool:
 
 
 def find_column(columns: Sequence[str], name: str, source: str, advice: str = "") -> int:
-    """Return the index of the column `name`. Raises CpuftError, with `advice` on the option to give: there is none."""
+    """Return the index of the column `name`. CpuftError, with `advice` or names that are similar: there is none."""
     if name not in columns:
         nested = "" if source.endswith((".csv", ".tsv")) else "; objects and nested lists are no columns"
         there = f" (its columns are {list_names([*map(repr, columns)])}{nested})" if advice else ""
@@ -464,25 +467,25 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the names in a text that separates them by commas, without spaces around them; () for an empty text."""
+    """Return the names between the commas of a text, without spaces around them, also empty ones; () for ""."""
     return tuple(name.strip() for name in text.split(",")) if text else ()
 
 
 def hint_header(columns: Sequence[str]) -> str:
-    """Return a clause for a message, which begins with `; `, if the columns' names look like a row's cells; else ""."""
+    """Return a clause for a message, which begins with `; `, if a column's name is a number, as in a row; else ""."""
     is_row = any(name.replace(".", "", 1).isdecimal() for name in columns)
     return "; if its first line is a row, write a header such as text,label above it" if is_row else ""
 
 
 def find_longest_column(table: Table, names: Sequence[str]) -> str:
-    """Return which of the columns has the longest texts in the first rows: more likely one of texts than one of ids."""
+    """Return which of `names` has the longest texts, added up, in the first 100 rows: rather texts than ids."""
     rows = [row for _, row in islice(table.rows, _ROWS_FOR_LENGTHS)]
     return max(names, key=lambda name: sum(len(row.get(name, "")) for row in rows))
 
 
 def split_table(table: Table, share: float, columns: Sequence[str] = ()) -> tuple[Table, Table]:
-    """Return a table without the rows that are kept for validation, and a table of these. Rows whose cells in `columns`
-    (empty: all) are equal stay together. Raises CpuftError: fewer than two are different.
+    """Return a table without the rows for validation, and a table of these, by `choose_smallest`. Rows whose cells in
+    `columns` (empty: all) are equal stay together. Raises CpuftError: fewer than two are different.
     """
     rows = ({name: cells[name] for name in columns if name in cells} if columns else cells for _, cells in table.rows)
     which = f" in {' and '.join(map(repr, columns))}" if columns else ""
@@ -494,9 +497,9 @@ def split_table(table: Table, share: float, columns: Sequence[str] = ()) -> tupl
 def choose_smallest(
     checksums: NDArray[np.uint64], share: float, source: str, noun: str, which: str = ""
 ) -> NDArray[np.bool_]:
-    """Return which examples are kept for validation: those with the smallest checksums, at least one and not all. So
-    equal ones stay together, and the order has no effect. `share` is that of the different ones. Raises CpuftError,
-    with `source`, `noun` and `which`: fewer than two are different.
+    """Return which examples are kept for validation: those with the smallest checksums, about `share` (0 to 1) of the
+    different ones, at least one and not all. So equal ones stay together, and the order has no effect. CpuftError, with
+    `source`, `noun` and `which` in its message: fewer than two are different.
     """
     different = np.unique(checksums)
     if len(different) < 2:

@@ -80,7 +80,7 @@ def scan_texts(paths: str, columns: str, option: str, exact: bool = False, optio
     `paths` are files, and folders whose files of texts or JSON lines are taken, separated by commas. The texts of
     several `columns` of a table, separated by commas, are joined by spaces; empty is the column `text`, or the only
     one. With `exact`, indentation, line ends and blank lines are kept, which a decoder learns as well. Raises
-    CpuftError: a file cannot be read, lacks a column or has too long a line, or there is no text.
+    CpuftError: a file cannot be read, lacks a column or has a line above 8 MB, or no text, or no table for `columns`.
     """
     files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
     names = split_names(columns)
@@ -103,7 +103,7 @@ def scan_texts(paths: str, columns: str, option: str, exact: bool = False, optio
 
 
 def read_corpora(config: TrainConfig) -> tuple[Corpus, Corpus | None]:
-    """Scan --train-file and --validation-file, None without one. Raises as `scan_texts`, and without --train-file."""
+    """Scan --train-file and --validation-file (None if not given). CpuftError: as `scan_texts`, or no --train-file."""
     if not config.train_file:
         raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
 
@@ -199,7 +199,7 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
 
 
 def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join pieces with those that continue them: so a tokenizer sees line ends, as it does where the model is used."""
+    """Join pieces with those that continue them, up to 64 or 65,536 characters, so that a tokenizer sees line ends."""
     parts: list[str] = []
     size, validates, begins = 0, False, False
     for its_split, text, its_begin in pieces:
@@ -240,7 +240,7 @@ class Packer:
         self._file = path.open("w+b")
 
     def add(self, tokens: list[int], begins: bool) -> None:
-        """Append the tokens of a piece, behind a separator if it begins a document or continues nothing."""
+        """Append a piece's tokens, behind a separator if it or an empty one before `begins`, unless it is the first."""
         self._begins = begins or self._begins
         if tokens and self._begins:
             self._buffer += [] if self._is_empty else self.separator
@@ -282,13 +282,13 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
 
 
 def find_document_marks(tokenizer: Any) -> tuple[list[int], int | None]:
-    """Return the ids that a decoder's tokenizer puts before a text, and the one that ends a text, None without one."""
+    """Return the ids that a decoder's tokenizer puts before a text, and the one that ends a text, or None."""
     end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
     return [one for one in tokenizer("")["input_ids"] if one != end], end
 
 
 def classify_tokens(tokenizer: Any) -> NDArray[np.int8]:
-    """Return the kind of each token id (WORD_START and so on), int8, shape (largest id + 1,)."""
+    """Return each token id's kind, int8, shape (largest id + 1,); NEVER_MASKED for special tokens and unused ids."""
     vocabulary = tokenizer.get_vocab()
     marks_starts = sum(token.startswith(_WORD_START_MARKS) for token in vocabulary) > len(vocabulary) // 10
     kinds = np.full(1 + max(vocabulary.values()), NEVER_MASKED, np.int8)

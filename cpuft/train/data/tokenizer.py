@@ -40,7 +40,7 @@ def get_tokenizer_name(config: TrainConfig) -> str:
 
 
 def may_mismatch_model(config: TrainConfig) -> bool:
-    """Return whether the tokenizer may have more tokens than the model embeds."""
+    """Return whether to check the tokenizer's size: with --tokenizer or --from-config, and for tasks text and chat."""
     return bool(config.tokenizer or config.from_config) or config.task in ("text", "chat")
 
 
@@ -129,7 +129,7 @@ def get_vocab_size(tokenizer: Any) -> int:
 
 
 def load_tokenizer(name: str, in_words: bool = False) -> Any:
-    """Load a tokenizer from a folder or the hub, perhaps for lists of words. CpuftError: it cannot be read or used."""
+    """Load a tokenizer from folder or hub, `in_words` for lists of words. CpuftError: it is missing or unusable."""
     import transformers
 
     source = _find_tokenizer(name)
@@ -204,8 +204,7 @@ def check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
 
 
 def choose_pad_id(config: TrainConfig, tokenizer: Any, vocab_size: int = 0) -> int:
-    """Return the id of the token that batches are padded with: the tokenizer's padding token, else that of the model's
-    configuration, else the token that ends a text.
+    """Return the id that pads batches: the tokenizer's padding token, else the model's, else that of a text's end.
 
     Models that number positions from their own padding token, such as RoBERTa, keep that one. `vocab_size` is that of
     the tokenizer, for an untrained model; 0: BERT's own. Raises CpuftError: there is none of these, or the model does

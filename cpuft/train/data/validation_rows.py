@@ -33,14 +33,14 @@ def checksum_rows(data: TaskData) -> str:
 
 
 class TextBeginnings:
-    """Collects the beginnings of the texts of a split's first rows, of at most `most` rows."""
+    """Collects the first 500 characters of each text of a split's first rows, of at most `most` rows."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._content, self._ends = bytearray(), list[list[int]]()
 
     def add(self, rows: Iterable[Sequence[str]], are_words: bool = False) -> None:
-        """Add rows of texts; with `are_words`, a row's texts are its words, which become one text."""
+        """Add rows of texts; with `are_words`, a row's texts are its words, which become one text with spaces."""
         for texts in islice(rows, self._most - len(self._ends)):
             self._ends.append([])
             for text in (" ".join(texts[:_MOST_CHARACTERS]),) if are_words else texts:
@@ -54,8 +54,8 @@ class TextBeginnings:
 
 
 def read_slices(split: Examples | FileExamples, column: str) -> Slices:
-    """Return the rows' values in the column of --slice-by, none if it is empty. Raises CpuftError: there is no such
-    column, or it has too many different values.
+    """Return the rows' values in the column of --slice-by, numbered as they first appear; both empty for the column "".
+    Raises CpuftError: the split has no such column, or more than MOST_VALUES values in it, or is not read from files.
     """
     if not column:
         return np.zeros(0, np.int32), ()

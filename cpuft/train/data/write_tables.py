@@ -38,7 +38,7 @@ Rows = Iterable[Sequence[Any]]
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """Raise CpuftError if no table can be written to --output, or if the file exists and may not be replaced."""
+    """Raise CpuftError as `check_pyarrow`, or if `path` has no known ending, is a folder, or exists (no overwrite)."""
     if path.suffix not in OUTPUT_ENDINGS:
         raise CpuftError(
             f"{path} has the ending {path.suffix!r:.20}: give an --output that ends in {', '.join(OUTPUT_ENDINGS)}"
@@ -56,11 +56,11 @@ def check_pyarrow(path: Path) -> None:
 
 
 def write_table(path: Path, columns: Sequence[Column], rows: Rows, guards: bool = True) -> None:
-    """Write a table completely or not at all, in the format of the name's ending; column names must differ.
+    """Write or replace a file completely or not at all, in the format of its ending; column names must differ.
 
-    In CSV and TSV, lists have bars between their parts, and texts that a spreadsheet would run as formulas get an
-    apostrophe in front, if `guards`. In JSON lines, numbers that are not finite are null. Raises CpuftError: at `path`
-    is a folder, device or pipe.
+    In CSV and TSV, None is an empty cell, lists have bars between their parts, and texts that a spreadsheet would run
+    as formulas, names of columns as well, get an apostrophe in front, if `guards`. In JSON lines, numbers that are not
+    finite are null. Raises CpuftError: at `path` is a folder, device or pipe.
     """
     with write_atomically(path) as beside:
         if path.suffix == ".parquet":
@@ -124,6 +124,6 @@ def _write_parquet(path: Path, columns: Sequence[Column], rows: Rows) -> None:
 
 
 def guard_formula(text: str) -> str:
-    """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula; numbers stay."""
+    """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula; -1 and "-" stay."""
     is_formula = len(text) > 1 and text.startswith(_FORMULA_STARTS) and math.isnan(to_number(text))
     return f"'{text}" if is_formula else text

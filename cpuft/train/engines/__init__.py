@@ -52,7 +52,7 @@ ENGINES = {
 
 
 def check_engine(config: TrainConfig) -> None:
-    """Raise CpuftError if --engine cannot run here, and set environment variables that it needs unless they are set."""
+    """Raise CpuftError if --engine cannot run here; else set its variables of the environment unless they are set."""
     engine = ENGINES.get(config.engine)
     if engine is None:
         return
@@ -82,7 +82,7 @@ def _installed_version(package: str) -> str:
 
 def find_problem(engine: str, versions: Mapping[str, str], machine: str) -> str:
     """Return why an engine cannot train with these versions of its packages ("": missing) on this type of machine, and
-    what to do, as one line; empty if it can. Raises KeyError for `torch`.
+    what to do, as one line; "" if it can. Raises KeyError for `torch`.
     """
     needs = ENGINES[engine]
     if needs.machine not in ("", machine):

@@ -15,14 +15,14 @@ from cpuft.train.fast.adamw import clip_gradients
 
 
 class Exchange:
-    """What brings ranks together in an update. This class itself is the exchange of one rank: nothing is sent.
+    """What brings ranks together in an update. This class itself is the exchange of one rank, which sends nothing.
 
     An exchange is made after the optimizer has the model's parameters, on all ranks together. In every update the
     training loop calls, on all ranks and in this order: `begin_pass` before each forward and backward pass,
     `average_gradients`, `clip_gradients`, the optimizer's step, `clear_gradients` and `synchronize_parameters`. Before
     an evaluation, a comparison of parameters, a checkpoint or the end, it calls `finish_messages`. Between updates it
     may call `full_weights`, `common_weights` and `contribute_to_checkpoint`. Subclasses override what differs from one
-    rank alone. `precision` is bf16 or fp32.
+    rank alone. `precision` is bf16, fp32 or int8.
     """
 
     sends_gradients: ClassVar[bool] = False
@@ -43,20 +43,20 @@ class Exchange:
         """This rank's shards of the optimizer state; None if each rank has all of it."""
 
     def reset(self) -> None:
-        """Accept that all parameters were replaced by the same ones on all ranks, as after a checkpoint was loaded."""
+        """Forget unsent changes, here none, after all ranks got the same new parameters, as from a checkpoint."""
 
     def full_weights(self) -> AbstractContextManager[object]:
         """Return a context in which this rank's model has all of its fp32 weights, to read or save.
 
-        With shards it is collective: entering gathers the fp32 weights of bf16 parameters.
+        With shards it is collective: entering gathers the fp32 weights of bf16 parameters. Without, it does nothing.
         """
         return self.shards.full_weights() if self.shards else nullcontext()
 
     def common_weights(self) -> AbstractContextManager[object]:
         """Return a context in which all ranks' models have the same parameters, to evaluate or to store them.
 
-        Afterwards each rank has its own parameters again, and the training goes on as without it. Collective where it
-        does something; here parameters are the same between updates.
+        Afterwards each rank has its own parameters again, and the training goes on as without the context. Here it does
+        nothing, as parameters are the same between updates; in a subclass where ranks differ, it is collective.
         """
         return nullcontext()
 
@@ -69,12 +69,12 @@ class Exchange:
             pass
 
     def begin_pass(self, is_last: bool) -> None:
-        """Begin a pass; in the last one of an update, gradients are sent. Here nothing happens."""
+        """Begin a forward and backward pass; in the last one of an update, gradients are sent. Here it does nothing."""
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Make the gradients the mean over ranks of the sums that each rank has accumulated, and block until they are.
 
-        With powersgd, embedding rows can be those of the update before.
+        With powersgd, embedding rows can be those of the update before. Here gradients stay, and the result is 0.0.
 
         Parameters
         ----------
@@ -88,10 +88,10 @@ class Exchange:
         return 0.0
 
     def finish_messages(self) -> None:
-        """Wait for messages of this update whose result only the next update applies."""
+        """Wait for messages of this update whose result only the next update applies; here there are none."""
 
     def clip_gradients(self) -> None:
-        """Scale all gradients down to the norm `--max-grad-norm`, if it is not 0 and they exceed it.
+        """Scale all gradients down to the norm `--max-grad-norm` if theirs is larger; 0 means no clipping.
 
         With the fused optimizer the gradients stay as they are, and its next step multiplies them by the factor.
         """
@@ -99,11 +99,11 @@ class Exchange:
             clip_gradients(self.optimizer, self.trained, self.config.max_grad_norm)
 
     def clear_gradients(self) -> None:
-        """Set the gradients that the optimizer has used to None."""
+        """Set the gradients of the optimizer's parameters to None."""
         self.optimizer.zero_grad()
 
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
-        """Bring the ranks' parameters together after an update, if the exchange sends parameters.
+        """Bring the ranks' parameters together after an update, if the exchange sends parameters; this one does not.
 
         `is_due`: an average of the ranks' parameters is planned after this update (`plan_averages`). `wait`: all ranks
         must have the same parameters afterwards; otherwise the exchange decides when they do.

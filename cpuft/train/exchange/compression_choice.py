@@ -47,12 +47,14 @@ def choose_compression(
 ) -> tuple[str, str]:
     """Choose the compression of gradients for `--grad-compression auto`, the same on all ranks. Collective.
 
-    Returns it, for example int8, and the reason in one line; both are "" if there was nothing to choose. It is the most
-    exact one with which a step is estimated to be as short as the shortest within 2 %; if the link sends gradients as
-    they are within 20 ms, bf16 or none, without a reason. `earlier` is what was chosen when a resumed run began.
+    Returns its name, for example int8, and the reason in one line; both are "" if auto is not given, the exchange sends
+    no gradients, or all ranks are on one host. The choice is the most exact compression with which a step is
+    estimated to be as short as the shortest within 2 %; if the link sends uncompressed gradients within 20 ms, it is
+    bf16 for bf16 `precision`, else none, with the reason "". If auto may choose `earlier`, what a resumed run chose at
+    its beginning, it is returned unmeasured, with the reason "as when the run began"; "" is a new run.
 
-    Call it when the model has its fast layers. A measurement takes some all-reduces and, if the link is slow, two
-    forward and backward passes, which leave the model in training mode without gradients.
+    Call it when the model has its fast layers. With a slow link it runs two forward and backward passes, which leave
+    the model in training mode without gradients.
     """
     base = resolve_compression(config.grad_compression, precision)
     has_choice = config.grad_compression == "auto" and choose_exchange(config, world.size).sends_gradients
@@ -91,8 +93,8 @@ def make_levels(
     """Return what an update of a model sends with each compression, from none to powersgd.
 
     `tokens` and `own_tokens` are the distinct tokens in an update of all ranks and of one rank (of one host if means
-    are hierarchical). `ranks` are those of the all-reduce whose payload the bytes are, `coding_seconds` are for one
-    number with int8, and `hosts` is 0 without hierarchical means.
+    are hierarchical). `ranks` are those of the all-reduce whose payload the bytes are, `coding_seconds` those to encode
+    and decode one number with int8, and `hosts` is 0 without hierarchical means.
     """
     layers, row = _list_layers(model)
     rows = RowSizes(round(tokens * row), round(own_tokens * row))
@@ -138,7 +140,9 @@ def _measure_compute(
 def count_sent_numbers(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared
 ) -> GradientSizes:
-    """Count what an update of this model with these examples sends, as numbers of a gradient; not collective."""
+    """Count the numbers of the gradients that an update of this model with these examples sends; not collective.
+    The result's `tokens` has a key for each of RANK_COUNTS, none without a word embedding that is exchanged by rows.
+    """
     layers, row = _list_layers(model)
     numbers, factors = sum(one.numel() for one in layers), sum(count_numbers(one.shape) for one in layers)
     counts = RANK_COUNTS if row else ()

@@ -60,7 +60,7 @@ class GradientExchange(Exchange, ABC, Generic[B]):
         set_gradient_rows(self.bare_model, rows)
 
     def begin_pass(self, is_last: bool) -> None:
-        """Begin a pass; complete buckets are sent in the last one of an update."""
+        """Begin a forward and backward pass; in the last one of an update, each bucket is sent once it is complete."""
         self._gradients.begin_pass(is_last)
 
     def _send(self, bucket: B) -> None:
@@ -69,8 +69,8 @@ class GradientExchange(Exchange, ABC, Generic[B]):
         self._seconds += time.perf_counter() - start
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
-        """Wait for the mean of the buckets, and average the gradient rows of the word embedding, see `Exchange`. With
-        late rows, those of the update before are waited for.
+        """Wait for the mean of the buckets, average the gradient rows of the word embedding, and return seconds as
+        `Exchange` does. With late rows, it waits for those of the update before. Unused parameters' zeros become None.
         """
         seconds = self._seconds
         self._gradients.send_rest()
@@ -111,7 +111,7 @@ class DataParallelExchange(GradientExchange[Bucket]):
         return self._reduce(bucket).wait
 
     def clip_gradients(self) -> None:
-        """Scale gradients down to `--max-grad-norm`, on all ranks by the same factor. Collective without kernels."""
+        """Scale gradients down to `--max-grad-norm` (0: never), alike on all ranks. Collective without kernels."""
         if self.config.max_grad_norm:
             share = partial(dist.broadcast, src=0)
             clip_gradients(self.optimizer, self.trained, self.config.max_grad_norm, share_plain=share)
@@ -120,7 +120,7 @@ class DataParallelExchange(GradientExchange[Bucket]):
 def make_buckets(
     layers: Sequence[torch.nn.Parameter], unused: Sequence[torch.nn.Parameter], compression: str, members: int
 ) -> list[Bucket]:
-    """Return the buckets of gradients in the order in which they are sent; `members` ranks send to each other."""
+    """Return buckets in the order of sending, last layers first, `unused` last; `members` ranks send to each other."""
     total, late = sum(one.numel() for one in layers), {*unused}
     least = -(-total // count_buckets(compression, total, members))
     return [Bucket(some) for some in plan_buckets(layers, lambda one: (one.dtype, one in late), least, unused)]

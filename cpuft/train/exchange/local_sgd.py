@@ -37,7 +37,7 @@ class LocalSGDExchange(Exchange):
         self._updates_since_sent = 0
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
-        """Leave gradients as they are, and remember which rows of the word embedding have one; returns 0.0."""
+        """Leave gradients as they are, remember which rows of the word embedding have one, and return 0.0."""
         for tokens in find_token_ids():
             self._local.note_tokens(tokens)
         return 0.0
@@ -60,8 +60,8 @@ class LocalSGDExchange(Exchange):
                     weight.copy_(value)
 
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
-        """Start to send this rank's changes in the background if an average is due; their mean is applied
-        `--sync-every` updates later, or with `wait` now.
+        """Start to send this rank's changes in the background if an average is due; their mean is applied at most
+        `--sync-every` updates later. With `wait`, due or not, changes are sent, averaged and applied at once.
         """
         self._updates_since_sent += 1
         is_mean_due = self._updates_since_sent == self.config.sync_every

@@ -34,12 +34,12 @@ ALIGNMENT = 16
 
 
 def shard_length(elements: int, ranks: int, unit: int = ALIGNMENT) -> int:
-    """Return the length of each rank's shard of a bucket: an Nth of the elements, rounded up to whole `unit`s."""
+    """Return the length of each rank's shard of a bucket: elements / ranks, rounded up to a multiple of `unit`."""
     return -(-elements // (ranks * unit)) * unit
 
 
 def fill_shard(shard: Tensor, start: int, values: Iterable[Tensor]) -> None:
-    """Copy elements number `start` and following of these values, side by side, into a shard; its padding stays."""
+    """Copy elements of these values, side by side, from number `start` on into a shard; what they do not fill stays."""
     place = -start
     for value in values:
         first, last = max(place, 0), min(place + value.numel(), len(shard))
@@ -144,9 +144,7 @@ class OptimizerShards:
 
     @contextmanager
     def full_weights(self) -> Iterator[None]:
-        """Inside this context, the model has all of its fp32 weights on this rank, to read or save. Collective at its
-        beginning if the model has fp32 masters.
-        """
+        """Inside, the model has all of its fp32 weights, to read or save. Collective to enter if there are masters."""
         if self._masters is None:
             yield
             return
@@ -159,13 +157,13 @@ class OptimizerShards:
 
     @property
     def step(self) -> float:
-        """Number of updates that the optimizer has made."""
+        """Number of updates that the optimizer has made; 0.0 before the first."""
         return max(float(state.get("step", 0)) for state in [*self._optimizer.state.values(), {}])
 
     def gather_state(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yield all that is sharded, as (kind, parameter, value), one bucket in memory at a time. Collective, to the
-        end. The kind is "exp_avg", "exp_avg_sq" or, for bf16 parameters, "model"; the value is fp32, in the parameter's
-        shape.
+        end. The kind is "exp_avg", "exp_avg_sq" (zeros before the first update) or, for bf16 parameters, "model"; the
+        value is fp32, in the parameter's shape.
         """
         for bucket in self.buckets:
             state = self._optimizer.state.get(bucket.shard, {})
@@ -176,8 +174,8 @@ class OptimizerShards:
 
     @torch.no_grad()
     def restore(self, find_value: Callable[[str, nn.Parameter], Tensor], step: Tensor) -> None:
-        """Take this rank's shards of the values that `gather_state` has yielded after `step` updates, by their kind and
-        parameter. The model has its weights back already. Not collective.
+        """Take this rank's shards of what `gather_state` yielded after `step` updates: `find_value(kind, parameter)`
+        returns a value, and is asked for no moments if `step` is 0. The model has its weights already. Not collective.
         """
         for bucket in self.buckets:
             if bucket.has_masters:

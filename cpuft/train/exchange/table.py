@@ -11,7 +11,9 @@ from cpuft.train.exchange.zero1 import ShardedExchange
 
 
 def choose_exchange(config: TrainConfig, ranks: int) -> type[Exchange]:
-    """Return the class of the exchange of a run with these options on this number of ranks, which is at least 1."""
+    """Return the class of a run's exchange: DeepSpeedExchange with --engine deepspeed; else Exchange for one rank; else
+    ShardedExchange with --shard optimizer; else LocalSGDExchange with --sync-every above 1; else DataParallelExchange.
+    """
     if config.engine == "deepspeed":
         return DeepSpeedExchange
     if ranks == 1:

@@ -27,8 +27,7 @@ _MAX_BUCKETS_IN_FLIGHT = 8
 
 class ShardedExchange(GradientExchange[ShardedBucket]):
     """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets that are sent during the backward pass.
-    Making it is collective, moves the parameters into buckets, and replaces them in the optimizer by this rank's
-    shards.
+    Making it is collective, moves the parameters into buckets, and gives the optimizer this rank's shards of them.
     """
 
     def _make_buckets(self) -> list[ShardedBucket]:
@@ -67,7 +66,7 @@ class ShardedExchange(GradientExchange[ShardedBucket]):
             bucket.shard.grad = torch.nn.functional.pad(own, (0, missing)) if missing else own
 
     def clip_gradients(self) -> None:
-        """Scale gradients down to `--max-grad-norm` if it is set, by the norm of all ranks' shards. Collective then."""
+        """Scale gradients down to `--max-grad-norm` (0: never) by the norm of all shards. Collective if not 0."""
         if self.config.max_grad_norm:
             shards = [bucket.shard for bucket in self._shards.buckets]
             clip_gradients(self.optimizer, shards, self.config.max_grad_norm, dist.all_reduce)

@@ -98,7 +98,7 @@ def patch_model(
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc keep memory that this process frees, and return whether it has accepted all settings.
+    """Make glibc's malloc keep memory that this process frees; return whether it took all settings, False without it.
 
     Otherwise every training step takes page faults for all its activations and gradients. The resident size does not
     fall any more. Another allocator that is preloaded (jemalloc, tcmalloc) may accept without any effect.
@@ -175,7 +175,9 @@ def _replace_dropout(model: nn.Module) -> None:
 
 
 def describe_layers(model: nn.Module) -> str:
-    """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`, and if none, the reason."""
+    """Return how many layers `accelerate` has replaced: "6 of 6 layers replaced", or if none "0 of 6 layers replaced,
+    because it does not know ..." with the obstacle or the classes of the layers.
+    """
     layers = _find_layers(model)
     replaced = sum(isinstance(layer, FastLayer) for layer in layers)
     counts = f"{replaced} of {counted(len(layers), 'layer')} replaced"

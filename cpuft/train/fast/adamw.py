@@ -55,15 +55,15 @@ class MasterWeights:
         return parameter in self._masters
 
     def get(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's fp32 master itself, with what something else wrote to the parameter, if it has one."""
+        """Return a parameter's fp32 master itself, with what others wrote to the parameter; None if it has none."""
         master = self._masters.get(parameter)
         if master is not None and parameter._version != self._versions[parameter]:
             self._follow(parameter)
         return master
 
     def hand_over(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Remove and return these parameters' masters: the caller updates both from now on. Until `take_back`, saving
-        the model's state raises KeyError, and values that are loaded are rounded to bf16.
+        """Remove and return the masters of those parameters that have one: the caller updates both from now on. Until
+        `take_back`, saving the model's state raises KeyError, and values that are loaded are rounded to bf16.
         """
         return {parameter: self._masters.pop(parameter) for parameter in parameters if parameter in self._masters}
 
@@ -87,20 +87,20 @@ class MasterWeights:
 
     @torch.no_grad()
     def round(self, parameters: Iterable[Tensor]) -> None:
-        """Let those of the parameters that have a master be it, rounded."""
+        """Write the masters, rounded to bf16, to those of these parameters that have one."""
         mine = [parameter for parameter in parameters if parameter in self._masters]
         for parameter in mine:
             parameter.copy_(self._masters[parameter])
         self.mark_rounded(mine)
 
     def save(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's master itself, for a state dict. Raises KeyError: it was handed over."""
+        """Return a parameter's master as `get` does, for a state dict. Raises KeyError: it was handed over."""
         self._follow(parameter)
         return self._masters[parameter]
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the groups and state of `optimizer` have masters, with fp32 gradients, instead of bf16 parameters."""
+        """Inside, `optimizer` has masters, with fp32 gradients, for bf16 parameters; leaving writes these, rounded."""
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._masters]
         # The parameters do not get their masters' data: one that gets data of another dtype loses the hook by which DDP
         # learns of its gradient, because torch then makes it a new gradient accumulator.
@@ -151,8 +151,8 @@ def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Para
 
 @contextmanager
 def fp32_weights(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Give the parameters of a model, fp32 masters in place of bf16 ones, the same memory every time, to write to; on
-    leaving, they are rounded.
+    """Yield the weights of these parameters, in their order, to write to: fp32 masters, on leaving rounded into their
+    bf16 parameters, or a parameter itself if it has none. Their memory is the same every time.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters is None:
@@ -166,7 +166,7 @@ def fp32_weights(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterat
 
 def set_gradient_rows(model: nn.Module, rows: Tensor) -> None:
     """State, after writing to the token embedding's gradient, the rows outside of which it is zero: int64, ascending.
-    Otherwise clipping and AdamW process all rows.
+    Otherwise clipping and AdamW process all rows. Does nothing for a model without a patched embedding.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters and masters.embedding:
@@ -247,7 +247,7 @@ class FusedStep(MasterStep):
     """The next step multiplies gradients by this, and sets it to 1 again; `clip_gradients` sets it."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update all parameters with a gradient: by the kernel if it can, else by torch's own step on the masters."""
+        """Update all parameters with a gradient, by the kernel or torch's step; return the closure's loss or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -272,7 +272,7 @@ class FusedStep(MasterStep):
         return loss
 
     def find_kernels(self) -> Kernels | None:
-        """Return the kernels if they can update all parameters that have a gradient; else None."""
+        """Return the kernels; None without any, or if a gradient is sparse or of a bf16 parameter without a master."""
         for parameter in _list_parameters(self):
             if (grad := parameter.grad) is not None:
                 is_fp32 = parameter.dtype == torch.float32 or any(parameter in one for one in self.masters)
@@ -383,7 +383,7 @@ def _can_fuse(optimizer: Optimizer) -> bool:
 
 
 def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
-    """Make `optimizer` update the masters of its bf16 parameters, also another model's, and round them into these. It
+    """Make `optimizer` update `masters`, beside those of earlier calls, and round them into its bf16 parameters. It
     stays the same object, for schedulers and trainers that hold it; its class becomes a subclass of `MasterStep`.
     """
     known = vars(optimizer).setdefault("masters", [])

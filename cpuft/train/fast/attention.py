@@ -267,7 +267,7 @@ def attention(
 
 
 def make_bias(mask: Tensor | None) -> Tensor | None:
-    """Return the `bias` of `attention` for the mask of four dimensions that transformers passes to its layers.
+    """Return the `bias` of `attention` for the four-dimensional mask that transformers passes to layers; None for None.
 
     A bool mask is true where a query may look; a float mask is added to the scores. A mask that is expanded over the
     queries (stride 0) is cut to one row. As in transformers, fp32's lowest number excludes a key, not minus infinity,

@@ -84,7 +84,8 @@ class _Arguments:
 
 def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
     """Return the number of DeBERTa's relative embedding for each distance query - key: (2 * length - 1,) int64.
-    `length` is that of the longest example; the others are `position_buckets` and `max_relative_positions`.
+    `length` is that of the longest example; `buckets` (0 or less: none) is `position_buckets`, and `span`
+    `max_relative_positions`.
     """
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 

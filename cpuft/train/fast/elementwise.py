@@ -49,8 +49,8 @@ NO_MASK = Mask(seed=0, threshold=0)
 
 
 def draw_mask(p: float, training: bool) -> Mask:
-    """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536; `p` = 1 becomes 65535/65536. torch's
-    generator makes the seed, which gradient checkpointing repeats so; `NO_MASK` draws no number.
+    """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536 (1 becomes 65535/65536); `NO_MASK` if
+    that is 0 or not `training`. The seed is from torch's generator, so that gradient checkpointing repeats it.
     """
     threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
     if threshold == 0:
@@ -83,7 +83,7 @@ def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def masked(x: Tensor, mask: Mask) -> Tensor:
-    """Return dropout of `x` that autograd does not see; a gradient is the same function of the result's gradient."""
+    """Return dropout of `x`, or `x` itself if `mask` drops nothing. Autograd does not see this."""
     if mask.threshold == 0:
         return x
     x = x.contiguous()
@@ -118,7 +118,7 @@ class FastDropout(nn.Dropout):
     """`torch.nn.Dropout` with a cheap mask: the same probability (to 1/65536) and scale, other random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return dropout of `x`; torch's own runs with `inplace`, p = 1 or a tensor that is not on the CPU."""
+        """Return dropout of `x`, in evaluation `x`; torch's own runs with `inplace`, p = 1 or an `x` not on the CPU."""
         if not self.training or self.p == 0.0 or self.inplace or x.device.type != "cpu" or self.p == 1.0:
             return super().forward(x)
         return dropout(x, draw_mask(self.p, True))
@@ -130,8 +130,8 @@ def is_exact_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
 
 
 def gelu_and_slope(x: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the exact GELU of `x + bias`, (rows, columns) + (columns,), and its slope there if it is wanted, both like
-    `x`, for whose dtype there must be kernels. Autograd does not see this.
+    """Return the exact GELU of `x + bias`, (rows, columns) + (columns,), and its slope there (None unless
+    `keeps_slope`), both like `x`. AssertionError without kernels for the dtype of `x`. Autograd does not see this.
     """
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     slope = torch.empty_like(y) if keeps_slope else None
@@ -140,8 +140,8 @@ def gelu_and_slope(x: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, 
 
 
 def times_slope(grad: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `grad * slope`, (rows, columns) in their dtype, for which there must be kernels, and the sums of its
-    columns, (columns,) fp32. Autograd does not see this.
+    """Return `grad * slope`, (rows, columns) in their dtype, and the sums of its columns, (columns,) fp32.
+    AssertionError without kernels for that dtype. Autograd does not see this.
     """
     dx, sums = torch.empty_like(slope), torch.zeros(slope.shape[1], dtype=torch.float32)
     _find_kernels(slope).run("gelu_backward", slope.dtype, grad.contiguous(), slope, dx, sums, *slope.shape)
@@ -269,7 +269,7 @@ _RMS_NORMS = ("LlamaRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "EuroBertRMSNorm
 
 
 def read_norm(module: nn.Module | None) -> Norm | None:
-    """Return the norm that a module of exactly one of the known classes computes, with its parameters; else None."""
+    """Return the norm of a torch.nn.LayerNorm over one dimension, or a known RMSNorm of transformers; else None."""
     kind: Any = type(module)
     parameters: Any = module
     if kind is nn.LayerNorm:

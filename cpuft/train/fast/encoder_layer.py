@@ -161,8 +161,8 @@ def attention_half(
 
 
 def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Tensor:
-    """Return `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden). Raises
-    as `attention_half`.
+    """Return `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden), bf16.
+    Raises as `attention_half`.
     """
     (inner,), outer, norm = parts.inner, parts.outer, parts.outer_norm
     kernels = kernels_for(x)

@@ -34,7 +34,7 @@ class FrozenLinear(nn.Linear):
     """Of an int8 weight, the factor of each output, fp32, (outputs,); else None."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return x W^T + bias: (..., inputs) -> (..., outputs)."""
+        """Return x W^T + bias in the type of autocast or else of x: (..., inputs) -> (..., outputs)."""
         if torch.is_autocast_enabled("cpu"):
             input = input.to(torch.get_autocast_dtype("cpu"))
         flat = input.reshape(-1, self.in_features)
@@ -77,14 +77,13 @@ def freeze_embedding(module: nn.Embedding) -> None:
 
 
 def list_frozen_weights(model: nn.Module) -> list[Tensor]:
-    """Return the weights of all FrozenLinear and FrozenEmbedding modules, whose types nothing may change."""
+    """Return the weights of FrozenLinear and FrozenEmbedding modules, in module order."""
     return [one.weight for one in model.modules() if isinstance(one, (FrozenLinear, FrozenEmbedding))]
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest int8 weight, (outputs, inputs), and the factor of each output, fp32, (outputs,).
-
-    The largest magnitude of an output's weights is 127, as in LLM.int8 (Dettmers and others 2022, arXiv 2208.07339).
+    """Return the nearest int8 weight, (outputs, inputs), and the factor of each output, fp32, (outputs,): 1/127 of its
+    largest magnitude, as in LLM.int8 (Dettmers and others 2022, arXiv 2208.07339), or 1 if that is 0.
     """
     wide = weight.detach().float()
     scales = wide.abs().amax(1) / 127
@@ -93,7 +92,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(weight: Tensor, scales: Tensor | None, out: Tensor) -> None:
-    """Write a weight to `out`, (outputs, inputs), fp32 or bf16, in its type; an int8 one times its scales."""
+    """Write a weight to `out`, (outputs, inputs), in the type of `out`, fp32 or bf16; an int8 one times `scales`."""
     if scales is None:
         out.copy_(weight)
     elif kernels := kernels_for(out):
@@ -131,8 +130,8 @@ class FrozenWeight:
         return whole
 
     def find_head(self) -> Tensor | None:
-        """Return the weight if it looks like a language model's head (one layer, not int8, with far more outputs than
-        inputs), whose expanded copy would be large; else None.
+        """Return the weight if it looks like a language model's head, whose expanded copy would be large: one layer,
+        not int8, with more than 2,048 outputs and more than 8 for each input. Else None.
         """
         first = self.layers[0]
         is_head = len(first.weight) > max(_HEAD_ROWS, _LAYER_RATIO * first.in_features)
@@ -189,7 +188,7 @@ def multiply_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def multiply_columns(grad: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write grad W to `out`, (tokens, inputs), as `multiply_rows` does: grad is (tokens, outputs)."""
+    """Write grad W to `out`, (tokens, inputs), converting like `multiply_rows`: grad is (tokens, outputs)."""
     out.zero_()
     for start in range(0, len(weight), _HEAD_ROWS):
         rows = weight[start : start + _HEAD_ROWS]

@@ -23,9 +23,8 @@ class ForwardPass(Enum):
 
 
 def run_with_recompute(part: Callable[..., Any], *tensors: Any) -> Any:
-    """Return `part(ForwardPass.FIRST, *tensors)`, and keep only `tensors` until backward, which recomputes the part.
-
-    The part must draw no random numbers, because the generator's state is not restored.
+    """Return `part(ForwardPass.FIRST, *tensors)`, and keep only `tensors` until backward, which calls
+    `part(ForwardPass.RECOMPUTE, *tensors)`. The part must draw no random numbers, as no generator is reset.
     """
     passes = itertools.chain([ForwardPass.FIRST], itertools.repeat(ForwardPass.RECOMPUTE))
     return checkpoint(

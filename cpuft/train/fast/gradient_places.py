@@ -42,6 +42,6 @@ def take_place(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 def make_gradient(like: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Return memory for the gradients of these parameters, in the shape of `like`."""
+    """Return memory for these parameters' gradients, in the shape of `like`: their offered place, or new memory."""
     place = take_place(parameters)
     return torch.empty_like(like) if place is None else place

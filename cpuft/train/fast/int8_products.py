@@ -43,7 +43,7 @@ def multiply(
 
     Element (i, j) is the sum over k of values[i, k] * right[k, j], an exact 32-bit integer, times scales[i] *
     column_scales[j], plus bias[j]. `x` are the values, int8, (rows, inner), and scales, fp32, (rows,), of
-    `quantise_rows`; `right` is int8, (inner, outputs), and the others are fp32, (outputs,).
+    `quantise_rows`; `right` is int8, (inner, outputs), and the others are fp32, (outputs,), or None for 1 and for 0.
     """
     rounded, scales = x
     y = torch.empty(len(rounded), right.shape[1])

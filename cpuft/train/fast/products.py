@@ -53,11 +53,11 @@ def matrix_product(
 
 
 def gelu_product(x: Tensor, weight: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the exact GELU of x weight^T + bias, and its slope there or None: (rows, columns), in the dtype of `x`,
-    without gradients.
+    """Return the exact GELU of x weight^T + bias, and its slope there, None unless `keeps_slope`.
 
-    With the kernel for AMX, GELU sees the sums before they are rounded. There must be kernels for the dtype of `x`. `x`
-    is (rows, inner), `weight` (columns, inner), and `bias` (columns,).
+    Both are (rows, columns), in the dtype of `x`, without gradients. `x` is (rows, inner), `weight` (columns, inner),
+    and `bias` (columns,). With the kernel for AMX, GELU sees the sums before they are rounded. There must be kernels
+    for the dtype of `x` (`kernels_for`), else AssertionError.
     """
     slope = x.new_empty(len(x), len(weight)) if keeps_slope else None
     activated = _run(x, weight, False, True, bias=bias, slope=slope, has_gelu=True)
@@ -69,7 +69,7 @@ def gelu_product(x: Tensor, weight: Tensor, bias: Tensor, keeps_slope: bool) -> 
 def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient before an activation, (grad weight) * slope, and the sums of its columns.
 
-    They are (rows, columns), in the dtype of `grad`, and (columns,), fp32. There must be kernels for that dtype.
+    They are (rows, columns), in the dtype of `grad`, and (columns,), fp32; AssertionError without kernels for that.
     `grad`, (rows, inner), is that of the next layer's output, `weight`, (inner, columns), that layer's, and `slope`,
     (rows, columns), that of the activation.
     """
@@ -81,8 +81,9 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
 def can_multiply(x: Tensor, weight: Tensor, few: bool = False) -> bool:
     """Return whether the kernel computes the products of `x`, (tokens, inputs), with this weight, forward and backward.
 
-    What holds for the first layer of a feed-forward block holds for its second layer, and for the attention before.
-    `few`: the rows are those of first tokens.
+    It does with AMX, in bf16, if inputs and outputs are multiples of 32, tokens * inputs^2 is at least 2^22, and there
+    are at least 1,024 tokens, or 16 if they are first tokens (`few`). What holds for the first layer of a feed-forward
+    block holds for its second, and for the attention before.
     """
     tokens, inputs = x.shape
     large = tokens >= (_MIN_FEW_ROWS if few else _MIN_ROWS) and tokens * inputs * inputs >= _MIN_WORK

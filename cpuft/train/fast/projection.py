@@ -165,7 +165,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def is_adapted(layer: Any) -> bool:
-    """Return whether this is a frozen linear layer with one active LoRA adapter of peft, without dropout or bias."""
+    """Return whether this is a frozen linear layer with one active, unmerged LoRA of peft, without dropout or bias."""
     if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return False
     names, base = layer.active_adapters, layer.base_layer
@@ -258,7 +258,7 @@ def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass
 
 
 def can_feed_forward(inner: Any, outer: Any, x: Tensor) -> bool:
-    """Return whether `feed_forward` can compute these two layers."""
+    """Return whether `feed_forward` can compute two layers: both torch.nn.Linear, with kernels for `x` and `inner`."""
     return type(inner) is nn.Linear and type(outer) is nn.Linear and kernels_for(x, inner.weight) is not None
 
 

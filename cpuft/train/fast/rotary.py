@@ -118,7 +118,8 @@ def _may_overwrite(packed: Tensor, norms: HeadNorms) -> bool:
 
 
 def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms) -> Tensor:
-    """Return queries, keys and values side by side, the queries and keys normed and then rotated, the values unchanged.
+    """Return queries, keys and values side by side, the queries and keys normed and then rotated, the values unchanged;
+    without angles and norms, `packed` itself.
 
     `packed` is (tokens, (count + 2 * keys) * size), fp32 or bf16. The result has its shape and dtype, and may have its
     memory: use `packed` no more, unless it is a leaf that requires a gradient. `angles` have at most size / 2 columns;

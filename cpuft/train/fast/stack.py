@@ -229,7 +229,7 @@ def _find_obstacle(layer: Any, parts: LayerParts, adapters: bool) -> str:
 
 
 def list_stacks(model: nn.Module) -> list[Stack]:
-    """Return the stacks of layers of known architecture, not patched yet, in module order, also with an obstacle."""
+    """Return the stacks of a known architecture, not patched yet, in module order, also those with an obstacle."""
     found = []
     for holder in model.modules():
         runs = _list_runs(holder)

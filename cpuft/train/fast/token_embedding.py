@@ -50,16 +50,16 @@ class EmbeddingGradient:
         return self._known_rows() if self._is_ours() else None
 
     def set_rows(self, rows: Tensor) -> None:
-        """State the rows outside of which the gradient is zero, as in `rows`; those known before must be among them."""
+        """State what `rows` is now; rows known before must be among them. Does nothing before the first gradient."""
         if self._buffer is not None:
             self._rows, self._version = rows, self._buffer._version
 
     def nonzero_part(self, grad: Tensor) -> Tensor:
-        """Return a copy of the rows of the weight's gradient that may not be zero; all of it if they are unknown."""
+        """Return a copy of the rows of the weight's gradient in `rows`; `grad` itself if they are unknown."""
         return grad if (rows := self.rows) is None else grad.index_select(0, rows)
 
     def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
-        """Return (vocabulary,) uint8, to read only: 0 where gradient and moments are zero, else 1; None if unknown."""
+        """Return (vocabulary,) uint8, to read only: 0 where gradient and `state`'s moments are 0; None if unknown."""
         if (rows := self.rows) is None:
             self._touched = None
             return None
@@ -232,7 +232,7 @@ class FusedEmbeddings:
         return [own.word_embeddings, own.position_embeddings, *([] if types is None else [types])]
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the embeddings of a batch, (batch, length, width): the module's forward after patching."""
+        """Return what the module's own forward does, (batch, length, width); that one runs where kernels cannot."""
         kind: Any = type(self.module)
         given = dict(_read_signature(kind).bind(self.module, *args, **kwargs).arguments)
         del given["self"]
@@ -275,8 +275,8 @@ class FusedEmbeddings:
 
 def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
     """Give a model's token embedding, and the module around it if `FusedEmbeddings` knows that, the fast look-up, and
-    return the object that keeps the gradient, or None. The new `forward` is a bound method: a deep copy of the model
-    copies it along.
+    return the object that keeps the gradient; None, and no change, if `find_embedding` finds none or it has max_norm,
+    scale_grad_by_freq or sparse. A deep copy of the model copies the new `forward`, a bound method, along.
     """
     embedding = find_embedding(model)
     if embedding is None or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:

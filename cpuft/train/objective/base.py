@@ -49,7 +49,7 @@ def pad(values: NDArray[Any], mask: NDArray[np.bool_], filler: int = 0) -> torch
 
 
 def run_without_cache(model: torch.nn.Module, batch: Batch) -> Any:
-    """Run a forward pass without the cache of decoders: it takes memory, and keeps the fast layers from evaluation."""
+    """Return the output of a forward pass without decoders' cache, which takes memory and stops fast evaluation."""
     whole: Any = model
     inner = whole.get_base_model() if has_adapters(model) else whole
     # Decoders' configurations ask for the cache, also in classifiers, where nobody reads it.
@@ -82,18 +82,19 @@ class Objective:
 
     @property
     def counts_by_drawing(self) -> bool:
-        """Whether `count_terms` draws random numbers, which takes long: then ranks count only their own examples."""
+        """Whether `count_terms` draws random numbers, so slow that ranks count only their own examples; here False."""
         return False
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of the head, by their names in a model's configuration; here none."""
+        """Return the settings of the head, by their names in a model's configuration; here {}."""
         return {}
 
     def plan_passes(self, setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
-        """Make the batches of this rank's share of an update's examples (at least one), of at most `--batch-size` each.
+        """Return the passes of this rank's share of an update's examples (at least one), in their order, each over a
+        batch of at most `--batch-size`, and their number of tokens without padding.
 
-        A rank that has no example takes part with the first one; the loop gives it weight 0. Masked language modelling
-        draws its masks from `epoch`.
+        A rank without an example takes part with the first one, to which the loop gives weight 0. Masked language
+        modelling draws its masks from `epoch`.
         """
         share, size = select_for_rank(examples, setup.world.rank, setup.world.size), setup.config.batch_size
         parts = [share[start : start + size] for start in range(0, len(share), size)]
@@ -110,7 +111,7 @@ class Objective:
         return float(losses.detach().sum())
 
     def deal_to_ranks(self, setup: TrainingSetup, examples: Indices) -> list[Indices]:
-        """Return for each rank those of an update's examples (at least one) whose tokens it looks up; never empty."""
+        """Return for each rank those of an update's examples whose tokens it looks up; the first if it has none."""
         return [select_for_rank(examples, rank, setup.world.size) for rank in range(setup.world.size)]
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -129,7 +130,7 @@ class Objective:
         raise NotImplementedError
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return the columns of the kind in `RunPredictions.table`, from what `compute_metrics` gets; here none.
+        """Return the columns of the kind in `RunPredictions.table`, from what `compute_metrics` gets; here {}.
 
         A column is a list or an array of shape (examples,), or (examples, classes) for probabilities. All have the same
         length, which is that of `row` if it is there, else the number of examples.
@@ -153,7 +154,7 @@ class Objective:
         return outputs
 
     def reduce_outputs(self, outputs: Predictions) -> Predictions:
-        """Return what `compute_metrics` needs of the head's outputs, gathered from all ranks; here all of them."""
+        """Return what `compute_metrics` needs of the head's `outputs`, before ranks gather it; here all of them."""
         return outputs
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
@@ -171,7 +172,7 @@ class Objective:
         """Write more files into the folder of the saved model, if programs need them to load it; here none."""
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples (at least one), padded to `padded_length`, or to its longest example.
+        """Return the batch of these examples (at least one), padded to `padded_length`, or if 0 to its longest one.
 
         `epoch` is for objectives that change examples from epoch to epoch; -1 is evaluation.
         """

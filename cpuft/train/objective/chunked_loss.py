@@ -24,7 +24,7 @@ class HeadForm:
 
     factor: float = 1.0
     softcap: float = 0.0
-    """With a positive number c, logits are c * tanh(x / c), as in Gemma 2 (Gemma Team 2024, section 2)."""
+    """With c above 0, logits are c * tanh(factor * product / c), as in Gemma 2 (Gemma Team 2024, section 2)."""
 
 
 def compute_token_losses(
@@ -46,7 +46,7 @@ def compute_token_losses(
 def predict_tokens(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, form: HeadForm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of each token, fp32, and whether its target is the most likely one, both (tokens,)."""
+    """Return, without gradients, each token's loss of `compute_token_losses`, and whether its target is likeliest."""
     head = _Head(hidden, weight, bias, form)
     losses, is_right = torch.empty(len(hidden)), torch.empty(len(hidden), dtype=torch.bool)
     for part in head.chunks:

@@ -48,21 +48,21 @@ class EmbeddingObjective(Objective):
     label_type = torch.float32
 
     def plan_passes(self, setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
-        """Make the batches of an update, whose losses compare the examples of all ranks."""
+        """Return this rank's passes of an update, whose losses compare the examples of all ranks."""
         joint = make_joint_batches(self, setup, examples, epoch)
         tokens = sum(part.tokens for batch in joint if batch.counts[batch.place] for part in batch.parts)
         return Passes([partial(run_joint_batch, self, setup, batch) for batch in joint], tokens)
 
     def deal_to_ranks(self, setup: TrainingSetup, examples: Indices) -> list[Indices]:
-        """Return for each rank the examples of an update whose texts it embeds; never empty."""
+        """Return for each rank, in their order, the examples of an update whose texts it embeds, at least one."""
         return deal_examples(setup, examples)
 
     def represent(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Abstract: run a forward pass; return what the loss needs of each example, fp32, (examples, numbers)."""
+        """Run a forward pass; return what the loss needs, fp32, (examples, numbers). Abstract: NotImplementedError."""
         raise NotImplementedError
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Abstract: return losses, fp32, (examples,), from what `represent` and `make_labels` return for them."""
+        """Return losses, fp32, (examples,), from results of `represent` and `make_labels`. Raises as `represent`."""
         raise NotImplementedError
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -78,7 +78,7 @@ class EmbeddingObjective(Objective):
         return model
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples: rows are the first texts of all, then all second texts, and so on."""
+        """Return the padded batch of these examples: the first texts of all, then all second texts, and so on."""
         lengths, places, order = self._find_texts(tokens, examples)
         mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
         ids = pad(tokens.ids[places], mask, self.pad_id)
@@ -95,7 +95,7 @@ class EmbeddingObjective(Objective):
         return lengths, places, order
 
     def embed(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the embeddings, not normalised yet, fp32, shape (texts of an example, examples, hidden)."""
+        """Return the embeddings, not normalised or cut yet, fp32, shape (texts of an example, examples, hidden)."""
         hidden = run_without_cache(model, batch).last_hidden_state
         pooled = pool(self.form.pooling, hidden, batch.inputs["attention_mask"])
         return pooled.view(-1, len(batch.labels) if len(batch.labels) else len(pooled), pooled.shape[1])
@@ -109,7 +109,7 @@ class EmbeddingObjective(Objective):
         return self.predict(model, batch)
 
     def finish_folder(self, folder: Path, model: Any) -> None:
-        """Write the files beside a saved model by which sentence-transformers loads it."""
+        """Write the files by which sentence-transformers loads the model that is saved in `folder`."""
         write_form(folder, self.form, int(model.config.hidden_size))
 
 
@@ -138,7 +138,9 @@ class Pairs(EmbeddingObjective):
         return torch.from_numpy(keys.view(np.int64).reshape(len(examples), -1))
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the cross entropy of each anchor's search for its positive, fp32, shape (examples,)."""
+        """Return the cross entropy of each anchor's search for its positive, or with `symmetric` the mean of both
+        searches; fp32, (examples,), summed over `matryoshka`.
+        """
         count, texts = labels.shape
         same_anchor = labels[:, :1] == labels[:, 0]
         own = torch.eye(count, dtype=torch.bool)
@@ -165,11 +167,13 @@ class Pairs(EmbeddingObjective):
         return embeddings
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` by name, from the embeddings of a retrieval set: all queries, then all documents."""
+        """Return each of `metrics` by name: its mean over the queries with a relevant document. `predictions` are the
+        embeddings of a retrieval set, all queries, then all documents.
+        """
         return average_searches(measure_queries(self.metrics, *self._split(predictions, tokens))[1])
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return a column for each of `metrics`, and "row": the numbers of the queries with a relevant document."""
+        """Return "row", the numbers of the queries with a relevant document, and for each of `metrics` their values."""
         asked, values = measure_queries(self.metrics, *self._split(predictions, tokens))
         return {"row": asked, **values}
 
@@ -189,12 +193,12 @@ class ScoredPairs(EmbeddingObjective):
     """cosent (Su 2022, https://kexue.fm/archives/8847) or mse."""
 
     def represent(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return each example's cosine for each number of dimensions, fp32, shape (examples, numbers)."""
+        """Return each example's cosine for each of `matryoshka`, or for all dimensions; fp32, (examples, numbers)."""
         parts = [normalize(one) for one in self.cut(self.embed(model, batch))]
         return torch.stack([(first * second).sum(-1) for first, second in parts], 1)
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each example, fp32, shape (examples,); with cosent, it is the same for all examples."""
+        """Return each example's loss, summed over `matryoshka`, fp32, (examples,); with cosent, the same for all."""
         if self.loss == "mse":
             return (represented - labels[:, None]).square().sum(1)
         return torch.stack([_cosent(cosines, labels) for cosines in represented.T]).sum(0)

@@ -34,7 +34,7 @@ class ClassObjective(Objective):
     """Weight of each class in the loss, in the order of their numbers; empty if all count the same."""
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return each term's weighted cross entropy, fp32, 0 where it is UNTAGGED; `logits` have classes at axis 1."""
+        """Return each label's cross entropy, fp32, in the shape of `labels`, 0 for UNTAGGED; classes are axis 1."""
         weights = torch.tensor(self.class_weights) if self.class_weights else None
         return torch.nn.functional.cross_entropy(
             logits.float(),
@@ -46,7 +46,7 @@ class ClassObjective(Objective):
         )
 
     def weigh(self, labels: NDArray[Any]) -> float:
-        """Return the sum of the weights of class numbers, by which a mean loss is divided, as in CrossEntropyLoss."""
+        """Return the sum of these class numbers' weights, or without weights their number, to divide a mean loss by."""
         if not self.class_weights:
             return float(len(labels))
         return float(np.asarray(self.class_weights)[labels.astype(np.int64)].sum())
@@ -62,7 +62,7 @@ class Classification(ClassObjective):
         return self.weigh(tokens.labels[examples])
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one output for each class."""
+        """Return "num_labels", "id2label" and "label2id" of the classes, and "problem_type" for a single class."""
         return {"problem_type": "single_label_classification", **_name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -74,7 +74,9 @@ class Classification(ClassObjective):
         return compute_label_metrics(self.metrics, predictions.argmax(-1), tokens.labels)
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return label, prediction, their probabilities, and with few classes "probabilities" of all of them."""
+        """Return "label" and "prediction", names of classes, their probabilities "label_probability" and "confidence",
+        and with at most MOST_PROBABILITIES classes "probabilities", (examples, classes).
+        """
         from scipy.special import softmax
 
         names, labels, likeliest = np.asarray(self.labels, object), tokens.labels.astype(int), predictions.argmax(-1)
@@ -99,7 +101,7 @@ class MultiLabelClassification(Objective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.float32
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one independent output for each class."""
+        """Return "num_labels", "id2label" and "label2id" of the classes, and "problem_type" for several classes."""
         return {"problem_type": "multi_label_classification", **_name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -109,11 +111,13 @@ class MultiLabelClassification(Objective):
         return entropy.mean(-1)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` by name, from logits; accuracy counts the examples with all classes right."""
+        """Return each of `metrics` by name. A logit above 0 predicts a class; accuracy needs all classes right."""
         return compute_label_metrics(self.metrics, (predictions > 0).astype(np.float32), tokens.labels)
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return "label" and "prediction", lists of names, and with few classes "probabilities" (examples, classes)."""
+        """Return "label" and "prediction" (logit above 0), lists of names for each example, and with at most
+        MOST_PROBABILITIES classes "probabilities", (examples, classes).
+        """
         from scipy.special import expit
 
         columns: dict[str, Any] = {
@@ -129,7 +133,7 @@ class Regression(Objective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.float32
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one output."""
+        """Return {"num_labels": 1, "problem_type": "regression"}."""
         return {"num_labels": 1, "problem_type": "regression"}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -142,7 +146,7 @@ class Regression(Objective):
         return compute_label_metrics(self.metrics, predictions[:, 0], tokens.labels)
 
     def list_predictions(self, predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-        """Return label and prediction of each example as numbers."""
+        """Return "label" and "prediction" of each example as numbers."""
         return list_scores(predictions, tokens)
 
 
@@ -156,7 +160,7 @@ class TokenClassification(ClassObjective):
     model_class, label_type = "AutoModelForTokenClassification", torch.int64
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with an output of each token for each class."""
+        """Return "num_labels", "id2label" and "label2id" of the classes, and "architectures" for their head."""
         # Saved adapters do not name the class of their model, so the configuration has to.
         return {"architectures": [self.model_class], **_name_classes(self.labels)}
 
@@ -199,5 +203,5 @@ class TokenClassification(ClassObjective):
 
 
 def list_scores(predictions: Predictions, tokens: Tokens) -> dict[str, Any]:
-    """Return the columns of predictions that are numbers, shape (examples, 1)."""
+    """Return "label" and "prediction", fp64, (examples,), from predictions of shape (examples, 1)."""
     return {"label": tokens.labels.astype(np.float64), "prediction": predictions[:, 0].astype(np.float64)}

@@ -84,20 +84,21 @@ class MaskedLanguageModelling(TokenClassification):
 
     @property
     def counts_by_drawing(self) -> bool:
-        """Whether the number of masked places depends on the words that are drawn."""
+        """Whether the number of masked places depends on the words that are drawn (--whole-word-mask)."""
         return self.config.whole_word_mask
 
     def mask_example(self, tokens: Tokens, example: int, epoch: int) -> tuple[Indices, Indices]:
-        """Return an example's tokens with the masks of an epoch, and the true tokens there, elsewhere UNTAGGED."""
+        """Return what `mask` does for example number `example` in this epoch; -1 is evaluation, with its own masks."""
         ids = tokens.ids[tokens.offsets[example] : tokens.offsets[example + 1]].astype(np.int64)
         seed = (self.config.seed, epoch, example) if epoch >= 0 else (example,)
         return self.mask(ids, np.random.default_rng(seed))
 
     def mask(self, ids: Indices, generator: np.random.Generator) -> tuple[Indices, Indices]:
-        """Return an example's tokens with masks, and its labels: the tokens at masked places, elsewhere UNTAGGED.
+        """Return an example's tokens with masks, and its labels: the true tokens at masked places, elsewhere UNTAGGED.
 
-        The share --mlm-probability of the places that may be masked is drawn, at least one; with --whole-word-mask,
-        random words of together no more tokens, at least one word. The share is fixed, as in BERT's own training data.
+        The share --mlm-probability of the places that may be masked is drawn, at least one if there is any; with
+        --whole-word-mask, random words of together no more tokens, at least one word. Of the drawn places, 80 % on
+        average get `mask_id`, 10 % a random token, and 10 % keep their own.
         """
         kinds = self.kinds[ids]
         places = np.flatnonzero(kinds != NEVER_MASKED)
@@ -128,7 +129,7 @@ class MaskedLanguageModelling(TokenClassification):
         return losses.new_zeros(len(batch.labels)).index_add(0, example, losses)
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Return the sum of losses and the numbers of right predictions and of masked places; shape (examples, 3)."""
+        """Return each example's sum of losses, right predictions, and masked places; fp32, shape (examples, 3)."""
         logits, wanted, example = _predict_masked(model, batch)
         losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
         found = torch.stack([losses, (logits.argmax(-1) == wanted).float(), torch.ones_like(losses)], 1)

@@ -79,7 +79,7 @@ class NextTokenPrediction(Objective):
         return losses.new_zeros(len(batch.labels)).index_add(0, example, losses)
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Return the sum of losses and the numbers of right predictions and of targets; fp32, shape (examples, 3)."""
+        """Return each example's sum of losses, number of right predictions and of targets; fp32, (examples, 3)."""
         found = model(**batch.inputs)
         columns = torch.stack([found.losses, found.is_right.float(), torch.ones_like(found.losses)], 1)
         example = batch.inputs["places"] // batch.labels.shape[1]
@@ -113,7 +113,9 @@ class Chat(NextTokenPrediction):
     """The chat template of --chat-template, which is saved with the tokenizer; empty for the tokenizer's own."""
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples; position_ids of packed conversations begin anew at each."""
+        """Return the batch of these examples; packed ones have no attention_mask, and position_ids from 0 on in each
+        conversation.
+        """
         batch = super().make_batch(tokens, examples, epoch)
         if len(tokens.types):
             lengths, places = tokens.lengths[examples][:, None], np.arange(batch.labels.shape[1])
@@ -147,7 +149,7 @@ def compute_losses_in_model(model: Any, name: str) -> None:
 
     Then the head is computed only for the last hidden states at these places, with the cross entropies of the input
     `targets`. All of it is in the model's forward pass, where engines that wrap the model see its parameters. Raises
-    CpuftError: the model's logits are not those of a linear head.
+    CpuftError, which calls the model `name`: its logits are not those of a linear head.
     """
     form = _read_head_form(model)
     _check_head(model, form, name)

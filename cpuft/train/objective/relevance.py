@@ -25,7 +25,9 @@ ACTIVATIONS = {"sigmoid": "torch.nn.modules.activation.Sigmoid", "identity": "to
 
 
 def read_activation(config: TrainConfig) -> str:
-    """Return which of ACTIVATIONS is stored with the model, sigmoid if none is. Raises CpuftError: it is another."""
+    """Return the name in ACTIVATIONS of the function that is stored with the model, "sigmoid" if none is. Raises
+    CpuftError: another function is stored, or the model's configuration cannot be read.
+    """
     if config.from_config:
         return "sigmoid"
     settings = load_config(config, {})
@@ -60,7 +62,7 @@ class Relevance(Objective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.float32
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one output."""
+        """Return {"num_labels": 1, "problem_type": None}."""
         return {"num_labels": 1, "problem_type": None}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -73,13 +75,13 @@ class Relevance(Objective):
         return torch.from_numpy(tokens.labels.reshape(len(tokens), -1)[examples, 0]).to(self.label_type)
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Return the scores as `CrossEncoder.predict` does, fp32, shape (examples, 1)."""
+        """Run a forward pass; return the scores, `activation` of the outputs, fp32, shape (examples, 1)."""
         outputs = run_without_cache(model, batch).logits.float()
         scores: Predictions = (outputs.sigmoid() if self.activation == "sigmoid" else outputs).numpy()
         return scores
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` by name, from scores: how well relevant documents are ranked before others."""
+        """Return each of `metrics` by name, from scores of shape (examples, 1), as `compute_reranking_metrics`."""
         return compute_reranking_metrics(
             self.metrics, predictions[:, 0], tokens.labels[:, 0] >= LEAST_RELEVANT, tokens.labels[:, 1].astype(np.int64)
         )
@@ -90,7 +92,7 @@ class Relevance(Objective):
         return {"query": queries.astype(np.int64), "label": labels, "prediction": predictions[:, 0].astype(np.float64)}
 
     def finish_folder(self, folder: Path, model: Any) -> None:
-        """Write how scores are made and where texts are cut into the saved model, as `CrossEncoder` reads it."""
+        """Write how scores are made, and `max_length` if it is not 0, into the saved model for `CrossEncoder`."""
         changes: dict[str, dict[str, Any]] = {
             "config.json": {"sentence_transformers": {"activation_fn": ACTIVATIONS[self.activation]}}
         }
@@ -105,5 +107,5 @@ class Relevance(Objective):
 def compute_reranking_metrics(
     names: tuple[str, ...], scores: NDArray[np.float32], relevant: NDArray[np.bool_], queries: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Return metrics by name: the means over all queries of what `measure_rankings` returns."""
+    """Return metrics by name: the means over all queries of what `measure_rankings` returns. Raises as that does."""
     return {name: float(np.mean(measure_rankings(name, scores, relevant, queries))) for name in names}
