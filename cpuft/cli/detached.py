@@ -26,7 +26,9 @@ _OF_RUN = "those with which the run was started, if that was on this machine"
 
 
 def place_options(default: str = _OF_RUN, **more: str) -> list[FieldOption]:
-    """Return the options that name hosts, and those of the fields of LaunchConfig to which `more` has help texts."""
+    """Return --cluster, --hostfile (without it, hosts are `default`) and --ssh-config, and the options of the other
+    fields of LaunchConfig to which `more` has help texts.
+    """
     texts = {
         "hostfile": f"Hostfile with the hosts to ask (default: {default})",
         "ssh_config": "With --hostfile or --cluster, configuration file of the ssh client (default: that of --cluster, "

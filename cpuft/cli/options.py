@@ -285,7 +285,9 @@ class Verbs(click.Group):
 
 
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
-    """Return the options in a YAML file as texts by name, values unchecked; CpuftError: a bad file or unknown names."""
+    """Return the options in a YAML file by name, with _ for -, as unchecked texts; a list has commas between its parts.
+    Raises CpuftError: a bad file, an unknown name, or one that is there twice or has no value.
+    """
     values = _read_mapping(path)
     flags = {flag for name in known for flag in (f"--{name}", format_flag(name), format_flag(name, False))}
     if suggestion := suggest_options([f"--{key}" for key in values], flags):

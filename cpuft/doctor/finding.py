@@ -61,5 +61,5 @@ def findings_to_json(findings: Sequence[Finding], hosts: Sequence[str]) -> dict[
 
 
 def describe_errors(findings: Sequence[Finding]) -> str:
-    """Return one line with code, host, evidence and next step of each severe finding; empty if there is none."""
+    """Return a single line with code, host, evidence and next step of all severe findings; empty if there is none."""
     return " ".join(f"{one.code} on {one.host}: {one.evidence} {one.next_step}" for one in findings if one.severe)

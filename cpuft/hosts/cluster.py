@@ -65,7 +65,10 @@ class Access:
         return ("sh", "-c", script, self.python, *arguments)
 
     def transfer_command(self, *words: str) -> tuple[str, ...]:
-        """Return the argv of the other side of a transfer (`transfer.connect`); `words` are its role and arguments."""
+        """Return the argv that a host executes, without ssh, as the other side of a transfer (`transfer.connect`).
+
+        `words` are its role and arguments.
+        """
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_transfer(self, host: Host, *words: str) -> Answer:

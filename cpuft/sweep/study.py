@@ -381,7 +381,9 @@ def _is_json(line: bytes) -> bool:
 
 
 def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[OptionValues] = ()) -> Sweep:
-    """Make a sweep in memory, with the configurations of `runs` (a grid), or all of a random search; none of tpe."""
+    """Make a sweep in memory, with the configurations of `runs` (a grid), or all of a random search; none of tpe.
+    Raises CpuftError: Optuna is not installed, or there are fewer configurations than a random search has trials.
+    """
     optuna, journal, direction = import_optuna(), _Journal(), "maximize" if is_maximized else "minimize"
     storage = optuna.storages.JournalStorage(journal)
     study = optuna.create_study(storage=storage, study_name=_STUDY, direction=direction)

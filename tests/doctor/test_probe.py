@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -160,3 +161,18 @@ def test_logins_to_many_hosts_wait_until_their_probes_have_started(
     asked = {"port": 0, "peers": [], "seconds": 1.0, "greeting": "", "ssh_options": [], "ssh_peers": names}
     assert probe.examine(asked | {"kernels": False})["ssh"] == dict.fromkeys(names, "")
     assert seen == order
+
+
+def test_a_rank_that_outlived_its_mpirun_is_named_by_its_module(tmp_path: Path) -> None:
+    """The program that finds the module stands before it on the command line."""
+    command = [sys.executable, "-c", "import time; time.sleep(60)" + " " * 80, "cpuft.rank", "one"]
+    # Its parent ends at once, so that process 1, or the reaper of this session, gets it.
+    orphan = f"import subprocess as s; print(s.Popen({command!r}, stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+    done = subprocess.run([sys.executable, "-c", orphan], capture_output=True, text=True, check=True)
+    pid = int(done.stdout)
+    try:
+        parent = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").partition("PPid:\t")[2].partition("\n")[0]
+        found = [text for text in find_leftovers(str(tmp_path)) if text.startswith(f"pid {pid}:")]
+        assert found == ([f"pid {pid}: cpuft.rank one"] if parent == "1" else [])
+    finally:
+        os.kill(pid, signal.SIGKILL)

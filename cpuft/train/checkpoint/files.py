@@ -128,7 +128,9 @@ def _checksum(meta: Mapping[str, Any]) -> str:
 
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Return (update, folder) of all ranks' checkpoints in `root`, damaged or not, newest first; [] without `root`."""
+    """Return (update, folder) of the checkpoint of each update and rank in `root`, newest first; [] without `root`.
+    Damaged ones are included, but not those that are still being written or removed.
+    """
     return sorted(((int(name[1]), path) for path, name in _list_folders(root) if not name[3]), reverse=True)
 
 

@@ -83,7 +83,7 @@ def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def masked(x: Tensor, mask: Mask) -> Tensor:
-    """Return dropout of `x`, or `x` itself if `mask` drops nothing. Autograd does not see this."""
+    """Return dropout of `x`, or `x` itself if `mask` drops nothing; only where autograd is off."""
     if mask.threshold == 0:
         return x
     x = x.contiguous()
