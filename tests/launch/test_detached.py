@@ -468,6 +468,7 @@ def test_a_run_goes_on_without_its_launcher_and_is_attached_to_from_elsewhere(
     assert re.search(rf"{run} +launch +away .* ended, exit code 0 +\S+:{place}/runs/away\n", listed.stdout), listed
 
 
+@pytest.mark.proof
 @needs_root
 def test_a_mac_starts_shows_stops_and_fetches_a_run(cluster: Simulated) -> None:
     mac = imitate("darwin")

@@ -47,8 +47,7 @@ def test_another_process_on_the_same_core_is_seen_and_the_own_work_is_not() -> N
         os.sched_setaffinity(0, before)
 
 
-@pytest.mark.alone
-@pytest.mark.real
+@pytest.mark.proof
 def test_an_idle_core_has_no_other_load() -> None:
     cpu, before = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
     os.sched_setaffinity(0, {cpu})
