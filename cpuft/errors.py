@@ -87,7 +87,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell line `PYTHON -m pip install ...` for extras of setup.cfg; "train" adds CPU_INDEX to it."""
+    """Return the shell line by which this Python installs extras of setup.cfg; "train" adds CPU_INDEX to it."""
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
     is_checkout = (package.parent / "setup.cfg").is_file()
