@@ -106,8 +106,12 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         run_client("kubectl", "delete", self._kinds, job, *self._namespace)
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the job has the label of cpuft's manifests, app.kubernetes.io/managed-by: cpuft."""
-        return self._get(self._kind, job, r"{.metadata.labels.app\.kubernetes\.io/managed-by}") == ["cpuft"]
+        """Return whether all objects of the job have the label of cpuft's manifests.
+
+        The label is app.kubernetes.io/managed-by: cpuft. Raises CpuftError: an object is not there.
+        """
+        label = r"{.metadata.labels.app\.kubernetes\.io/managed-by}"
+        return all(self._get(kind, job, label) == ["cpuft"] for kind in self._kinds.split(","))
 
     def status(self, job: str) -> JobStatus:
         """Return the state of a job, with the log of its launcher's pod; the log is "" if it cannot be read.

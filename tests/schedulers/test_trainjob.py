@@ -173,3 +173,8 @@ def test_it_is_deleted_with_its_runtime() -> None:
     assert TrainJob().is_ours("x")
     TrainJob().cancel("x")
     assert Path("said").read_text().endswith("delete trainjob,trainingruntime x ")
+
+
+def test_a_runtime_of_somebody_else_is_not_deleted_with_the_job() -> None:
+    add_program("kubectl", 'case "$*" in "get trainjob "*) echo cpuft ;; esac')
+    assert not TrainJob().is_ours("x")
