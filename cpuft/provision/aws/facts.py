@@ -363,7 +363,7 @@ def _find_image(client: AwsClient, config: AwsConfig, found: Mapping[str, Any]) 
     images: Sequence[Image] = client.find("describe_images", "InvalidAMIID", ImageIds=[wanted]).get("Images", ())
     if not images:
         raise CpuftError(
-            f"region {client.region} has no AMI {image!r:.60} that you can use: give an id of this region, ami-..."
+            f"region {client.region} has no AMI {wanted!r:.60} that you can use: give an id of this region, ami-..."
         )
     return images[0]
 
