@@ -192,8 +192,14 @@ class CheckedCommand(click.Command):
     """A command that refuses control characters in its options and arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments into `ctx.params`; click.UsageError for control characters, except in UNPROCESSED."""
-        rest = super().parse_args(ctx, args)
+        """Parse the arguments into `ctx.params`; click.UsageError: an unknown option, or a control character outside of
+        UNPROCESSED.
+        """
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            advice = f": {suggest_names(error.option_name, error.possibilities)}" if error.possibilities else ""
+            raise click.UsageError(f"there is no option {error.option_name}{advice}", ctx) from None
         for param in self.get_params(ctx) if not ctx.resilient_parsing else ():
             value = ctx.params.get(str(param.name))
             for text in value if isinstance(value, tuple) else (value,):

@@ -130,7 +130,7 @@ def test_what_is_answered(words: list[str], message: str) -> None:
         ),
         (["bench", "comm", "-n", "2"], "write --np instead of -n (see cpuft bench comm --help)"),
         (["doctor", "-hostfile", "hosts"], "write --hostfile instead of -hostfile (see cpuft doctor --help)"),
-        (["env", "--learning_rate", "2"], "No such option '--learning_rate'."),
+        (["env", "--learning_rate", "2"], "there is no option --learning_rate"),
         (["provision", "aws", "--spot-or-demand"], "write --market spot-first instead of --spot-or-demand"),
         (["provision", "aws", "--recipe", "a.yaml"], "write --image instead of --recipe (the path of the recipe)"),
         (

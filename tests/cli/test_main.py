@@ -40,7 +40,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
     "words, message",
     [
         (["lanch"], "there is no command cpuft lanch: did you mean launch? (see cpuft --help)"),
-        (["launch", "--tsk", "x"], "No such option '--tsk'. Did you mean '--task'? (see cpuft launch --help)"),
+        (["launch", "--tsk", "x"], "there is no option --tsk: did you mean --task? (see cpuft launch --help)"),
         (["launch", "--task", "mprc"], "'mprc' is not a value of --task: did you mean mrpc? (see cpuft launch --help)"),
         (["launch", "--np", "0"], "--np '0' is not valid: give a whole number of 1 or more (see cpuft launch --help)"),
         (["launch", "--master-port", "65536"], "--master-port '65536' is not valid: give a whole number from 0 to 65535"),

@@ -29,7 +29,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --tsk x",
         {},
-        "No such option '--tsk'. Did you mean '--task'? (see cpuft launch --help)",
+        "there is no option --tsk: did you mean --task? (see cpuft launch --help)",
     ),
     (
         "launch --task mprc",

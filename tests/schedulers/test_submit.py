@@ -215,7 +215,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
     [
         (("slurm",), "no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc"),
         (("slurm", "--", "compare"), "no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc"),
-        (("slurm", "--", "launch", "--tsk", "a"), "No such option '--tsk'. Did you mean '--task'? (see cpuft launch"),
+        (("slurm", "--", "launch", "--tsk", "a"), "there is no option --tsk: did you mean --task? (see cpuft launch"),
         (("slurm", "--", "launch", "--np", "0"), "--np '0' is not valid: give a whole number of 1 or more (see cpuft"),
         (
             ("slurm", "--", "launch", "--task", "mprc"),
@@ -259,7 +259,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         ),
         (("slurm", "--nodes", "2", "--", "sweep", "status", "x"), "a job runs a sweep, and has no status to show:"),
         (("slurm", "--nodes", "2", "--", "sweep", "--dry-run"), "--dry-run is an option of cpuft submit: write it bef"),
-        (("slurm", "--nodes", "2", "--", "sweep", "--sead", "1"), "No such option '--sead'."),
+        (("slurm", "--nodes", "2", "--", "sweep", "--sead", "1"), "there is no option --sead"),
         (("slurm", "--nodes", "2", "--", "sweep", "--iface", "\udc80"), "the sweep contains bytes that are not UTF-8"),
         (
             ("batch", *IMAGE, "--queue", "q", "--nodes", "2", "--", "sweep"),
@@ -268,7 +268,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         (("slurm", "--array", "0-3", "--wait", *LAUNCH), "--wait follows one job: leave it out with --array"),
         (
             ("slurm", "--partitoin", "a", *LAUNCH),
-            "No such option '--partitoin'. Did you mean '--partition'? (see",
+            "there is no option --partitoin: did you mean --partition? (see",
         ),
         (("slurm", "--nodes", "3", *LAUNCH), "--nodes 3 contradicts --np 2 and --ppn 0: leave --nodes out"),
         (("slurm", "--partition", "a b", *LAUNCH), "'--partition=a b' cannot stand in a job script: write"),
