@@ -66,13 +66,18 @@ class ProgressThread:
 
 
 _idle_threads: list[ProgressThread] = []
+"""Threads without tasks, for callbacks and messages of any group."""
+
+
+def _take_thread() -> ProgressThread:
+    try:
+        return _idle_threads.pop()
+    except IndexError:
+        return ProgressThread("helper")
 
 
 def _run_callbacks(task: Callable[[], None]) -> None:
-    try:
-        thread = _idle_threads.pop()
-    except IndexError:
-        thread = ProgressThread("callbacks")
+    thread = _take_thread()
 
     def run() -> None:
         task()
@@ -193,7 +198,7 @@ class CollectiveGroup(WatchedGroup):
     ranks raise RuntimeError on all ranks, from wait(), before a tensor is read or written.
 
     Collectives run in order on one thread. Sends and receives have a thread for each peer, direction and tag, because a
-    blocking send may wait for a receive that the peer posts later.
+    blocking send may wait for a receive that the peer posts later. It is free for others when nothing waits for it.
     """
 
     def __init__(
@@ -209,7 +214,9 @@ class CollectiveGroup(WatchedGroup):
             self._backend = connect(store, membership.rank, membership.size, membership.label)
         finally:
             self.end(operation)
-        self._threads: dict[str, ProgressThread] = {}
+        self._threads: dict[str, tuple[ProgressThread, int]] = {}
+        """Each channel's thread and the number of its tasks that have not ended."""
+        self._lock = threading.Lock()
         self._coalesced: list[QueuedWork] | None = None
         self.compares_calls: bool = getattr(dist.group.WORLD, "compares_calls", True)
         """Whether the ranks compare their calls before each collective; the same on all ranks."""
@@ -245,7 +252,9 @@ class CollectiveGroup(WatchedGroup):
 
     def shutdown(self) -> None:
         """Close the group without waiting for other ranks; its threads get a second each to finish what was queued."""
-        for thread in self._threads.values():
+        with self._lock:
+            threads, self._threads = self._threads, {}
+        for thread, _ in threads.values():
             thread.close(_CLOSE_SECONDS)
         self._backend.close()
         super().shutdown()
@@ -287,13 +296,25 @@ class CollectiveGroup(WatchedGroup):
             else:
                 self.end(operation)
                 work.complete(-1 if source is None else source)
+            if channel:
+                self._release_thread(key)
 
-        if key not in self._threads:
-            self._threads[key] = ProgressThread(key)
-        self._threads[key].put(task)
+        with self._lock:
+            thread, tasks = self._threads.get(key) or (_take_thread() if channel else ProgressThread(key), 0)
+            self._threads[key] = thread, tasks + 1
+            thread.put(task)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _release_thread(self, key: str) -> None:
+        """Count a task of a channel as ended, and make its thread free for others if that was the last one."""
+        with self._lock:
+            thread, tasks = self._threads.pop(key, (None, 0))
+            if thread and tasks > 1:
+                self._threads[key] = thread, tasks - 1
+            elif thread:
+                _idle_threads.append(thread)
 
     def _launch_collective(self, key: str, given: tuple[Any, ...]) -> QueuedWork:
         """Queue a collective; an error of its check is raised, and also told to the ranks that wait for this one."""

@@ -47,6 +47,8 @@ _EQUAL_SIZES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gath
 """Collectives in which all ranks pass the same number of bytes, or mostly do."""
 
 _MOST_RECENT = 64
+_MOST_CHANNELS = 500
+"""Their numbers and names fit into the 128 KiB of a message."""
 
 Call = tuple[str, int]  # name and bytes
 Progress = Mapping[str, tuple[int, str]]
@@ -93,6 +95,7 @@ class OperationRegister:
 
     pending: dict[int, Operation] = field(default_factory=dict)
     progress: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Number and name of the last operation of each channel; the channel that was used last is the last one."""
     recent: deque[tuple[str, int, str, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
     """Channel, sequence number, name and bytes of the operations that this rank has begun last."""
     traffic: Traffic = field(default_factory=Traffic)
@@ -107,7 +110,7 @@ class OperationRegister:
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
         """Register the next operation of a channel, which this rank has begun, count its traffic, and return it."""
         with self._lock:
-            sequence = self.progress.get(channel, (0, ""))[0] + 1
+            sequence = self.progress.pop(channel, (0, ""))[0] + 1
             operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
             self.progress[channel] = (sequence, name)
             self.recent.append((channel, sequence, name, nbytes))
@@ -132,9 +135,9 @@ class OperationRegister:
                 self.ended.append((operation, time.monotonic()))
 
     def copy_progress(self) -> dict[str, Any]:
-        """Return {"progress": a copy of `progress`, "recent": a list of `recent`}, for JSON."""
+        """Return {"progress": that of the channels used last, "recent": a list of `recent`}, for a message in JSON."""
         with self._lock:
-            return {"progress": dict(self.progress), "recent": list(self.recent)}
+            return {"progress": dict([*self.progress.items()][-_MOST_CHANNELS:]), "recent": list(self.recent)}
 
     def list_pending(self) -> list[Operation]:
         """Return the pending operations in the order in which they began."""

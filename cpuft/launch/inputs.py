@@ -122,10 +122,11 @@ def list_detached(environ: Mapping[str, str]) -> list[LaunchNote]:
         folder = state_root(environ) / _NOTES
         check_private_folder(folder)
         notes = []
-        for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
-            with suppress(OSError, ValueError):
-                notes.append(load(LaunchNote, parse_json(path.read_text(encoding="utf-8"))))
-        return [note for note in notes if note.id]
+        for path in folder.glob("*.json"):
+            with suppress(OSError, ValueError):  # another launch may remove its note now
+                note = load(LaunchNote, parse_json(path.read_text(encoding="utf-8")))
+                notes.append((path.stat().st_mtime, path.name, note))
+        return [note for _, _, note in sorted(notes, key=lambda one: one[:2]) if note.id]
     return []
 
 

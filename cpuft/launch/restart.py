@@ -183,18 +183,16 @@ def _identify_error(failure: Failure) -> str:
 
 def find_limit(job: Job, cluster: Cluster) -> int:
     """Return --max-restarts, by default 3 on several hosts and 0 on one; 0 for a training whose engine is not torch,
-    which has no checkpoints. Raises CpuftError: --min-np is more than --np.
+    which has no checkpoints.
     """
     config = job.config
-    if config.min_np > config.np:
-        raise CpuftError(f"--min-np {config.min_np} is more than --np {config.np}: lower --min-np")
     if not job.script and job.train.engine != "torch":
         return 0
     return config.max_restarts if config.max_restarts >= 0 else DEFAULT_RESTARTS * (len(cluster.assignments) > 1)
 
 
 def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """Return a plan's line about restarts of the run; () if there is none. CpuftError if --min-np exceeds --np."""
+    """Return a plan's line about restarts of the run; () if there is none."""
     limit = find_limit(job, cluster)
     if not limit:
         return ()

@@ -102,6 +102,8 @@ def plan_request(
     cluster = gather_cluster(config, resumed.hosts if resumed else (), access, is_on_host_disk)
     reason = "" if config.np else _describe_ranks(cluster, config.ppn)
     config = replace(config, np=cluster.ranks)
+    if config.min_np > config.np:
+        raise CpuftError(f"--min-np {config.min_np} is more than --np {config.np}: lower --min-np")
     if request.script and config.np > 1 and not options.independent:
         refuse_other_launchers(request.script)
     if not run_dir:

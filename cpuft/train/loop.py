@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from cpuft.comm import take_traffic
 from cpuft.record import StepLine
-from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.checkpoint.policy import Checkpoints, Requests
 from cpuft.train.control_messages import ControlMessages
-from cpuft.train.data.order import Indices, plan_updates, select_for_rank
+from cpuft.train.data.order import Indices, is_grouped, plan_updates, select_for_rank
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
 from cpuft.train.passes import Clock
 from cpuft.train.ranks import gather_numbers
@@ -166,9 +165,8 @@ def _set_learning_rate(setup: TrainingSetup, update: int) -> float:
 def _plan_all_updates(setup: TrainingSetup) -> Iterator[tuple[int, Indices]]:
     """Yield the epoch and the examples of every update, from the first one on."""
     config, tokens = setup.config, setup.prepared.train
-    # Texts of similar length as negatives would change what an embedding model learns.
-    is_grouped = config.padding == "dynamic" and setup.prepared.kind not in EMBEDDING_KINDS
-    return plan_updates(tokens, setup.global_batch, config.seed, setup.updates, is_grouped)
+    grouped = is_grouped(config.padding, setup.prepared.kind)
+    return plan_updates(tokens, setup.global_batch, config.seed, setup.updates, grouped)
 
 
 def _run_untimed_pass(setup: TrainingSetup, done: int) -> None:

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -153,6 +154,18 @@ def tags_out_of_order(inputs: Inputs) -> tuple[object, object]:
     return places, [inputs.of(before, salt=1), inputs.of(before, salt=2)]
 
 
+def many_tags(inputs: Inputs) -> tuple[object, object]:
+    """Messages with a new tag each, as a script sends that takes the step's number, leave no threads behind."""
+    after, before = (inputs.rank + 1) % inputs.size, (inputs.rank - 1) % inputs.size
+    threads, place = threading.active_count(), inputs.blank()
+    for tag in range(100, 130):
+        work = dist.isend(inputs.of(inputs.rank, salt=tag), after, tag=tag)
+        dist.recv(place, before, tag=tag)
+        assert work is not None
+        work.wait()
+    return (place, threading.active_count() < threads + 10), (inputs.of(before, salt=129), True)
+
+
 def coalesced(inputs: Inputs) -> tuple[object, object]:
     tensors = [inputs.of(inputs.rank, salt=salt) for salt in range(3)]
     with _coalescing_manager():
@@ -233,6 +246,7 @@ def cases() -> Iterator[tuple[str, Case, tuple[torch.dtype, ...]]]:
     ):
         yield case.__name__, case, ALL
     yield "pair", pair, (torch.float32, torch.bfloat16)
+    yield "many_tags", many_tags, (torch.float32,)
     yield "objects", objects, (torch.float32,)
 
 

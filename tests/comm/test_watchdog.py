@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from cpuft.comm.liveness import _LINE_BYTES
 from cpuft.comm.watchdog import (
     GONE_GRACE_SECONDS,
     CollectiveWatchdog,
@@ -164,6 +165,17 @@ def test_a_register_numbers_each_channel_and_counts_payload() -> None:
     assert register.take_traffic().nbytes == 0
     register.forget_group("a")
     assert register.copy_progress()["progress"] == {"b": (1, "all_reduce")}
+
+
+def test_the_progress_of_many_channels_fits_into_a_message() -> None:
+    register = OperationRegister()
+    register.begin("the world", "all_reduce", 10, (0, 1), 1.0)
+    for tag in range(5000):
+        register.begin(f"the world from 0 to 1 (tag {tag})", "send", 10, (0, 1), 1.0)
+    register.begin("the world", "all_reduce", 10, (0, 1), 1.0)
+    answer = register.copy_progress()
+    assert answer["progress"]["the world"] == (2, "all_reduce")
+    assert len(json.dumps({"answer": 1, **answer})) < _LINE_BYTES
 
 
 def test_operations_within_a_host_are_watched_but_their_bytes_do_not_count() -> None:

@@ -36,6 +36,7 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch import inputs, rank_secrets
 from cpuft.launch.inputs import (
     LaunchNote,
+    list_detached,
     list_input_paths,
     load_note,
     make_bundle,
@@ -203,6 +204,15 @@ def test_paths_that_the_user_named_are_noted_on_this_machine_until_the_run_has_e
     save_note("/runs/run", LaunchNote(), environ)
     assert not kept.exists()
     save_note("/runs/run", note, {"CPUFT_STATE": str(work / "rows.csv")})  # no folder, no harm
+
+
+def test_a_note_that_is_removed_meanwhile_hides_no_others(work: Path) -> None:
+    environ = {"CPUFT_STATE": str(work / "state")}
+    for name in ("first", "second"):
+        save_note(f"/runs/{name}", LaunchNote(id=name, run_dir=f"/runs/{name}"), environ)
+    (note, _) = (work / "state").rglob("*.json")
+    note.with_name("removed.json").symlink_to(work / "nowhere")
+    assert [note.id for note in list_detached(environ)] == ["first", "second"]
 
 
 HOSTS = ("cluster", "hostfile", "ssh_config")

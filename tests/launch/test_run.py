@@ -16,6 +16,7 @@ import pytest
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
 from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.train import TrainConfig
+from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import LOCAL
 from cpuft.launch.resume import HostCopy, ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
@@ -59,6 +60,13 @@ def test_a_resumed_run_stays_on_the_disk_of_the_host_where_it_began(
         planned = plan_request(request, {}, print, None, sessions)
     assert planned.cluster.works_remotely == is_on_host_disk
     assert len(planned.plan.results) == 2 * is_on_host_disk
+
+
+def test_more_ranks_than_the_run_has_are_refused_before_anything_starts() -> None:
+    config = LaunchConfig(np=1, min_np=2)
+    request = LaunchRequest(config, TrainConfig(), ScriptConfig(), ("true",), "", frozenset(), "lines")
+    with ExitStack() as sessions, pytest.raises(CpuftError, match="--min-np 2 is more than --np 1: lower --min-np"):
+        plan_request(request, {}, print, None, sessions)
 
 
 def test_two_ranks_train_on_the_demo_task() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.data.archive import Tokens
 
 _POOL_BATCHES = 50
@@ -38,6 +39,12 @@ def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: 
         pool = pool[np.argsort(-lengths[pool], kind="stable")]
         updates += [pool[i : i + global_batch] for i in range(0, len(pool), global_batch)]
     return [updates[i] for i in generator.permutation(len(updates))]
+
+
+def is_grouped(padding: str, kind: str) -> bool:
+    """Return whether the updates of a kind of task have examples of similar length, for --padding dynamic."""
+    # Texts of similar length as negatives would change what an embedding model learns.
+    return padding == "dynamic" and kind not in EMBEDDING_KINDS
 
 
 def select_for_rank(examples: Indices, rank: int, world_size: int) -> Indices:

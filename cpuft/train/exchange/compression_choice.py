@@ -23,7 +23,7 @@ from cpuft.network import CPU_SECONDS_PER_BYTE
 from cpuft.rank.world import World
 from cpuft.record import GradientSizes
 from cpuft.train.data.archive import Prepared
-from cpuft.train.data.order import plan_updates, select_for_rank
+from cpuft.train.data.order import is_grouped, plan_updates, select_for_rank
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.objective.base import Objective
 from cpuft.train.precision import autocast
@@ -122,7 +122,8 @@ def _measure_compute(
 ) -> float:
     """Measure the seconds of an update's forward and backward passes on this rank; the first pass is a warm-up."""
     model.train()
-    updates = plan_updates(prepared.train, config.batch_size * world.size, config.seed, 1, config.padding == "dynamic")
+    grouped = is_grouped(config.padding, prepared.kind)
+    updates = plan_updates(prepared.train, config.batch_size * world.size, config.seed, 1, grouped)
     _, examples = next(iter(updates))
     own = select_for_rank(examples, world.rank, world.size)
     batch = objective.make_batch(prepared.train, own[: config.micro_batch or len(own)])
@@ -153,7 +154,8 @@ def count_sent_numbers(
 def _count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
     """Return the mean number of distinct tokens of all ranks together, in the first updates on this many ranks."""
     tokens, batch = prepared.train, config.batch_size * config.gradient_accumulation * ranks
-    updates: Any = plan_updates(tokens, batch, config.seed, _SAMPLED_UPDATES, config.padding == "dynamic")
+    grouped = is_grouped(config.padding, prepared.kind)
+    updates: Any = plan_updates(tokens, batch, config.seed, _SAMPLED_UPDATES, grouped)
     found = [
         len(torch.unique(objective.list_token_ids(tokens, examples)))
         for _, examples in islice(updates, _SAMPLED_UPDATES)

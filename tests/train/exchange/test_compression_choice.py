@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,9 +61,11 @@ def test_adapters_are_under_three_hundredths_of_what_a_small_encoder_sends() -> 
 
 def test_words_are_those_of_the_updates_that_come() -> None:
     config = TrainConfig(batch_size=2, seed=3)
-    updates = plan_updates(TOKENS, 4, 3, 4, True)
-    named = [len({*np.concatenate([TOKENS.ids[TOKENS.positions(rows)], [0]]).tolist()}) for _, rows in updates]
-    assert count_sent_numbers(Encoder(), OBJECTIVE, config, PREPARED).tokens["2"] == pytest.approx(np.mean(named))
+    for kind, grouped in (("class", True), ("pairs", False)):
+        updates = plan_updates(TOKENS, 4, 3, 4, grouped)
+        named = [len({*np.concatenate([TOKENS.ids[TOKENS.positions(rows)], [0]]).tolist()}) for _, rows in updates]
+        found = count_sent_numbers(Encoder(), OBJECTIVE, config, replace(PREPARED, kind=kind))
+        assert found.tokens["2"] == pytest.approx(np.mean(named))
 
 
 def test_a_model_without_words_of_its_own_sends_all() -> None:
