@@ -26,7 +26,7 @@ from cpuft.terminal import protect_streams
 
 
 def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Join the repetitions of measurements of equal backend, operation, type and bytes, in the order of the first."""
+    """Join measurements of equal backend, operation, type and bytes into one with all repetitions, by the first one."""
     pooled: dict[tuple[str, str, str, int], Measurement] = {}
     for found in measurements:
         key = found.backend, found.operation, found.dtype, found.nbytes

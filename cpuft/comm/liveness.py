@@ -203,7 +203,10 @@ class LivenessConnection:
             self._hub.is_full.wait(_JOIN_SECONDS)
 
     def send(self, message: Message) -> None:
-        """Send a message, at most 128 KiB as JSON, to all ranks, also to this one. Does nothing if the hub is lost."""
+        """Send a message to all ranks, also to this one. Does nothing if the hub is lost.
+
+        The hub closes the connection of a rank whose message has more than 128 KiB as JSON.
+        """
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 

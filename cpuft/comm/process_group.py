@@ -357,7 +357,7 @@ class CollectiveGroup(WatchedGroup):
         return self._launch("recv", tensors, tensors, body, *place)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
-        """Start to receive from any rank: the Work's `source_rank()` when done. With ccl, wait() raises CpuftError."""
+        """Start to receive from any rank; the Work's `source_rank()` tells it. With ccl, wait() raises CpuftError."""
         body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
         return self._launch("recvAnySource", tensors, tensors, body, channel, self._membership.ranks)
 

@@ -263,7 +263,8 @@ class CollectiveWatchdog:
     def start(self, store: Store, rank: int, ranks: tuple[int, ...], is_first: bool) -> None:
         """Connect `ranks`, if there are several, and start the thread; the one with `is_first` runs the liveness hub.
 
-        The errors are those of `LivenessConnection`. The first rank waits for all others, but at most 60 s.
+        The first rank waits for all others, but at most 60 s. Raises as `LivenessConnection`: CpuftError, OSError or
+        RuntimeError.
         """
         self._rank = rank
         if len(ranks) > 1:
@@ -390,7 +391,7 @@ _lock = threading.Lock()
 def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> CollectiveWatchdog:
     """Return the watchdog of this process; the first call starts it, together with the other `ranks`.
 
-    The rank with `group_rank` 0 runs the liveness hub. The errors are those of `LivenessConnection`.
+    The rank with `group_rank` 0 runs the liveness hub. CpuftError, OSError, RuntimeError: as `LivenessConnection`.
     """
     global _watchdog
     with _lock:

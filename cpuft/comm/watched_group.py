@@ -41,7 +41,7 @@ class WatchedGroup(dist.ProcessGroup):
         return register.begin(place, name, nbytes, members, self._timeout)
 
     def end(self, operation: Operation, error: Exception | None = None) -> None:
-        """Register the end of an operation. With an `error`, end the process if one of its ranks was lost."""
+        """Register the end of an operation. With an `error`, end the process if a rank of the operation was lost."""
         if error:
             self._watchdog.exit_if_rank_lost(operation, error)
         register.end(operation)

@@ -45,7 +45,7 @@ def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
-    """Measure the links between all pairs of hosts in both directions, and return them in the order of `read_links`.
+    """Measure the links between all pairs of hosts in both directions, and return them by source, then by target.
 
     This takes a little more than 1 s for each host, at most 20 s for each. A link that could not be measured has its
     `error`. Raises CpuftError: a host has no address, cannot be reached or cannot run the measurement.

@@ -191,8 +191,7 @@ def read_mtus() -> dict[str, int]:
 
 
 def find_leftovers(root: str = "/var/tmp") -> list[str]:
-    """Return what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a process of a run,
-    or a directory.
+    """Return what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a process, or a directory's path.
 
     A process is left over when it has been handed to process 1, because its mpirun is gone. A run's directory is left
     over when it is a day old and no process of this user names it; `UNFETCHED` follows its path if it has checkpoints

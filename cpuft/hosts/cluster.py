@@ -65,10 +65,7 @@ class Access:
         return ("sh", "-c", script, self.python, *arguments)
 
     def transfer_command(self, *words: str) -> tuple[str, ...]:
-        """Return the argv that a host executes, without ssh, as the other side of a transfer (`transfer.connect`).
-
-        `words` are its role and arguments.
-        """
+        """Return the argv with which a host is the other side of `transfer.connect`; `words`: role and arguments."""
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_transfer(self, host: Host, *words: str) -> Answer:
@@ -213,7 +210,7 @@ class Cluster:
 
 
 def read_host_folder(run_dir: str) -> str:
-    """Return "ID/NAME" of a run's folder on its hosts, from the run state in its folder here; "" if it has none yet."""
+    """Return "ID/NAME" of a run's folder on its hosts, by the run state in its folder here; "" if that is unusable."""
     try:
         values = load(dict[str, Any], parse_json(Path(run_dir, STATE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):

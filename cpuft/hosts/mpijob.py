@@ -51,7 +51,7 @@ class MpiJobTransport(SshTransport):
         return host.name.partition(".")[0] in (socket.gethostname(), "localhost")
 
     def address(self, host: Host) -> str:
-        """Return a pod's IPv4 address. Raises CpuftError: its name has none until `deadline`."""
+        """Return a pod's IPv4 address; wait for it until `deadline`. Raises CpuftError: its name has none by then."""
         return self._retry(host, partial(super().address, host))
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:

@@ -48,8 +48,8 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
 
 
 def choose_ranks(hosts: tuple[Host, ...], np: int, ppn: int, facts: Mapping[str, HostFacts]) -> tuple[Assignment, ...]:
-    """Return the ranks of each host: with `np` or `ppn` those of `assign_ranks`, else one for each NUMA node, but no
-    more than its slots. `facts` are by host name. Raises CpuftError: the ranks do not fit.
+    """Return the ranks of each host: without `ppn`, and if `np` is 0 or their sum, one for each NUMA node, but no more
+    than its slots; else those of `assign_ranks`. `facts` are by host name. Raises CpuftError: the ranks do not fit.
     """
     cores = {name: len(one.cores) for name, one in facts.items()}
     if ppn:

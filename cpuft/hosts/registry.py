@@ -156,8 +156,8 @@ def make_state_root(root: Path) -> None:
 
 
 def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[Path, ...]:
-    """Return the registries in which a run looks for its cluster: this user's, then that of this host's cluster if
-    there is one. Raises CpuftError: the path contains white space, or others may write to it.
+    """Return the registries in which a run looks for its cluster: `state_root`, and clusters beside `prefix` if that is
+    named env, as on provisioned hosts. Raises CpuftError: the first has white space, or others may write to it.
     """
     own = state_root(environ)
     # "env" is the Python environment that cpuft provision installs on hosts, with the cluster's entry beside it.

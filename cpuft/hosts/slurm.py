@@ -68,7 +68,7 @@ class SlurmTransport(Transport):
 
 
 def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
-    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job and without
+    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job or without
     SLURM_JOB_NODELIST. Raises CpuftError: srun has started this process several times.
     """
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_JOB_NODELIST"):

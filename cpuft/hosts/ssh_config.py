@@ -298,7 +298,6 @@ def _format_bastion(name: str, login: Login) -> str:
 
 def format_shared_key_config(alias: str, key: str, known_hosts: str, port: int) -> str:
     """Return the text of an ssh_config for any host, with paths of the client's private key and of `known_hosts`.
-
     `alias` is the name under which `known_hosts` has the one host key of all hosts.
     """
     return (

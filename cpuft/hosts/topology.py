@@ -121,8 +121,8 @@ def parse_facts(text: str, host: str) -> HostFacts:
 
 
 def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
-    """Return the cores in the output of `lscpu -p=CPU,CORE,SOCKET,NODE` that have hardware threads in `allowed`; if it
-    has none, each of these threads is a core of socket 0 and NUMA node 0.
+    """Return the cores in the output of `lscpu -p=CPU,CORE,SOCKET,NODE` that have hardware threads in `allowed`, by
+    NUMA node, socket and number; if there are none, each of these threads is a core of socket 0 and NUMA node 0.
     """
     threads: dict[tuple[int, int, int], list[int]] = {}
     for line in text.splitlines():

@@ -42,8 +42,8 @@ class _RunNote:
 
 @contextmanager
 def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep a note about a run in the user's cache inside the `with` block, for `find_active_run`. If the cache cannot
-    be written, or another process has this note, the block runs without a note.
+    """Keep a note about the run in `run_dir`, an absolute path without links, in the user's cache inside the `with`
+    block, for `find_active_run`. If the cache cannot be written, or another process has this note, there is no note.
     """
     hosts, access = tuple(cluster.hosts[name] for name in cluster.rank_hosts), cluster.access
     note = _RunNote(cluster.work_dir(run_dir), hosts, access.python, access.transport.config, socket.gethostname())

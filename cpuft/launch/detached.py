@@ -278,7 +278,7 @@ def plan_start(
 
 
 def start_detached(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str], say: Say) -> int:
-    """Move a command to the head host, and show what it prints until its run has begun or it has ended.
+    """Note a run here, move its command to the head host, and show the output until the run begins or the command ends.
 
     Returns 0 if the run has begun, else the exit code of the command, of which nothing is left then. A
     KeyboardInterrupt does not stop a command that was started. Raises CpuftError: the command could not be started, or
@@ -435,7 +435,9 @@ def list_place_options(config: LaunchConfig) -> tuple[str, ...]:
 
 
 def list_known_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
-    """Return [`config`] if it names hosts or none are known, else one config for each place of noted detached runs."""
+    """Return [`config`] if it names hosts, else one config for each place of noted detached runs that still exists,
+    sorted, or [`config`] if there is none.
+    """
     if config.cluster or config.hostfile:
         return [config]
     clusters = {"", *(name for root in search_roots(environ) for name in list_names(root))}
@@ -462,7 +464,7 @@ def list_runs(config: LaunchConfig) -> tuple[list[tuple[Head, Description]], lis
 
 def list_needed(cluster: str) -> tuple[list[str], list[str]]:
     """Return the ids of the detached runs that are active on a cluster, and of the others whose results nobody has
-    fetched; two empty lists if its head host does not answer.
+    fetched; two empty lists if there is no such cluster or its head host does not answer.
     """
     with suppress(CpuftError):
         head, *_ = list_heads(LaunchConfig(cluster=cluster))
@@ -507,7 +509,6 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
 
 def choose_folder(run: Detached, description: Description, wanted: str) -> Detached:
     """Return the run with the folder on this machine that gets its results; no folder is made.
-
     It is `wanted`, else the one that the user named when the run was started here, else runs/NAME in the working
     folder. A host never says which folder is written to. Raises CpuftError: the host's name for the run is no name of a
     folder, or the folder exists and is not this run's, or cannot be made.
@@ -537,8 +538,8 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
 
 def list_run_cells(head: Head, one: Description) -> tuple[str, ...]:
     """Return the cells that `cpuft runs` shows of a run: id, command, name, host, age, state, results. The state is the
-    phase of an active run, "ended, exit code N" or "lost". Results are "MACHINE:FOLDER" if they were fetched, "on HOST"
-    while they can be fetched, else "".
+    phase of an active run ("running" before the first), "ended, exit code N" or "lost". Results are "MACHINE:FOLDER" if
+    they were fetched, "on HOST" while they can be fetched, else "".
     """
     state = one.phase if one.phase and one.state == RUNNING else one.state
     state += f", exit code {one.code}" if one.state == ENDED else ""

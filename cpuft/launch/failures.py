@@ -104,7 +104,7 @@ def list_error_logs(logs: Path) -> list[Path]:
 
 
 def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
-    """Return what `find_failures` finds in an attempt's logs, which count in the order of their last change."""
+    """Return what `find_failures` returns for an attempt's error logs, sorted by their last change; [] without one."""
     oldest_first = sorted(list_error_logs(logs), key=lambda path: path.stat().st_mtime_ns)
     return find_failures([path.read_text(errors="replace") for path in oldest_first], hosts)
 
@@ -177,8 +177,9 @@ def _ranks(numbers: Iterable[int]) -> str:
 
 
 def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
-    """Return why `failures[0]` failed, and the end of its standard error (without failures, of `mpirun`, its output)
-    unless the caller gets the exception (`raised`). Last come `absent`, the lines of `describe_absent`: the causes.
+    """Return why `failures[0]` failed, the end of its standard error (without failures, of `mpirun`, mpirun's output),
+    and last the causes: `absent`, from `describe_absent`, or a rank whose script ended too early, else "rank N on HOST
+    failed". If there are no such causes and the caller gets the exception (`raised`), only the first line is returned.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
     if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
@@ -203,7 +204,7 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
 
 
 def ended_to_be_resumed(failures: list[Failure]) -> bool:
-    """Return whether the ranks that no signal killed, one or more, ended with exit code 75, and none waited in vain."""
+    """Return whether some ranks ended without a signal, each of them with exit code 75, none after waiting in vain."""
     own = [one for one in failures if one.code < 128]
     return bool(own) and all(one.code == RESUMABLE and not one.missed and _COMM_ERROR not in one.text for one in own)
 

@@ -170,7 +170,8 @@ def pack_training(
 
 def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictConfig, tuple[Bundle, ...]]:
     """Return the request with RUN/model in place of its `run` and the paths on the hosts, and the bundles to send: the
-    model, if it is here, and for the head host the files of --file, which rank 0 reads. Raises as `make_bundle`.
+    model, if it is here, and for the head host the files of --file, which rank 0 reads; local paths and () if the hosts
+    share this machine's files. Raises as `make_bundle`.
     """
     request = replace(request, model=request.model or f"{request.run}/{_MODEL}", run="")
     if not cluster.has_own_disks:
@@ -189,7 +190,8 @@ def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictCon
 
 
 def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Bundle, ...]]:
-    """Return the command with the hosts' Python and the paths on the hosts, and the bundles to send.
+    """Return the command with the hosts' Python and paths, and the bundles to send; `command` and () if the hosts share
+    this machine's files.
 
     A Python script is sent with the modules and packages in its folder. A file or folder that an argument names, by
     itself or after `--option=`, is sent too, but neither the working directory nor a folder that contains it. Raises as
@@ -318,8 +320,8 @@ def _plan_copies(
 
 
 def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
-    """Plan to copy the prepared examples from the head host to the others, except those in `have`; () if there are
-    none, or hosts have no disks of their own.
+    """Plan to copy the prepared examples from the head host to the others, except those in `have`; () if no host
+    is left, or hosts have no disks of their own.
     """
     names = [name for name in cluster.hosts if name not in have and name != cluster.head]
     if not names or not cluster.has_own_disks:

@@ -318,7 +318,7 @@ def plan_ranks(
     `work` is the run folder as the ranks see it. `command` is what each rank runs: a program, or "-m" and a module
     of cpuft, with arguments. `backend` determines the cores for communication. `extra` are further settings, in place
     of cpuft's usual ones of the same names; values that the user has set in `environ` are kept. Raises CpuftError: a
-    host has no interface to the others, or no --iface.
+    host lacks the interface of --iface, or any to the others, or another option cannot be used.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
     secret_settings, without_secrets, notes = plan_secrets(cluster, work, environ)

@@ -66,7 +66,6 @@ class ProgressBar:
 
 def format_values(event: ProgressEvent) -> str:
     """Return what stands behind the bar, such as "64.0 samples/s, loss 0.5312, accuracy 0.8603, 12 s left".
-
     Speed and time are left out while the run warms up, and the metric before the first evaluation.
     """
     parts = [f"{event.samples_per_second:.1f} samples/s"] if event.samples_per_second else []
@@ -86,18 +85,16 @@ def format_seconds(seconds: float) -> str:
 
 
 class StreamAboveBar:
-    """A text stream whose lines appear above a progress bar. Lines with events move the bar and are not printed.
-
-    A line without its end is held back while the bar is shown, because the bar would be drawn behind it. All streams of
-    the same bar share one `lock`.
-    """
+    """A text stream whose lines appear above a progress bar. All streams of the same bar share one `lock`."""
 
     def __init__(self, stream: TextIO, bar: ProgressBar, lock: threading.RLock) -> None:
         self._stream, self._bar, self._lock = stream, bar, lock
         self._rest = ""
 
     def write(self, text: str) -> int:
-        """Print the lines of a text above the bar, or show their events; return the number of characters."""
+        """Print lines above the bar; those with events move the bar instead. Return the number of characters. While the
+        bar is shown, a line without its end is held back, because the bar would be drawn behind it.
+        """
         with self._lock:
             lines = (self._rest + text).splitlines(keepends=True)
             self._rest = lines.pop() if lines and self._is_held_back(lines[-1]) else ""
@@ -142,7 +139,6 @@ class StreamAboveBar:
 @contextmanager
 def show_progress(style: str) -> Iterator[None]:
     """Show a progress bar inside the `with` block if `style` is "bar", and print other lines above it.
-
     For that time sys.stderr is replaced, and sys.stdout as well if it is a terminal or a notebook.
     """
     if style != "bar":

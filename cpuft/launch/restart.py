@@ -113,11 +113,7 @@ class RestartDecision:
 
 @dataclass
 class RestartPolicy:
-    """Decides after each failed attempt whether the run is restarted.
-
-    A run is restarted after any loss from outside, such as a host, a connection or a killed rank, and once after an
-    error that may be the job's own: the same error at the same update would come a third time.
-    """
+    """Decides after each failed attempt whether the run is restarted."""
 
     limit: int
     restarts: int = 0
@@ -125,7 +121,12 @@ class RestartPolicy:
     """`RestartDecision.error_id` of earlier attempts."""
 
     def decide(self, result: AttemptResult) -> RestartDecision:
-        """Decide what to do after an attempt that ended with another exit code than 0. Changes no attribute."""
+        """Decide whether to restart after an attempt with another exit code than 0. Changes no attribute.
+
+        The answer is yes after any loss from outside, such as a host, a connection or a killed rank, and once after an
+        error that may be the job's own: the same error at the same update would come a third time. It is no after
+        `limit` restarts, and if a rank was interrupted, rejected its options or data, or found a full disk.
+        """
         decision = self._explain(result)
         if decision.restart and self.restarts >= self.limit:
             return RestartDecision(
@@ -344,7 +345,7 @@ def _find_last_progress(run_dir: str, begun: float) -> float:
 
 
 def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS) -> T:
-    """Return what `plan` returns, called up to three times, `pause` seconds apart, while only a connection fails."""
+    """Return what `plan` returns, called up to three times, `pause` seconds apart, while it raises transient errors."""
     for _ in range(_RETRIES):
         try:
             return plan()
@@ -409,7 +410,8 @@ def choose_hosts(
     hosts: Sequence[Host], excluded: Collection[str], first_ranks: Mapping[str, int], np: int
 ) -> tuple[tuple[Host, ...], int]:
     """Return the `hosts` that are not `excluded`, and how many ranks they get together: at most `np`, 0 without a host.
-    A host gets as many as in the first attempt; one that had none its slots, and at most what the fullest host had.
+    A host gets as many as in `first_ranks`. One that is missing there gets its slots, but no more than the fullest host
+    there, and as many as that without slots.
     """
     left = tuple(host for host in hosts if host.name not in excluded)
     most = max(first_ranks.values())
@@ -470,7 +472,7 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
 
 def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:
     """Return what is known about a run that is restarted: its recorded options, or those of `job` without a record, and
-    its `updates`. If that is below 0, the record is lost, and the largest number in `copies` counts.
+    `updates` as its number of updates or, if that is below 0 because the record is lost, the largest in `copies`.
     """
     batch = job.train.batch_size * job.train.gradient_accumulation * job.config.np
     try:

@@ -107,8 +107,8 @@ class ResumedRun:
         self, config: LaunchConfig, train: TrainConfig, given: Collection[str]
     ) -> tuple[LaunchConfig, TrainConfig]:
         """Return `config`, with the recorded number of ranks unless "np" is `given`, and the recorded training options,
-        with the values of `train` for changeable ones that are `given`. Raises CpuftError: another option is given with
-        a new value, or `config` names a run folder.
+        with the values of `train` for changeable ones that are `given`, and for files that were sent to hosts. Raises
+        CpuftError: another option is given with a new value, or `config` names a run folder.
         """
         if config.run_dir:
             raise CpuftError("--resume and --run-dir both name the folder of the run: leave --run-dir out")
@@ -226,7 +226,7 @@ def gather_host_copies(
 
 
 def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
-    """Parse the output of `cpuft.rank.describe_run`, without damaged states. Raises CpuftError: it is another text."""
+    """Parse the output of `describe_run` with its newest whole state. CpuftError, with `errors` in it: another text."""
     try:
         values = load(dict[str, Any], parse_json(output))
         texts = load(list[str], values.pop("states", []))

@@ -73,7 +73,7 @@ def _find_unused_name(beginning: str) -> str:
 
 
 def plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None) -> Step:
-    """Return the step that makes the run folder on the head host. Earlier logs of a resumed run become logs-N."""
+    """Return the step that makes the head host's run folder. Earlier logs become logs-N, or are removed if fetched."""
     script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.works_remotely else ""
     if resumed and resumed.fetched_from == cluster.head:
         script = f'{REMOVE}{script}remove {cluster.folder} "$1/logs" "$1"/logs-* && '

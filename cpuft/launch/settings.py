@@ -46,7 +46,8 @@ def plan_settings(
 ) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
     """Return the environment variables of the ranks: those that all hosts share, with the user's own in `environ` for
     MPI, oneCCL and OpenMP, and further ones of each host, in the order of the hosts. The user's values win. `backend`
-    determines the cores for communication. Raises CpuftError: a host has no interface to the others.
+    determines the cores for communication. Raises CpuftError: a host has no interface to the others, or --comm-cores
+    leaves a rank no core.
     """
     environ = user_variables(environ)
     placements, reason = _plan_placements(cluster, config, backend)
@@ -80,8 +81,8 @@ def _plan_placements(
 
 
 def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
-    """Return each host's interface: `wanted`, or if it is "" the one to the other hosts, and "lo" if there is only one
-    host. Raises CpuftError: a host does not have it.
+    """Return each host's interface: `wanted`, or if that is "" the one to the other hosts, or "lo" for a single host.
+    Raises CpuftError: a host has no such interface.
     """
     if len(cluster.facts) == 1 and not wanted:
         return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)

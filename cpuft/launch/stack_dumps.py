@@ -203,7 +203,7 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
 
     A running process whose report is older than 3 s holds the GIL, and `pending` is empty. If a timeout ended the
     rank's operation, `pending` has it with 0 seconds, and `frames` is where the error was raised. Raises ValueError:
-    `found_json` is nothing that it prints.
+    `found_json` has another form.
     """
     found = load(_Found, found_json)
     try:

@@ -107,7 +107,7 @@ class StopRequest:
     is_sent: bool = False
 
     def handle_signal(self, signal_number: int) -> bool:
-        """Record a signal for `check`. Return True if it asks the ranks to end, and False if they are to be killed.
+        """Return True and record the signal for `check` if it asks the ranks to end; False if they are to be killed.
         SIGUSR1 asks, SIGTERM if no deadline is set and `grace` is above 0, and SIGINT as the first signal if
         `ctrl_c_seconds` is above 0. With `grace` None, no signal asks.
         """

@@ -46,7 +46,7 @@ def plan_buckets(
 
 
 def list_unused(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that `try_model` found unused on rank 0, in model order; [] before it. Collective."""
+    """Return the parameters that `try_model` found unused on rank 0, in model order; [] if it never ran. Collective."""
     # Rank 0 decides: other CPUs may choose another expert, but the buckets must be the same on all ranks.
     parameters = dict(model.named_parameters())
     return [parameters[name] for name in broadcast_value(getattr(model, UNUSED_ATTRIBUTE, ()))]
@@ -89,8 +89,8 @@ class Bucket:
         self.clear()
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Make a parameter's gradient a view of the buffer: a gradient that a kernel wrote there stays, any other one
-        is copied, in a third of the time of adding it to zeros, and zeros stand for None.
+        """Make a parameter's gradient a view of the buffer: one that a kernel wrote there stays, any other one is
+        copied, and zeros stand for None.
         """
         withdraw_place(parameter)
         view, grad = self._views[parameter], parameter.grad

@@ -37,7 +37,8 @@ _SCALES = ".scales"
 
 def find_weight_files(source: str) -> list[Path]:
     """Return the safetensors files of a folder, those of adapters if it has any, or of a hub name, which are
-    downloaded; sorted by name. Raises CpuftError: there are none, or one is missing; OSError: the hub does not answer.
+    downloaded; sorted by name. Raises CpuftError: there are none, or one is missing; OSError: the hub does not answer;
+    ValueError: the index is damaged.
     """
     folder = Path(source)
     if Path(folder, "adapter_config.json").is_file():
@@ -61,7 +62,7 @@ def find_weight_files(source: str) -> list[Path]:
 
 
 def find_stored_type(files: Iterable[list[tuple[str, tuple[int, ...]]]]) -> torch.dtype:
-    """Return the type of most matrices of files read by `read_stored_tensors`; fp32 if that is not bf16 or fp16."""
+    """Return the type of most matrices that `read_stored_tensors` has read if it is bf16 or fp16, else fp32."""
     counts = Counter(dtype for tensors in files for dtype, shape in tensors if len(shape) > 1)
     return _STORED.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.float32
 

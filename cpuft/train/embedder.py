@@ -117,7 +117,7 @@ class Embedder:
         return ids
 
     def embed_encoded(self, encoded: Sequence[Sequence[int]], batch_size: int = 0) -> Embeddings:
-        """Return the embeddings of texts from the ids of their tokens, as `embed` does."""
+        """Return the embeddings of texts from their token ids: fp32, (texts, dimensions), zeros if a text has none."""
         lengths = np.asarray([len(ids) for ids in encoded], np.int64)
         found = np.zeros((len(encoded), self.dimensions), np.float32)
         threads = torch.get_num_threads()

@@ -124,7 +124,7 @@ def _refuse_unknown(source: str) -> None:
 
 
 def has_form(source: str) -> bool:
-    """Return whether a model's files name a pooling, as no reranker's do. Raises CpuftError: they are damaged."""
+    """Return whether a model's files name a pooling, as no reranker's do; False without files. CpuftError: damaged."""
     modules = _read(source, _MODULES, list[dict[str, Any]]) or []
     return any(str(module.get("type", "")).endswith(".Pooling") for module in modules)
 
@@ -200,7 +200,7 @@ def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
 
 def choose_form(config: TrainConfig) -> EmbeddingForm:
     """Return how the model that these options train makes embeddings: as the model says, but for --pooling and prompts
-    that are not auto ("": no prompt), and a longer --max-length. Raises as `find_model` and `read_form`.
+    that are not auto ("": no prompt), and a longer --max-length. CpuftError: the model, or a file of it, is unusable.
     """
     pooling = "" if config.pooling == "auto" else config.pooling
     source = "" if config.from_config else find_model(config.model)

@@ -89,7 +89,9 @@ def is_better(value: float, than: float, metric: str) -> bool:
 
 
 def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationLine | None:
-    """Return the evaluation with the best value of a metric, of equal ones the first; None without evaluations."""
+    """Return the evaluation with the best value of a metric, of equal ones the first; None without evaluations. If the
+    first value is nan, none is better.
+    """
     best = None
     for line in evaluations:
         if best is None or is_better(line.metrics[metric], best.metrics[metric], metric):

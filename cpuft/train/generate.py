@@ -191,7 +191,9 @@ def find_stop_tokens(model: Any, tokenizer: Any, is_chat: bool) -> list[int]:
 def generate_batch(
     model: Any, prompts: Sequence[list[int]], pad_id: int, stops: list[int], request: PredictConfig
 ) -> list[list[int]]:
-    """Return the tokens with which a model continues each prompt, without the token that ended an answer."""
+    """Return the tokens with which a model continues each prompt, at most --max-new-tokens, without the one of `stops`
+    that ended them. They are the likeliest ones with --temperature 0, else drawn at random.
+    """
     import torch
 
     length = max(map(len, prompts))

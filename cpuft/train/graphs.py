@@ -193,9 +193,9 @@ def check_packages(format: str) -> None:
 def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str, precision: str) -> None:
     """Write the graph of a model, which takes batches of any size and length, into a folder.
 
-    The model is in evaluation mode and in fp32, without the fast path; the batch with which it is traced has at least
-    two examples and two tokens. Raises CpuftError: the model cannot be traced. Quantising and converting raise
-    exceptions of their libraries, and writing OSError.
+    The model, in fp32 and without the fast path, is put into evaluation mode. The batch with which it is traced must
+    have two examples and two tokens or more. Raises CpuftError: the model cannot be traced. Quantising and converting
+    raise exceptions of their libraries, and writing OSError.
     """
     traced = folder / "traced"
     traced.mkdir()

@@ -53,8 +53,8 @@ def _list_in_order(names: Sequence[str]) -> list[int]:
 
 
 def match_head(stored: Any, head: Mapping[str, Any]) -> list[int]:
-    """Return what `match_labels` returns for the labels of a model's configuration and of its new head; [] if both have
-    the same labels in the same order, or different numbers of labels, and no label has a stored output by its name.
+    """Return what `match_labels` returns for the labels of a model's configuration and of its new head. [] if these are
+    the same in the same order; or are not equally many, and no label has a stored output by its name (LABEL_0 is none).
     """
     old, labels = _list_labels(stored.id2label), _list_labels(head.get("id2label", {}))
     rows = match_labels(old, labels)
@@ -68,7 +68,7 @@ def _list_labels(id2label: Mapping[Any, str]) -> list[str]:
 
 
 def follow_labels(model: Any, source: str, rows: Sequence[int], head: Mapping[str, Any], new: Collection[str]) -> None:
-    """Give the head of a loaded model an output for each label of `head`, in place, and say on rank 0 what was done.
+    """Give a loaded model the settings `head`, and an output for each label in them, and say on rank 0 what was done.
 
     `rows` is what `match_labels` returns; where it is -1, the output is untrained. `source` is what the model was
     loaded from, and `new` has the names of parameters that were not loaded: nothing is said of a head among them.

@@ -27,7 +27,7 @@ _TASK_TYPES = {
 
 
 def check_lora(config: TrainConfig) -> None:
-    """Raise CpuftError if --lora-rank is given and peft is not installed."""
+    """Raise CpuftError if --lora-rank is above 0 and peft is not installed."""
     if config.lora_rank > 0:
         _check_peft("--lora-rank")
 

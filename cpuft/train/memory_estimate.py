@@ -154,8 +154,8 @@ def measure_activations(shape: ModelShape, config: TrainConfig, batch: LargestBa
 
 
 def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: bool = True) -> int:
-    """Return the most bytes that predicting `targets` tokens takes, 0 for 0: logits, of decoders in chunks, with
-    gradients, and those of the weight, which is as large as the embedding.
+    """Return the most bytes that predicting `targets` tokens takes, 0 for 0: logits with gradients, of decoders in
+    chunks; a bf16 copy of the weight, as large as the embedding; and if a decoder `trains` it, its gradient.
     """
     if not targets:
         return 0

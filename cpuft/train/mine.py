@@ -93,7 +93,7 @@ def mine_negatives(
     rules: MiningRules = MiningRules(),
 ) -> dict[str, list[str]]:
     """Return for each different anchor of the rows its negatives, the most similar ones first, `count` or fewer. Raises
-    as `check_rules`, and ValueError without as many positives as anchors.
+    CpuftError: the rules leave every anchor fewer candidates; ValueError: there are not as many positives as anchors.
     """
     task = make_mining_task(anchors, positives, corpus)
     check_rules(task, count, rules)

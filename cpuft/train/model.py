@@ -42,7 +42,7 @@ def find_model(name: str) -> str:
     """Return the folder of a model, or its hub name as it is, without checking that the hub has it.
 
     A name that begins with `.`, `/` or `~`, or has more than one `/`, must be a folder. Raises CpuftError: the folder,
-    or the package of the default model, is missing, or the folder holds no model.
+    or the package of the default model, is missing, or the folder holds no model, or pointers of git-lfs.
     """
     if name == DEFAULT_MODEL:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
@@ -113,7 +113,7 @@ def read_config(source: str, **settings: Any) -> Any:
 
 def read_config_file(config: TrainConfig) -> dict[str, Any]:
     """Return the content of the model's config.json, or of the file of --from-config, without transformers; {} for a
-    hub name, a size such as bert-base, and a file that cannot be read. Raises as `find_model`.
+    hub name, a size such as bert-base, and a file that cannot be read. Raises CpuftError: the model is missing.
     """
     path = Path(config.from_config or f"{_find_config(find_model(config.model))}/config.json")
     try:
@@ -344,7 +344,7 @@ def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) 
 
 
 def check_weights(source: str) -> None:
-    """Raise CpuftError if a safetensors file in a folder is damaged or cut off."""
+    """Raise CpuftError if a safetensors file in a folder is damaged or cut off; a hub name passes."""
     for path in sorted(Path(source).glob("*.safetensors")):
         read_stored_tensors(path)
 

@@ -49,7 +49,7 @@ def measure_products(precision: str) -> dict[str, Any]:
 
 
 def format_products(products: dict[str, Any]) -> str:
-    """Return a line such as `0.41 TFLOP/s measured (brg_matmul:avx512_core_bf16), fp32 0.18` of `measure_products`."""
+    """Return a line, `0.41 TFLOP/s measured (brg_matmul:avx512_core_bf16), fp32 0.18`; the end only if it differs."""
     kernel = f" ({products['kernel']})" if products["kernel"] else ""
     line = f"{products['teraflops']:.2f} TFLOP/s measured{kernel}"
     is_fp32 = products["teraflops"] == products["fp32_teraflops"]

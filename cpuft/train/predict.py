@@ -63,7 +63,7 @@ _MAX_SCORE = 5.0
 def tabulate_predictions(
     task: Task, examples: Examples, outputs: Outputs, tokens: Tokens, given: Given, threshold: float = DEFAULT
 ) -> Table:
-    """Return the columns and rows of a file of predictions: a row for each example, or for each word that has a tag.
+    """Return the columns and rows of a file of predictions: a row for each example, or for tags for each word.
 
     The columns are index, those of `given`, token for tags, label if the examples have labels, prediction, and the
     probability p_NAME of each class. Words that were cut off, or that the tokenizer drops, have no prediction (None).
@@ -158,8 +158,8 @@ def name_submission(task: Task, suffix: str) -> str:
 
 
 def check_predictions_file(path: Path, request: PredictConfig) -> None:
-    """Raise CpuftError if predictions may not be written to `path`: it has another ending than a table, it exists and
-    there is no --overwrite, or it is --file or the file of the run's own predictions.
+    """Raise CpuftError if predictions may not be written to `path`: it has another ending than a table, or .parquet
+    without pyarrow; it is a folder, or exists without --overwrite; it is --file, or the run's own file of predictions.
     """
     check_output(path, request.overwrite)
     own = Path(request.run, FILE_NAME)

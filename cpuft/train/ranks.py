@@ -77,7 +77,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def gather_to_first(value: Any) -> list[Any] | None:
-    """Return what `gather` returns on rank 0, and None on all others; [value] without a process group. Collective."""
+    """Return every rank's `value`, in order, on rank 0, None on others; [value] without a process group. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -172,7 +172,7 @@ def _list_unequal(model: torch.nn.Module) -> list[str]:
 
 
 def share_random_weights(model: torch.nn.Module) -> None:
-    """Give all ranks rank 0's new weights, as of a head, if torch uses other instructions on some ranks. Collective."""
+    """Give all ranks rank 0's weights where they differ, if torch uses other instructions on some ranks. Collective."""
     # With AVX2 torch draws other normal numbers from a seed than with AVX-512.
     if len(set(gather(torch.backends.cpu.get_cpu_capability()))) > 1:
         state = model.state_dict()

@@ -21,8 +21,8 @@ def measure_queries(
     relevant: NDArray[np.int32],
     similarity: str,
 ) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
-    """Return what `measure_searches` returns for a search by embeddings, (texts, dimensions). Raises ValueError as that
-    function does, and for another similarity than cosine and dot.
+    """Return the numbers of the queries with relevant documents, and each metric of each of them, for a search by
+    embeddings, (texts, dimensions). ValueError: nothing is relevant, or a metric or the similarity is unknown.
     """
 
     def rank(asked: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -104,7 +104,8 @@ def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None
 def try_model(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared, precision: str
 ) -> None:
-    """Run a first forward pass on two examples of different length, and note in the model what the exchange needs.
+    """Run a first forward pass on two examples, of different length if any differ, and note in the model what the
+    exchange needs.
 
     That is whether the word embedding is looked up by more than input ids, and which parameters are unused. Nothing
     else changes. Raises CpuftError: the model cannot compute a padded batch in this precision. Raises MemoryError or

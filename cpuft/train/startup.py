@@ -38,8 +38,8 @@ def resume_garbage_collection() -> None:
 def run_as_process(work: Callable[[], None]) -> None:
     """Do the work of a process that a verb has started; garbage collection is paused until the work resumes it.
 
-    An error ends the process as `describe_exit` says, with one line on standard error, or passes through if it needs a
-    traceback. SIGTERM, an exception so that half-written files are removed, ends it with code 143.
+    An error ends the process with the line (on standard error) and the code of `describe_exit`, or passes through if it
+    needs a traceback. SIGTERM, an exception so that half-written files are removed, ends it with code 143.
     """
     protect_streams()
     pause_garbage_collection()

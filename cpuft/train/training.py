@@ -23,7 +23,7 @@ def train_and_evaluate(
 
     The result has all steps of the run, also of those before it was resumed, and the model is that of the best
     evaluation with --save-best. Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written.
-    Raises CpuftError: the loss is not finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If
+    Raises CpuftError: the loss is not finite, or the ranks' parameters differ after update 2 or 20 of this start. If
     they differ only at the end, the result says so, because the model can be saved all the same.
     """
     config, exchange, updates = setup.config, setup.exchange, setup.updates

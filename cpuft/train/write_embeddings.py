@@ -115,7 +115,9 @@ def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
 
 
 def choose_embeddings_file(request: PredictConfig) -> Path:
-    """Return --output, else the run's embeddings.npy. Raises CpuftError: it cannot be written, or needs pyarrow."""
+    """Return --output, else the run's embeddings.npy. CpuftError: there is neither, it does not end in .npy or .parquet
+    (with --id-column in .parquet), a file there may not be replaced, or pyarrow is missing for .parquet.
+    """
     path = name_embeddings(request)
     check_pyarrow(path)
     return path
@@ -332,7 +334,7 @@ def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> N
 
 def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Window]:
     """Return the windows of the file of a request; the first one has been read, so that an empty file is found here.
-    Raises CpuftError: the file, a column or the prompt is missing.
+    Raises CpuftError: the file, a column, a text of that window or the prompt is missing, or the model is not usable.
     """
     table = read_tables(request.file, "--file", request)
     column = choose_column(table, request.text_columns)

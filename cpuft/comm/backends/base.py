@@ -54,37 +54,47 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce the `count` elements at `address` over the ranks in place: every rank ends with the result."""
+        """Reduce the `count` elements at `address` over the ranks, in place on all. RuntimeError: the library fails."""
 
     @abc.abstractmethod
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `size * count` elements of `source`, and write the r-th `count` results to `target` on rank r."""
+        """Reduce `size * count` elements of `source`, and write the r-th `count` results to `target` on rank r.
+
+        Raises RuntimeError: the library fails.
+        """
 
     @abc.abstractmethod
     def broadcast(self, address: int, nbytes: int, root: int) -> None:
-        """Copy the `nbytes` at `address` on rank `root` to `address` on every rank."""
+        """Copy the `nbytes` at `address` on rank `root` to `address` on every rank. RuntimeError: the library fails."""
 
     @abc.abstractmethod
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
-        """Write the `nbytes` of rank r to the r-th place of `target` on every rank; `source` may be that place."""
+        """Write the `nbytes` of rank r to the r-th place of `target` on every rank; `source` may be that place.
+
+        Raises RuntimeError: the library fails.
+        """
 
     @abc.abstractmethod
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
         """Send the r-th piece of `source` to rank r, and write the piece from rank r to the r-th place of `target`.
 
-        `source_sizes` and `target_sizes` are the bytes of each rank's piece, which lie one after another.
+        `source_sizes` and `target_sizes` are the bytes of each rank's piece, which lie one after another. Raises
+        RuntimeError: the library fails.
         """
 
     @abc.abstractmethod
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Send bytes to rank `peer`, which receives them with the same tag; it may return before they are received."""
+        """Send bytes to rank `peer`, which receives them with the same tag; this may return before that.
+
+        Raises RuntimeError: the library fails.
+        """
 
     @abc.abstractmethod
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
         """Receive bytes from rank `peer`, or from any rank if it is None, and return the sender's rank.
 
-        The message has the same tag and `nbytes`. A longer one is an error. Raises CpuftError if the library cannot
-        receive from any rank.
+        The message has the same tag and `nbytes`. A longer one or a failure raises RuntimeError or ValueError. Raises
+        CpuftError if the library cannot receive from any rank.
         """
 
     def close(self) -> None:

@@ -153,30 +153,30 @@ class CclBackend(Backend):
         return dtype in _TYPES and reduction in _REDUCTIONS
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `count` elements over the ranks in place, by ccl::allreduce."""
+        """Reduce `count` elements over the ranks in place, by ccl::allreduce. RuntimeError: oneCCL fails."""
         self._call("all_reduce", _pointer(address), _size(count), _TYPES[dtype], _REDUCTIONS[reduction])
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce elements, and write the r-th `count` results to `target` on rank r, by ccl::reduce_scatter."""
+        """Reduce elements; rank r gets the r-th `count` in `target`. RuntimeError: ccl::reduce_scatter fails."""
         reduce = _size(count), _TYPES[dtype], _REDUCTIONS[reduction]
         self._call("reduce_scatter", _pointer(source), _pointer(target), *reduce)
 
     def broadcast(self, address: int, nbytes: int, root: int) -> None:
-        """Copy the bytes of rank `root` to every rank, by ccl::broadcast."""
+        """Copy the bytes of rank `root` to every rank, by ccl::broadcast. RuntimeError: oneCCL fails."""
         self._call("broadcast", _pointer(address), _size(nbytes), root)
 
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
-        """Write the `nbytes` of rank r to the r-th place of `target`, on every rank, by ccl::allgather."""
+        """Write the `nbytes` of rank r to the r-th place of `target`, on all. RuntimeError: ccl::allgather fails."""
         self._call("all_gather", _pointer(source), _pointer(target), _size(nbytes))
 
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
-        """Send the r-th piece of `source` to rank r, and receive the r-th of `target` from it, by ccl::alltoallv."""
+        """Send rank r the r-th piece of `source`, and receive that of `target`. RuntimeError: ccl::alltoallv fails."""
         sizes = ctypes.c_size_t * self._size
         sent, received = sizes(*source_sizes), sizes(*target_sizes)
         self._call("all_to_all", _pointer(source), sent, _pointer(target), received, self._size)
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Send a header (tag, size) and then the bytes by ccl::send. Sends to one peer wait for each other."""
+        """Send a header (tag, size), then the bytes; sends to one peer take turns. RuntimeError: ccl::send fails."""
         header = (ctypes.c_int64 * 2)(tag, nbytes)
         with self._sending[peer]:
             self._call("send", header, _size(_HEADER_BYTES), peer)
@@ -186,7 +186,7 @@ class CclBackend(Backend):
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
         """Call ccl::recv until a message with the tag arrives; those with other tags are kept for their own recv.
 
-        Raises CpuftError if `peer` is None, and ValueError if the message has not `nbytes`.
+        Raises CpuftError if `peer` is None, ValueError if the message has not `nbytes`, RuntimeError if oneCCL fails.
         """
         if peer is None:
             raise CpuftError("backend ccl cannot receive from any rank: give the source rank, or use --backend mpi")

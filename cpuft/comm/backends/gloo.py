@@ -101,13 +101,13 @@ class WatchedGlooGroup(WatchedGroup):
         return "cpuft_gloo"
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Start to send a tensor to rank `peer` of the group. RuntimeError: wrong arguments."""
+        """Start to send the list's one tensor to rank `peer` of the group. RuntimeError: wrong arguments."""
         arguments.check_message("send", self._membership, tensors, peer, tag)
         work = self._gloo.send(tensors, peer, tag)
         return self._watch_point_to_point("send", tensors, self._membership.rank, peer, tag, work)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Start to receive a tensor from rank `peer`; only wait() completes it. RuntimeError: wrong arguments."""
+        """Start to receive the list's tensor from `peer`; only wait() completes it. RuntimeError: wrong arguments."""
         arguments.check_message("recv", self._membership, tensors, peer, tag)
         work = self._gloo.recv(tensors, peer, tag)
         return self._watch_point_to_point("recv", tensors, peer, self._membership.rank, tag, work)

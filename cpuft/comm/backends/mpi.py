@@ -156,37 +156,37 @@ class MpiBackend(Backend):
         return dtype in self._types and not (reduction.startswith("b") and dtype.is_floating_point)
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `count` elements over the ranks in place, by MPI_Allreduce."""
+        """Reduce `count` elements over the ranks in place, by MPI_Allreduce. RuntimeError: MPI fails."""
         data = self._typed(address, count, dtype)
         self._run("allreduce", self._mpi.IN_PLACE, data, op=self._operations[reduction])
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce elements, and write the r-th `count` results to `target` on rank r, by MPI_Reduce_scatter_block."""
+        """Reduce elements; rank r gets the r-th `count` in `target`. RuntimeError: MPI_Reduce_scatter_block fails."""
         # MPI wants the count of one rank, for the sent buffer, too.
         whole = [self._memory(source, count * self._comm.size * dtype.itemsize), count, self._types[dtype]]
         self._run("reduce_scatter_block", whole, self._typed(target, count, dtype), op=self._operations[reduction])
 
     def broadcast(self, address: int, nbytes: int, root: int) -> None:
-        """Copy the bytes of rank `root` to every rank, by MPI_Bcast."""
+        """Copy the bytes of rank `root` to every rank, by MPI_Bcast. RuntimeError: MPI fails."""
         self._run("bcast", self._bytes(address, nbytes), root=root)
 
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
-        """Write the `nbytes` of rank r to the r-th place of `target`, on every rank, by MPI_Allgather."""
+        """Write the `nbytes` of rank r to the r-th place of `target`, on all. RuntimeError: MPI_Allgather fails."""
         # MPI wants the received count of one rank.
         whole = [self._memory(target, nbytes * self._comm.size), nbytes, self._mpi.BYTE]
         is_in_place = source == target + self._comm.rank * nbytes  # FSDP2 does this, and MPI must know
         self._run("allgather", self._mpi.IN_PLACE if is_in_place else self._bytes(source, nbytes), whole)
 
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
-        """Send the r-th piece of `source` to rank r, and receive the r-th of `target` from it, by MPI_Alltoallv."""
+        """Send rank r the r-th piece of `source`, and receive that of `target`. RuntimeError: MPI_Alltoallv fails."""
         self._run("alltoallv", self._pieces(source, source_sizes), self._pieces(target, target_sizes))
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Send bytes to rank `peer` by MPI_Send, which may spin until the peer receives them."""
+        """Send bytes to rank `peer` by MPI_Send, which may spin until `peer` receives them. RuntimeError: MPI fails."""
         self._comm.Send(self._bytes(address, nbytes), dest=peer, tag=tag)
 
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Receive bytes by MPI_Recv, and return the sender's rank. A message shorter than `nbytes` is not noticed."""
+        """Receive bytes by MPI_Recv; return the sender's rank. RuntimeError: MPI fails, or a message is too long."""
         status = self._mpi.Status()
         source = self._mpi.ANY_SOURCE if peer is None else peer
         self._comm.Recv(self._bytes(address, nbytes), source=source, tag=tag, status=status)

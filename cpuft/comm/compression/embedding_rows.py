@@ -212,7 +212,8 @@ class RowExchange:
         """Average the gradient in place, and return the rows that may differ from zero: int64, ascending, each once.
 
         All ranks call this after the backward pass, before anything reads the gradient, with the same `tokens`: for
-        each rank, all that it may have looked up since the gradient was zero.
+        each rank, all that it may have looked up since the gradient was zero. Late rows (powersgd without `hosts`,
+        after EXACT_UPDATES updates) become the mean of the update before, which is zero at first.
         """
         gradient = self.weight.grad
         assert gradient is not None
@@ -278,6 +279,6 @@ class RowExchange:
 def make_row_exchange(
     model: torch.nn.Module, compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None
 ) -> RowExchange | None:
-    """Return the row exchange of a model, None if `find_embedding` does. Collective; call it before DDP is made."""
+    """Return the row exchange of a model, None if `find_embedding` finds none. Collective; before DDP is made."""
     embedding = find_embedding(model)
     return None if embedding is None else RowExchange(model, embedding, compression, group, hosts)

@@ -144,7 +144,10 @@ class HierarchicalReducer:
 
     @torch.no_grad()
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket as `Reduce` says; an error is raised by the futures of all buckets that are under way."""
+        """Start to average a DDP bucket; return a future of its buffer, which then has the mean over all ranks.
+
+        An error is raised by the futures of all buckets that are under way.
+        """
         # A sum in bf16 would lose more than int8 does. The sum may overwrite an fp32 buffer, as the mean does later.
         numbers = bucket.buffer().float()
         operation = self._hosts.begin_mean()

@@ -125,7 +125,7 @@ def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor, 
 
 
 def encode_message(numbers: torch.Tensor, error: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Return a message of contiguous fp32 or bf16 numbers, and write what it lacks of them to `error`: fp32."""
+    """Return (n,) contiguous fp32 or bf16 numbers as an int8 message; write what it lacks to `error`: fp32, (n,)."""
     return _encode_numbers(numbers, None, error, 1, bits)[0]
 
 
@@ -219,7 +219,7 @@ class BlockReducer:
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket without waiting, as `Reduce` says; the future raises an error of the exchange.
+        """Start to average a DDP bucket; return a future of its buffer with the mean, or an exchange's error.
 
         No other operation of the group may start before the futures of all buckets are complete.
         """

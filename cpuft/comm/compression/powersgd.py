@@ -75,7 +75,7 @@ class Matrices:
         return [one - p.T @ sent for one, p, sent in factors]
 
     def compute_p(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Add gradients of the contiguous buffer to what is unsent; return this rank's P: fp32, see `p_shapes`."""
+        """Add gradients of the contiguous buffer to what is unsent; return this rank's P: fp32, flat, of `p_shapes`."""
         factors, dtype = torch.empty_like(self._p), buffer.dtype
         kernels = kernels_for(buffer)
         if kernels is not None:
@@ -93,7 +93,7 @@ class Matrices:
         return factors
 
     def compute_q(self, means: torch.Tensor) -> torch.Tensor:
-        """Return this rank's Q of all gradients for the mean of P, which is contiguous: fp32, see `q_shapes`."""
+        """Return this rank's Q for the mean of P, which is contiguous: fp32, flat, of `q_shapes`."""
         factors, self._sent = torch.empty_like(self._q), None
         kernels = kernels_for(self._unsent)
         if kernels is not None:
@@ -244,7 +244,7 @@ class PowerSGD:
         """Parameters -> their bucket. DDP changes its buckets after the first update, before factors are sent."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket without waiting, as `Reduce` of hierarchical.py says, but approximately.
+        """Start to average a DDP bucket; return a future of its buffer with about the mean, or an exchange's error.
 
         No other operation of the group may start before the futures of all buckets are complete. Raises RuntimeError:
         DDP has changed its buckets after factors were sent.
@@ -316,7 +316,7 @@ def count_numbers(shape: torch.Size) -> int:
 
 
 def count_factor_bytes(shapes: Iterable[torch.Size], ranks: int) -> int:
-    """Return the bytes that a rank sends in each direction with one bucket; each other one adds up to 392 per rank."""
+    """Return the bytes that a rank sends, and receives, with one bucket; each further one adds up to 392 * `ranks`."""
     first = second = 0
     for shape in shapes:
         rows, columns = _matrix_shape(shape)

@@ -107,9 +107,10 @@ TABLE = {
 
 
 def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None) -> Reduce:
-    """Return what averages buckets over the ranks of `group`. Raises CpuftError: there is no such compression.
+    """Return a function that starts to average a DDP bucket over `group`, and returns a future of the bucket's buffer.
 
-    `hosts` are those that `make_host_groups` returned for the same compression and group.
+    `hosts` are those that `make_host_groups` returned for the same compression and group. Raises CpuftError: there is
+    no such compression.
     """
     if compression not in TABLE:
         raise CpuftError(

@@ -69,7 +69,7 @@ class Chats:
             yield where, parse_conversation(line, where)
 
     def split(self, share: float) -> tuple[Chats, Chats]:
-        """Return training and validation split, the latter of about `share`. CpuftError: fewer than two differ."""
+        """Return training and validation split, the latter of about `share` (0 to 1). CpuftError: all are equal."""
         is_kept = choose_smallest(self.checksums, share, self.paths, "conversation")
         return replace(self, chosen=~is_kept), replace(self, chosen=is_kept)
 
@@ -84,8 +84,8 @@ def scan_chats(paths: str, option: str) -> Chats:
 
 
 def read_chats(config: TrainConfig) -> tuple[Chats, Chats]:
-    """Return the conversations for training and validation; without --validation-file, --train-file is split. Raises as
-    `scan_chats` and `Chats.split`, and CpuftError without --train-file.
+    """Return the conversations for training and validation; without --validation-file, --train-file is split. Raises
+    CpuftError: it is not given or has only equal ones; or a file is unreadable, empty, or has a line that is none.
     """
     if not config.train_file:
         raise CpuftError("--task chat needs --train-file: name JSON lines files of conversations")
@@ -96,7 +96,7 @@ def read_chats(config: TrainConfig) -> tuple[Chats, Chats]:
 
 
 def parse_conversation(line: str, where: str) -> list[Message]:
-    """Return what `parse_messages` does. Raises CpuftError also: no message is the assistant's, or the first is."""
+    """Return the messages of a line as `parse_messages`. CpuftError also: none is the assistant's, or the first is."""
     messages = parse_messages(line, where)
     if all(message["role"] != _ASSISTANT for message in messages):
         raise CpuftError(
@@ -128,7 +128,7 @@ def parse_messages(line: str, where: str) -> list[Message]:
 
 
 def is_conversation(line: str) -> bool:
-    """Return whether a line is JSON with the key messages or conversations, or instruction and input or context."""
+    """Return whether a line is JSON with the key messages or conversations, or instruction beside input or context."""
     try:
         names = load(dict[str, Any], parse_json(line)).keys()
     except ValueError:
@@ -183,8 +183,8 @@ def _join_parts(message: dict[str, Any]) -> Any:
 
 
 def set_chat_template(tokenizer: Any, path: str, name: str) -> None:
-    """Give a tokenizer the chat template in the file `path`, if there is a path. Raises as `read_chat_template`, and
-    CpuftError: the tokenizer has no template then.
+    """Give a tokenizer the chat template in the file `path`, unless that is "". CpuftError: the file cannot be
+    read or is no jinja template, or the tokenizer has no template then.
     """
     if path:
         tokenizer.chat_template = read_chat_template(path)

@@ -28,7 +28,7 @@ def is_columnar(path: Path) -> bool:
 
 
 def list_columns(path: Path, option: str) -> list[str]:
-    """Return the names of the columns that `read_columnar` reads. Raises CpuftError as `read_columnar` does."""
+    """Return the names of columns that `read_columnar` reads. CpuftError: a damaged or missing file, or no pyarrow."""
     with _explain_failures(path, option), _open(path) as (schema, _):
         return _list_flat(schema)
 

@@ -47,7 +47,7 @@ def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions)
     """Return the dialect of a file: that of the options, or the one that fits the header and the quotation marks.
 
     The delimiter is the one that divides header and first row into the same, largest number of columns. `suffix` .tsv
-    prefers tabs to commas. The quoting auto reads the whole file. Raises CpuftError: with that quoting, a quotation
+    prefers tabs to commas. The quoting auto reads the whole file. Raises CpuftError: with auto, a quotation
     mark opens a cell without an end or one that seems to be several rows; or the first line is Excel's `sep=`.
     """
     csv.field_size_limit(sys.maxsize)  # the format has no limit

@@ -119,8 +119,8 @@ def checksum_data(data: TaskData, config: TrainConfig) -> str:
 
 
 def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> Tokens:
-    """Tokenise examples, each cut to `max_length` tokens, with special tokens. Raises CpuftError: the tokenizer makes
-    no token of a text, for embedding models, or does not tell words apart, for the kind tags.
+    """Tokenise examples, each, or of embedding models each text, cut to `max_length` tokens, with special tokens.
+    CpuftError: the tokenizer makes no token of a text, for embedding models, or does not tell words apart, for tags.
     """
     return _tokenize_and_count(examples, tokenizer, max_length, task)[0]
 
@@ -294,7 +294,8 @@ def prepare(config: TrainConfig) -> Path:
 
 def read_task_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
     """Read a task that is neither text nor chat, with up to --max-train-samples (0: all) examples for training. Raises
-    CpuftError: the examples do not fit the task, or cannot be read.
+    CpuftError: the examples cannot be read, or do not fit the task. Without `check_labels`, one label is enough in
+    files, and validation examples may have labels of their own.
     """
     task = TASKS[config.task]
     if task.kind in EMBEDDING_KINDS:
@@ -435,7 +436,7 @@ def _make_meta(
 
 
 def find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
-    """Return the share (0 to 1) of unknown tokens among those not special; 0 if the unknown token has another role."""
+    """Return the share (0 to 1) of unknown tokens among those not special; 0 if no token means unknown only."""
     unknown = tokenizer.unk_token_id
     others = (getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep"))
     if unknown is None or unknown in others:  # GPT-2's unknown token is its end of text; it knows all bytes

@@ -21,7 +21,7 @@ _MACRO_F1 = "f1_macro"
 
 
 def check_recipe(config: TrainConfig, prepared: Prepared) -> None:
-    """Raise CpuftError if label smoothing, class weights, best metric, --matryoshka or --similarity-loss do not fit."""
+    """Raise CpuftError if the data do not fit label smoothing, class weights, metric, matryoshka or similarity loss."""
     for flag, value in (("--label-smoothing", config.label_smoothing), ("--class-weights", config.class_weights)):
         if value and prepared.kind not in ("class", "tags"):
             raise CpuftError(
@@ -64,7 +64,7 @@ def parse_dimensions(text: str) -> tuple[int, ...]:
 def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
     """Return the weight of each class by --class-weights, in the order of their numbers; () for an empty `text`.
 
-    `balanced` gives a class the weight examples / (classes * its examples), at least one, as scikit-learn does; for
+    `balanced` gives a class the weight examples / (classes * its examples, at least 1), as scikit-learn does; for
     tags, words count. Raises CpuftError: `text` has not one finite, positive number for each class.
     """
     if not text:

@@ -128,7 +128,7 @@ class DataSummary:
 
 
 def summarize(config: TrainConfig) -> DataSummary:
-    """Describe the data, also labels that a training would refuse. CpuftError: data or tokenizer cannot be read."""
+    """Describe the data, also labels that launch would refuse. CpuftError: data, tokenizer or lengths do not fit."""
     check_untrained(config)
     if config.task == "text":
         return _summarize_texts(config)

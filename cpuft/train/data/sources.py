@@ -136,7 +136,7 @@ class TaskData:
 
 
 def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the examples of GLUE, demo or files; `check_labels` as in `read_user_files`. CpuftError: they do not fit."""
+    """Read the examples of GLUE, demo or files. CpuftError: they do not fit, or with `check_labels` labels of files."""
     task = TASKS[config.task]
     if task.name == "files":
         return read_user_files(task, config, check_labels)
@@ -181,7 +181,7 @@ def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
 
 def read_glue_file(task: Task, path: Path, id_column: str = "") -> Examples | None:
     """Read a .tsv file with the columns of texts of the task's GLUE files, perhaps without labels. None for other files
-    and tasks. Raises CpuftError as `parse_glue_tsv`.
+    and tasks. Raises CpuftError: a line is too short or its label not the task's, there is no row, or no `id_column`.
     """
     if not task.folder or path.suffix != ".tsv":
         return None
@@ -318,7 +318,7 @@ MISSING = ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>")
 
 
 def is_blank(cell: Cell) -> bool:
-    """Return whether a cell is a text that is empty, has only spaces, or is one of MISSING."""
+    """Return whether a cell is a text that is empty, has only spaces, or is one of MISSING, such as nan."""
     return isinstance(cell, str) and (not cell or cell.isspace() or (len(cell) < 9 and cell.strip() in MISSING))
 
 

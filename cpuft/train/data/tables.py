@@ -257,9 +257,9 @@ def read_text(path: Path, option: str = "--data-dir") -> str:
 def read_lines(path: Path, option: str, newline: str = "", encoding: str = "", longest: int = -1) -> Iterator[str]:
     """Yield the lines of a text file, perhaps compressed with gzip, with their ends, without a byte order mark.
 
-    `newline` is as in `open`; `encoding` is that of --encoding, or empty (UTF-8) without that option. Lines of more
-    than `longest` characters (-1: no limit) are yielded in parts. Raises CpuftError: the file is missing, damaged or of
-    another format, or is no text in that encoding.
+    `newline` is as in `open`; `encoding` is that of --encoding (auto: UTF-16 by its mark, else UTF-8), or empty (UTF-8)
+    without that option. Lines of more than `longest` characters (-1: no limit) are yielded in parts. Raises CpuftError:
+    the file is missing, damaged or of another format, or is no text in that encoding.
     """
     codec = "utf-8" if encoding in ("", "auto") else encoding
     try:
@@ -478,7 +478,7 @@ def hint_header(columns: Sequence[str]) -> str:
 
 
 def find_longest_column(table: Table, names: Sequence[str]) -> str:
-    """Return which of `names` has the longest texts, added up, in the first 100 rows: rather texts than ids."""
+    """Return which of `names`, of equal ones the first, has the longest texts in the first 100 rows, added up."""
     rows = [row for _, row in islice(table.rows, _ROWS_FOR_LENGTHS)]
     return max(names, key=lambda name: sum(len(row.get(name, "")) for row in rows))
 

@@ -103,7 +103,7 @@ def scan_texts(paths: str, columns: str, option: str, exact: bool = False, optio
 
 
 def read_corpora(config: TrainConfig) -> tuple[Corpus, Corpus | None]:
-    """Scan --train-file and --validation-file (None if not given). CpuftError: as `scan_texts`, or no --train-file."""
+    """Scan --train-file and --validation-file (None if not given). CpuftError: no --train-file, or one is unusable."""
     if not config.train_file:
         raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
 

@@ -129,7 +129,9 @@ def get_vocab_size(tokenizer: Any) -> int:
 
 
 def load_tokenizer(name: str, in_words: bool = False) -> Any:
-    """Load a tokenizer from folder or hub, `in_words` for lists of words. CpuftError: it is missing or unusable."""
+    """Load a tokenizer from a folder or (a line on stderr says so) the hub, `in_words` for lists of words. CpuftError:
+    it is missing or unusable.
+    """
     import transformers
 
     source = _find_tokenizer(name)

@@ -40,7 +40,7 @@ class TextBeginnings:
         self._content, self._ends = bytearray(), list[list[int]]()
 
     def add(self, rows: Iterable[Sequence[str]], are_words: bool = False) -> None:
-        """Add rows of texts; with `are_words`, a row's texts are its words, which become one text with spaces."""
+        """Add rows of texts, as far as `most` allows; with `are_words`, a row's words become one text with spaces."""
         for texts in islice(rows, self._most - len(self._ends)):
             self._ends.append([])
             for text in (" ".join(texts[:_MOST_CHARACTERS]),) if are_words else texts:
@@ -54,8 +54,8 @@ class TextBeginnings:
 
 
 def read_slices(split: Examples | FileExamples, column: str) -> Slices:
-    """Return the rows' values in the column of --slice-by, numbered as they first appear; both empty for the column "".
-    Raises CpuftError: the split has no such column, or more than MOST_VALUES values in it, or is not read from files.
+    """Return the rows' values, cut to 500 characters, in the column of --slice-by, numbered as they first appear; empty
+    for "". CpuftError: the split lacks the column, has more than MOST_VALUES values in it, or is not read from files.
     """
     if not column:
         return np.zeros(0, np.int32), ()

@@ -38,7 +38,7 @@ Rows = Iterable[Sequence[Any]]
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """Raise CpuftError as `check_pyarrow`, or if `path` has no known ending, is a folder, or exists (no overwrite)."""
+    """Raise CpuftError if `path` has no known ending, is a folder, exists (no overwrite), or .parquet lacks pyarrow."""
     if path.suffix not in OUTPUT_ENDINGS:
         raise CpuftError(
             f"{path} has the ending {path.suffix!r:.20}: give an --output that ends in {', '.join(OUTPUT_ENDINGS)}"

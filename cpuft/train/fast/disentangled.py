@@ -83,9 +83,9 @@ class _Arguments:
 
 
 def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
-    """Return the number of DeBERTa's relative embedding for each distance query - key: (2 * length - 1,) int64.
-    `length` is that of the longest example; `buckets` (0 or less: none) is `position_buckets`, and `span`
-    `max_relative_positions`.
+    """Return the number of DeBERTa's relative embedding for each distance query - key, from 1 - length to length - 1:
+    int64, from 0 to 2 * buckets - 1, or without buckets 2 * span - 1. `length` is that of the longest example;
+    `buckets` (0 or less: none) is `position_buckets`, and `span` `max_relative_positions`.
     """
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 

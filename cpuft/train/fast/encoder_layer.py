@@ -128,7 +128,8 @@ _feed_forward_half: Callable[..., Tensor] = _FeedForwardHalf.apply
 def can_run_halves(parts: LayerParts, x: Tensor, few: bool = False) -> bool:
     """Return whether `attention_half` and `feed_forward_half` can compute this layer for `x`, (tokens, hidden).
 
-    The caller has to check that the layout has no bias by distance. `few`: `x` has one row for each example.
+    The caller has to check that the layout has no bias by distance. `few`: `x` has one row for each example. False also
+    where autograd is off or a parameter is frozen.
     """
     if parts.int8 or parts.recomputes or not torch.is_grad_enabled() or not can_multiply(x, parts.inner[0].weight, few):
         return False
@@ -162,7 +163,7 @@ def attention_half(
 
 def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Tensor:
     """Return `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden), bf16.
-    Raises as `attention_half`.
+    Raises MemoryError: there is not enough for the buffers of a product.
     """
     (inner,), outer, norm = parts.inner, parts.outer, parts.outer_norm
     kernels = kernels_for(x)

@@ -101,8 +101,8 @@ def can_run_first_token_half(parts: LayerParts, x: Tensor) -> bool:
 def first_token_half(
     parts: LayerParts, x: Tensor, grid: Grid, bias: Tensor | None, score_mask: Mask, mask: Mask
 ) -> Tensor:
-    """Return what `encoder_layer.attention_half` does, for the first token of each example: (tokens, hidden) -> (batch,
-    hidden). `can_run_first_token_half` must hold.
+    """Return `norm(x + dropout(attention(x)))` of each example's first token: (tokens, hidden) -> (batch, hidden).
+    Arguments are those of `encoder_layer.attention_half`; `can_run_first_token_half` must hold.
     """
     norm, output, packed, heads = parts.attention_norm, parts.attention_output, parts.packed, parts.heads
     kernels = kernels_for(x)

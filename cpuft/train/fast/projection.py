@@ -250,7 +250,8 @@ def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
 
 
 def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass = ForwardPass.ONLY) -> Tensor:
-    """Return what `linear` returns without the bias, which the next pass over the activations adds.
+    """Return the output of one plain or adapted layer without the bias, which the next pass over the activations adds:
+    (tokens, inputs) -> (tokens, outputs), with `int8` as in `linear`.
 
     A part that gives its `forward_pass` must end with this product, which is undefined in the pass RECOMPUTE.
     """
@@ -302,7 +303,7 @@ class PackedLinear:
         return self.branch(x, first, int8)[0]
 
     def branch(self, x: Tensor, first: int = 0, int8: bool = False) -> tuple[Tensor, Tensor]:
-        """Return what calling this object returns, and `x` for what else needs it, such as a residual connection.
+        """Return what calling this object returns, (tokens, outputs), and `x` for others, like a residual connection.
 
         The product that makes the gradient of `x` adds that of the second result, which takes no pass over memory.
         """

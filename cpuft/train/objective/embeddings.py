@@ -62,7 +62,7 @@ class EmbeddingObjective(Objective):
         raise NotImplementedError
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return losses, fp32, (examples,), from results of `represent` and `make_labels`. Raises as `represent`."""
+        """Return losses, fp32, (examples,), from results of `represent` and `make_labels`. NotImplementedError here."""
         raise NotImplementedError
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:

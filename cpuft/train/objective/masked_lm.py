@@ -88,7 +88,7 @@ class MaskedLanguageModelling(TokenClassification):
         return self.config.whole_word_mask
 
     def mask_example(self, tokens: Tokens, example: int, epoch: int) -> tuple[Indices, Indices]:
-        """Return what `mask` does for example number `example` in this epoch; -1 is evaluation, with its own masks."""
+        """Return an example's tokens with masks, and its labels, as `mask` does, in this epoch (-1: in evaluation)."""
         ids = tokens.ids[tokens.offsets[example] : tokens.offsets[example + 1]].astype(np.int64)
         seed = (self.config.seed, epoch, example) if epoch >= 0 else (example,)
         return self.mask(ids, np.random.default_rng(seed))

@@ -107,5 +107,5 @@ class Relevance(Objective):
 def compute_reranking_metrics(
     names: tuple[str, ...], scores: NDArray[np.float32], relevant: NDArray[np.bool_], queries: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Return metrics by name: the means over all queries of what `measure_rankings` returns. Raises as that does."""
+    """Return the means of metrics (ndcg@K, mrr@K, map) over all queries, by name. ValueError: another name."""
     return {name: float(np.mean(measure_rankings(name, scores, relevant, queries))) for name in names}
