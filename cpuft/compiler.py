@@ -92,7 +92,7 @@ def hash_sources(*more: str) -> str:
 
 
 def native_options(processor: str) -> tuple[str, ...]:
-    """Return the compiler options for a value of -march, such as "native"; on x86-64 also for vectors of 512 bits."""
+    """Return ("-march=PROCESSOR",), on x86-64 with "-mprefer-vector-width=512" after it."""
     return (f"-march={processor}", *(_WIDE if platform.machine() == "x86_64" else ()))
 
 
@@ -178,7 +178,8 @@ def find_installed(cpu_flags: Collection[str], folders: Sequence[Path] = FOLDERS
 def describe_build(environ: Mapping[str, str], folders: Sequence[Path] = FOLDERS) -> str:
     """Return which build of the kernels is used here, such as "from the wheel, for AVX2"; nothing is built.
 
-    Others are "compiled on this host by /usr/bin/g++, for AVX2", "none: no C++ compiler" and "none: CPUFT_KERNELS=0".
+    Others are "compiled on this host by /usr/bin/g++, for AVX2" (with CPUFT_KERNELS=compile even if the wheel has
+    them), "none: no C++ compiler" and "none: CPUFT_KERNELS=0".
     """
     setting, flags = environ.get("CPUFT_KERNELS"), read_cpu_flags(environ)
     if setting == "0":

@@ -14,7 +14,7 @@ _EMBEDDING_FILES = {".npy": b"\x93NUMPY", ".parquet": b"PAR1"}
 
 def name_embeddings(request: PredictConfig) -> Path:
     """Return the path of --output, or of embeddings.npy in the run's folder. Raises CpuftError: neither is given, the
-    ending is not .npy or .parquet (.parquet only with --id-column), or a file is there, unless it is empty or, with
+    ending is not .npy or .parquet (with --id-column not .parquet), or a file is there, unless it is empty or, with
     --overwrite, has embeddings.
     """
     if not request.output and not request.run:

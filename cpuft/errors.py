@@ -125,7 +125,9 @@ NO_MORE_PROCESSES = (
 
 
 def describe_path_error(error: OSError) -> str:
-    """Return what is wrong with an OSError's path or the limit of processes, and what to do; "" for other errors."""
+    """Return what is wrong with an OSError's path or the limit of processes, and what to do; "" if a file is missing
+    and for other errors.
+    """
     if error.errno == errno.ENOENT and _is_working_folder_deleted():
         return "the working folder does not exist any more: change to another one"
     if error.errno == errno.ENAMETOOLONG:
@@ -150,7 +152,7 @@ _ABOUT_AS_SIMILAR = 0.1
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message on an unknown name: "did you mean int8?", else "choose one of a, b" (up to 20)."""
+    """Return advice on an unknown name: "did you mean int8?", else "choose one of a, b" (sorted, 20 at most)."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     likeness = [difflib.SequenceMatcher(None, other, name).ratio() for other in close]

@@ -94,9 +94,9 @@ def run_step(
 
     Processes that the step leaves in its process group are ended, too, and if this process is killed, the kernel sends
     SIGTERM to the step, so that mpirun ends its ranks. Without a file for `output`, the step writes to this process's
-    own streams. `watch` is called about 20 times a second, and once at the end; the step ends before its exception is
-    raised. `takes` is called in the handler of each signal with its number; the step continues if it returns True. Only
-    for the main thread.
+    own streams. `watch` is called about 20 times a second, and once at the end; if it raises, the step is ended first.
+    `takes` is called in the handler of each signal with its number; the step continues if it returns True. Only for the
+    main thread.
 
     Raises Interrupted for a signal of `signals_raise`, TimeoutError after `seconds` (0: no limit), both when the step
     has ended; OSError if the program or the step's `stdin_file` cannot be opened.
@@ -127,7 +127,7 @@ def run_stage(plan: Plan, stage: Sequence[Step], seconds: float, say: Say = lamb
     """Run steps at the same time, on hosts by the plan's prefixes, and return the answer of each in their order.
 
     A failed step does not stop the others; if its ssh connection was closed at once, it is run again, up to 8 times.
-    `say` gets a line about the steps that have not ended every 30 s. Only for the main thread. Raises, when all have
+    Every 30 s, `say` gets lines about the steps that have not ended. Only for the main thread. Raises, when all have
     ended, Interrupted for a signal, TimeoutError after `seconds` (0: no limit), OSError: a step cannot be started.
     """
     with signals_raise():

@@ -126,7 +126,7 @@ def read_given_text(path: str | Path, option: str, advice: str) -> str:
 
 
 def split_paths(text: str) -> list[str]:
-    """Return the paths between commas, patterns (*.csv) as their sorted matches, if any; [text] if that path exists."""
+    """Return the stripped paths between commas, of patterns (*.csv) the sorted matches, if any; [text] if it exists."""
     if os.path.exists(text):
         return [text]
     names = [word.strip() for word in text.split(",")]
@@ -134,7 +134,7 @@ def split_paths(text: str) -> list[str]:
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return the files at and below a path as `walk` finds them; CpuftError: a link is broken or circular."""
+    """Return the files at and below a path, sorted, without __pycache__. CpuftError: a link is broken or circular."""
     try:
         return [Path(one.path) for one in walk(str(path), path.name) if one.kind == FILE]
     except TransferError as error:
@@ -172,7 +172,9 @@ def remove_command(root: str, *paths: str) -> tuple[str, ...]:
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/cpuft (CpuftError: relative), ~/.cache/cpuft, or if read-only /var/tmp/cpuft-cache-UID."""
+    """Return $XDG_CACHE_HOME/cpuft (CpuftError: relative). If unset, return ~/.cache/cpuft, or if that is read-only
+    /var/tmp/cpuft-cache-UID.
+    """
     own = environ.get("HOME") or os.path.expanduser("~")  # a user without a name, who has no home, gets "~"
     home = environ.get("XDG_CACHE_HOME") or f"{'' if own == '~' else own}/.cache"
     if not os.path.isabs(home):

@@ -56,7 +56,7 @@ def _parse_words(words: list[str]) -> InstanceType:
 
 
 def find_instance(name: str, path: str = "") -> InstanceType:
-    """Return the type of this name from the CSV table at `path`, or from TABLE; CpuftError: no valid table has it."""
+    """Return the type of this name from the CSV table at `path`, or from TABLE; CpuftError: no such type or table."""
     table = path or str(TABLE)
     found = parse_instance_types(read_given_text(table, "--instances", f"give a CSV file like {TABLE}"), table)
     if name not in found:

@@ -20,7 +20,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def parse_bit_rate(rate: str, flag: str = "--net") -> int:
-    """Return bits per second: 10**9 for "1gbit", 10**8 for "100mbit", 0 for ""; CpuftError for other forms and 0bit."""
+    """Return bits per second: 10**9 for "1gbit", 1500000 for "1.5mbit", 0 for ""; CpuftError for other forms and 0."""
     if not rate:
         return 0
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgt]?)bit", rate)

@@ -114,7 +114,7 @@ def format_export(setting: Setting) -> str:
 
 
 def format_comment(text: str) -> str:
-    """Return the text as shell comments; a newline in the text cannot end the comment and begin a command."""
+    """Return the text with "# " before each line ("# " for ""), so that no newline in it begins a shell command."""
     return "\n".join(f"# {line}" for line in text.splitlines() or [""])
 
 

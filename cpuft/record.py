@@ -361,7 +361,7 @@ def format_baseline(line: BaselineLine) -> str:
 
 
 def describe_baseline(line: BaselineLine) -> str:
-    """Return what a baseline is: "BM25, 1.2 s", and to how many examples it was fitted if that is not all of them."""
+    """Return what a baseline is: "BM25, 1.2 s", or "BM25, 500 of 1,000 examples, 1.2 s" if it was not fitted to all."""
     some = f", {line.rows:,} of {line.examples:,} examples" if 0 < line.rows < line.examples else ""
     return f"{line.name}{some}, {line.seconds:.1f} s"
 
@@ -469,7 +469,7 @@ def parse_lines(text: str, path: str) -> list[Line]:
 
 def parse_record(text: str, path: str = "record") -> Record:
     """Return the record of a run from its text; `path` is for messages. Raises CpuftError: the first line is no header,
-    or `parse_lines` raises it.
+    or a line is broken (`parse_lines`).
     """
     parsed = parse_lines(text, path)
     if not parsed or not isinstance(parsed[0], Header):
@@ -509,7 +509,7 @@ def _parse_line(text: str) -> Line:
 
 
 def read_record(run_dir: str) -> Record:
-    """Read the record of a run from its folder or file; CpuftError if there is none, or `parse_record` raises it."""
+    """Read the record of a run from its folder or file; CpuftError: it is missing, without a header, or damaged."""
     path = Path(run_dir)
     path = path / FILE_NAME if path.is_dir() else path
     try:
@@ -548,5 +548,5 @@ def read_measurements(header: Header) -> EarlierMeasurements:
 
 
 def describe_products(header: Header) -> tuple[str, ...]:
-    """Return CPU model, CPU flags, precision and torch's version, on which the speed of matrix products depends."""
+    """Return what decides the speed of matrix products: CPU model, each CPU flag, precision, torch's version or ""."""
     return (header.cpu_model, *header.cpu_flags, header.precision, header.versions.get("torch", ""))

@@ -32,8 +32,8 @@ _PLACES = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY"}
 
 
 def may_be_secret(name: str, value: str) -> bool:
-    """Return whether a variable may be secret: by its name, or a URL with a password or token as value. PWD, OLDPWD,
-    SSH_AUTH_SOCK, XAUTHORITY and CPUFT_* never are; HF_ENDPOINT is if it has a path.
+    """Return whether a variable may be secret: by its name, such as API_KEY or DB_PASSWORD, or a URL with a password or
+    token as value. PWD, OLDPWD, SSH_AUTH_SOCK, XAUTHORITY and CPUFT_* never are; HF_ENDPOINT is if it has a path.
     """
     if name in _PLACES or name.startswith(OWN_PREFIX):
         return False
@@ -43,7 +43,7 @@ def may_be_secret(name: str, value: str) -> bool:
 
 
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that may be secret and that ranks on other hosts get, such as HF_TOKEN; others stay here."""
+    """Return the secret variables for ranks on other hosts: Hugging Face, W&B, MLflow, and proxies with a password."""
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 

@@ -34,8 +34,7 @@ def to_number(text: str) -> float:
 def find_control(text: str, allowed: str = "") -> str:
     """Return the first control character or line separator of `text` that is not in `allowed`; "" if there is none.
 
-    Values of options, hostfiles, registry entries and recipes become lines of other programs' files (ssh_config,
-    known_hosts, container files), where a line break in a value would begin another line.
+    A line break in the value of an option would begin another line of a file for another program, such as ssh_config.
     """
     return next((c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp") and c not in allowed), "")
 
@@ -89,8 +88,8 @@ def load(kind: type[T], value: Any, where: str = "it") -> T:
     """Return a value of JSON or YAML as an instance of a type, or raise ValueError if a part of it does not fit.
 
     `kind` is a dataclass, list[T], tuple[T, ...], dict[str, T], str, int, float, bool or Any. Nothing is converted,
-    except that a whole number is accepted as a float, and a list becomes a tuple. A boolean is no number. `where` names
-    the value at the begin of error messages.
+    except that a whole number is accepted as a float, and a list becomes a tuple. A boolean is no number, and a
+    dataclass takes no other names than its fields. `where` names the value at the begin of error messages.
     """
     made, origin = value, get_origin(kind)
     if dataclasses.is_dataclass(kind):

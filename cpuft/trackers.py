@@ -69,7 +69,7 @@ class Tracker(abc.ABC):
 
     @classmethod
     def check_settings(cls, environ: Mapping[str, str]) -> None:
-        """Raise CpuftError if an environment variable that this tracker needs is missing."""
+        """Raise CpuftError if an environment variable that this tracker needs is missing; by default it needs none."""
         return
 
 
@@ -270,7 +270,7 @@ def send_record(run: str, names: Sequence[str]) -> None:
 
 
 def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Line]:
-    """Yield the lines of a record as they are written, until its footer, for which it waits without a limit."""
+    """Yield the lines of a record as they are written; the footer, for which it waits without a limit, is the last."""
     with path.open("rb") as file:
         rest = b""
         while True:

@@ -386,7 +386,7 @@ def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = Tru
 
 @contextlib.contextmanager
 def open_part(folder: str) -> "Iterator[str]":
-    """Yield the path, in `folder` beside the destination, of what has come of a transfer. It stays if the connection
+    """Yield the path of what has come of a transfer, in `folder` beside the destination. That stays if the connection
     broke, and is removed if all has come or cannot be stored. A second transfer at the same time gets another folder.
     """
     import tempfile
@@ -616,8 +616,8 @@ def store(part: str, folder: str, entries: "Sequence[FileEntry]", is_bundle: boo
 
 
 def has_bundle(folder: str) -> bool:
-    """Return whether every file that came with a bundle is there and has its size: systemd-tmpfiles removes single
-    files from /var/tmp, and a full disk leaves files that were cut off.
+    """Return whether every file that `store` noted for a bundle is there and has its size (False without the note):
+    systemd-tmpfiles removes single files from /var/tmp, and a full disk leaves files that were cut off.
     """
     try:
         with open(folder + ".files") as file:

@@ -55,7 +55,7 @@ def run_or_print(step: Step, dry_run: bool) -> None:
 
 
 def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
-    """Do `check_before_launch`, with warnings on standard error, unless --no-check was given (`config.check`)."""
+    """Check the hosts as the doctor does: raise CpuftError, or print warnings. Without `config.check`, do nothing."""
     from cpuft.doctor.examine import check_before_launch
 
     if config.check:

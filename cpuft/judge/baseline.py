@@ -37,7 +37,9 @@ _SCORES_AT_ONCE = 1 << 22
 
 
 def name_baseline(kind: str) -> str:
-    """Return what the baseline of a kind of task is, such as "BM25"; counts with a linear model for all other kinds."""
+    """Return what the baseline of a kind of task is, "BM25" for pairs; by default, also for an unknown kind, "word and
+    character counts with a linear model".
+    """
     names = {
         "score": "the mean of the training scores",
         "tags": "the most frequent tag of each word",

@@ -25,9 +25,10 @@ _Groups = dict[tuple[str, ...], dict[Hashable, int]]
 def find_contradictions(predictions: RunPredictions, wrong: Sequence[int]) -> list[tuple[int, int, float]]:
     """Return (row, later row, similarity from 0.9 to 1.0) of similar texts with different labels, equal ones first.
 
-    Near-identical texts are searched for the rows of `wrong` only, the worst one first, and not for tags. The
-    similarity is the cosine of the n-grams of characters, weighted by TF-IDF; of two texts, the lower one. Texts of 500
-    characters or more are left out. The list is empty without texts, and for kinds without classes.
+    Texts that differ only in case and spaces are equal; of these, only the first row with each label counts. Others are
+    searched for the first 2,000 rows of `wrong` only, the worst one first, not for tags, and not among more than
+    50,000 texts. The similarity is the cosine of the n-grams of characters, weighted by TF-IDF; of two texts, the lower
+    one. Texts of 500 characters or more are left out. The list is empty without texts, and for kinds without classes.
     """
     kind, table = predictions.about.kind, predictions.table
     if kind not in ("class", "labels", "tags") or "text" not in table.column_names:

@@ -36,7 +36,7 @@ class Differences:
 
 
 def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
-    """Compare two runs' metrics row by row. CpuftError: other rows, kinds or classes, a NaN, or no common metric."""
+    """Compare two runs' metrics row by row. CpuftError: rows, kinds or classes differ, a NaN, or no metric in both."""
     with requires("train", "predictions are compared with NumPy and SciPy"):
         import numpy as np
 

@@ -25,8 +25,8 @@ def compute_label_metrics(
 ) -> dict[str, float]:
     """Return metrics by name, from 0 to 1 (correlations from -1); KeyError for an unknown name.
 
-    Predictions and labels are class numbers or scores, shape (examples,), or 0 and 1, shape (examples, classes). The
-    correlation with a constant is 0, as scikit-learn defines it for Matthews'; an F1 without any positive is 0, too.
+    Predictions and labels are class numbers or scores, shape (examples,), or 0 and 1, shape (examples, classes), where
+    accuracy is of whole rows. The correlation with a constant is 0, and so is an F1 without any positive.
     """
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef

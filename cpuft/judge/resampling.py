@@ -102,7 +102,7 @@ def _is_share(values: Numbers) -> bool:
 def estimate_metrics(observations: Observations, names: Sequence[Name], rows: Indices) -> dict[Name, MetricEstimate]:
     """Return metrics of the observations `rows` with 95 % intervals: Wilson's for shares, else those of a bootstrap.
 
-    The bounds are NaN if all samples of the bootstrap have the same value.
+    The bounds are NaN if all samples of the bootstrap have the same value. A number in `names` is for a class's F1.
     """
     first, counts = _merge_alike(observations, rows)
     terms = observations.terms[first]

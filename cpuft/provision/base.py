@@ -118,7 +118,7 @@ class Provider(ABC, Generic[C, F]):
         return self.gather()
 
     def run(self, plan: Plan, say: Say) -> None:
-        """Execute a plan as `run_plan`, with its errors; a kind with steps of other types overrides this method."""
+        """Execute a plan (a kind may override this). Raises CpuftError: a step fails, or a stage exceeds an hour."""
         run_plan(plan, say)
 
     def check(self) -> None:

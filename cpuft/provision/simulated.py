@@ -115,7 +115,7 @@ def _run_ip(*argv: str) -> str:
 
 
 def parse_networks(text: str) -> dict[str, str]:
-    """Return the first IPv4 network of each interface, {"eth0": "10.0.0.0/24"}, from `ip -json -4 address`."""
+    """Return the first IPv4 network of each interface with one, {"eth0": "10.0.0.0/24"}, from `ip -json -4 address`."""
     return {
         str(link["ifname"]): str(IPv4Network((info["local"], info["prefixlen"]), strict=False))
         for link in json.loads(text)
@@ -371,7 +371,7 @@ def _plan_node_step(config: LocalConfig, facts: MachineFacts, index: int, action
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, fault: str, node: str) -> Plan:
-    """Plan a fault (a key of `FAULTS`) of the host with number (from 1), name or address `node`; CpuftError if none."""
+    """Plan a fault, a key of `FAULTS`, of the host with number (from 1), name or address `node`; else CpuftError."""
     members = _plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
         if node in (str(index), member.name, member.address):

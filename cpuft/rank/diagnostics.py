@@ -77,7 +77,7 @@ _reporter: _Reporter | None = None
 
 def start_reporting(source: OperationSource | None = None, reports_waits: bool = False) -> None:
     """Let this process's stacks and operations be dumped from now on; later calls may change the `source`. With
-    `reports_waits`, it asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
+    `reports_waits`, this process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
     """
     global _reporter
     _reporter = _reporter or _Reporter()

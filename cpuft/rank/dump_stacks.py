@@ -42,8 +42,8 @@ def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
     has ended), `wchan` (kernel function in which it sleeps, or ""), `stack` (faulthandler's text), `report` (JSON of
     `cpuft.rank.diagnostics`, or ""), and `age` (seconds since the report was written; 0 without a report).
 
-    SIGURG lets the ranks write their stacks. State and wchan are read before, because it wakes a rank. A rank that is
-    stopped, or has not called `start_reporting`, has no stack. After `seconds`, a stack may be incomplete.
+    SIGURG lets the ranks write their stacks. State and wchan are read before the signal, which wakes a rank. A rank
+    that is stopped, or has not called `start_reporting`, has no stack. After `seconds`, a stack may be incomplete.
     """
     dumps, requested = list[dict[str, Any]](), list[tuple[dict[str, Any], str, int, list[str]]]()
     for pid, environ in find_workers(run_dir, socket.gethostname()).items():

@@ -41,8 +41,8 @@ _is_polled = threading.Event()
 
 
 def handle_interruption(is_script: bool = False) -> None:
-    """Let SIGUSR1, or a request that is there already, set the flag that `is_interrupted` returns. In a script of the
-    user's (`is_script`) that never called that, SIGUSR1 also raises KeyboardInterrupt if the request says SIGINT.
+    """Let SIGUSR1, or a request that is there already, set the flag that `is_interrupted` returns. In a user's script
+    (`is_script`) that never called `is_interrupted`, SIGUSR1 also raises KeyboardInterrupt if the request says SIGINT.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -88,7 +88,7 @@ def _find(environ: Mapping[str, str], name: str) -> str:
 
 def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
     """Start a thread that looks for a request every second and for a notice every 5 s, and then sends SIGUSR1 to the
-    child process once, as soon as that catches it. Only a host's first rank looks for notices and gives heartbeats.
+    child process once, when the child catches it. Only a host's first rank looks for notices and gives heartbeats.
     """
     is_first = world.local_rank == 0
     notice = InterruptionNotice(environ.get(NOTICE_VARIABLE, "") if is_first else "")

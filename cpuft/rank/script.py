@@ -135,7 +135,7 @@ def report_exception(
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether this is torch's error after it has waited too long for other ranks, which may still hang."""
+    """Return whether this is torch's error after a long wait for other ranks: a RuntimeError that says "timed out"."""
     return isinstance(error, RuntimeError) and bool(re.search(r"tim(ed|e) ?out", str(error), re.IGNORECASE))
 
 

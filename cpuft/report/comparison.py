@@ -229,7 +229,8 @@ def compare(records: list[Record]) -> Comparison:
     """Compare complete runs of the same job with the one with the fewest ranks, and with their ideals.
 
     Records of independent ranks (`Header.independent`) are the ideals. Runs that differ only in their seed and in when
-    they ran are repeats, and share a row with their mean. CpuftError: a record cannot be used, or the jobs differ.
+    they ran are repeats, and share a row with their mean. CpuftError: a record is not complete, has impossible times
+    or no examples, all are ideals (or there are none), or the jobs differ.
     """
     if all(record.header.independent for record in records):
         raise CpuftError(
@@ -526,7 +527,7 @@ def _note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
 
 
 def describe_seeds(row: Row, base: Row) -> str:
-    """Return clauses, joined by "; ", on whether a row reaches the metrics of the baseline `base`; no full stop."""
+    """Return clauses, joined by "; ", on whether a row with seeds reaches the metrics of the baseline; no full stop."""
     pair, clauses = f"np {row.np} and np {base.np}", list[str]()
     results: dict[str, list[str]] = {}
     for name, one in row.seeds.items():

@@ -263,7 +263,7 @@ def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
 
 
 def find_cores(record: Record) -> float:
-    """Return how many cores the ranks could use: those that they were pinned to, at most a control group's quota."""
+    """Return how many cores (hardware threads) ranks had: those of their pinning, at most a control group's quota."""
     bound = float(len({cpu for rank in record.header.ranks for cpu in rank.cpus}))
     return min(bound, record.header.cpu_quota or bound)
 

@@ -76,7 +76,7 @@ def write_page(
 
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
-    """Write a page of what `make_parts` returns; return `path`. CpuftError: Jinja2 is missing, or `path` is no page."""
+    """Write a page of what `make_parts` returns; return `path`. CpuftError: no Jinja2, or another file is there."""
     with requires("plot", "a page needs matplotlib and Jinja2"):
         from jinja2 import Environment, StrictUndefined
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -242,7 +242,7 @@ def make_node_command(
 
 
 def run_with_secret(*argv: str, stdin: str = "") -> str:
-    """Run a scheduler's client with a new secret for the job's nodes in its environment; return as `run_client`."""
+    """Run a scheduler's client as `run_client` does, with a new secret for the job's nodes in its environment."""
     return run_client(*argv, stdin=stdin, environ={**os.environ, JOB_SECRET: secrets.token_hex(32)})
 
 

@@ -95,7 +95,7 @@ def _rank(value: float) -> float:
 
 
 def describe_best(configurations: Sequence[Result]) -> str:
-    """Return a clause, without a full stop, on whether the first of some results is surely better than the others."""
+    """Return a clause, without a full stop, on whether the first of one or more results is surely the best."""
     best, others = configurations[0], configurations[1:]
     if not others:
         return "there is one configuration, so there is nothing to compare"
@@ -285,7 +285,9 @@ def _to_json(number: float) -> float | None:
 
 
 def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
-    """Return the results of a sweep for JSON, the best configuration first; numbers that are not finite are None."""
+    """Return for JSON: `metric`, `maximized`, `configurations` (the best first), `best_two` (sentences), `failed` and
+    `pruned` (values of runs), `host_hours` and `price`. Numbers of configurations that are not finite are None.
+    """
     results = list_results(sweep)
     return {
         "metric": sweep.metric,

@@ -63,8 +63,8 @@ def list_variable_options() -> tuple[str, ...]:
 def parse_values(name: str, text: str) -> Values:
     """Return the values that a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3" has for the option `name`.
 
-    Raises CpuftError: a value is wrong, empty or there twice, a range is empty, or the option cannot vary and the text
-    has a comma. Options without a value, such as "fast_path", are always refused.
+    Raises CpuftError: a value is wrong, empty or there twice, a range is empty or has over a million numbers, or the
+    option has no value, such as "fast_path", or cannot vary and the text has a comma. KeyError: `name` is no option.
     """
     flag = format_flag(name)
     field, kind = _FIELDS[name], _TYPES[name]
@@ -186,7 +186,7 @@ def count_configurations(spaces: Sequence[Space], most: int) -> int:
 
 
 def sample_configurations(spaces: Sequence[Space]) -> list[OptionValues]:
-    """Return all combinations of the ends of ranges and all values of lists; of more than 1,000, draw 1,000."""
+    """Return all combinations of the ends of ranges (also "1,2,3") and values of lists; of over 1,000, draw 1,000."""
     ends = [{name: Values(_list_ends(values)) for name, values in space.items()} for space in spaces]
     found = plan_grid(ends, _MOST_CHECKS + 1)
     if len(found) <= _MOST_CHECKS:
@@ -228,7 +228,7 @@ def check_assignments(base: TrainConfig, assignments: Sequence[OptionValues], gi
 
 
 def apply_assignment(base: TrainConfig, assignment: Mapping[str, str]) -> TrainConfig:
-    """Return `base` with the values of a run. Raises CpuftError: a value is wrong."""
+    """Return `base` with the values of a run. Raises CpuftError: a value is wrong; KeyError: an unknown option."""
     values = {name: parse_value(_FIELDS[name], _TYPES[name], text) for name, text in assignment.items()}
     return dataclasses.replace(base, **values)
 

@@ -433,7 +433,7 @@ def read_sweep(folder: str) -> Sweep:
 
 @contextmanager
 def open_sweep(folder: str) -> Iterator[Sweep]:
-    """Yield the sweep in a folder, locked for this process. CpuftError: as `read_sweep`, or it is locked already."""
+    """Yield the sweep in a folder, locked for this process. CpuftError: it is missing, damaged or locked already."""
     read_sweep(folder)
     end = time.monotonic() + _STATUS_SECONDS
     while is_active(folder) and time.monotonic() < end:  # `cpuft sweep status` has the lock for a moment

@@ -243,7 +243,7 @@ def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan
 
 
 def list_images(region: str, services: Services | None = None) -> str:
-    """Return `describe_images` of this account's AMIs in a region; "" is the one of the AWS configuration."""
+    """Return the lines of `describe_images` for this account; `region` "" is the one of the AWS configuration."""
     client = (services or Services()).open_client(region)
     return describe_images(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), client.region)
 

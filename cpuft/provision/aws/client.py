@@ -46,7 +46,7 @@ _SERVICES = {
 
 
 def is_read(method: str) -> bool:
-    """Whether a call changes nothing, by the name of boto3's method."""
+    """Whether a call changes nothing: if the name of boto3's method begins with describe_ or get_."""
     return method.startswith(("describe_", "get_"))
 
 

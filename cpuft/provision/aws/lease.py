@@ -69,7 +69,7 @@ def parse_lease(text: str, flag: str = "--lease") -> int:
 
 
 def parse_limit(text: str, lease: int) -> int:
-    """Return the seconds of --lease-limit; for "" twice `lease`, at most 30 days. CpuftError: invalid or less."""
+    """Return --lease-limit in seconds, for "" twice `lease` up to 30 days. CpuftError: not valid, or below `lease`."""
     limit = parse_lease(text, "--lease-limit") if text else min(2 * lease, _LONGEST)
     if limit < lease:
         raise CpuftError(f"--lease-limit {text} is less than --lease: give at least the time of the lease")

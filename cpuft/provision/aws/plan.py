@@ -229,7 +229,7 @@ def _resource_name(name: str) -> str:
 
 
 def find_lease(config: AwsConfig, resources: Resources) -> tuple[int, int]:
-    """Return (end, limit) of the lease in epoch seconds: the group's, else by the options. CpuftError: invalid."""
+    """Return (end, limit) of the lease in epoch seconds: the group's, else by the options (CpuftError: not valid)."""
     if resources.group:
         return resources.group.until, resources.group.limit
     now, lease = int(resources.now), parse_lease(config.lease)
