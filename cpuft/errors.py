@@ -162,5 +162,5 @@ def suggest_names(name: str, known: Iterable[str]) -> str:
 
 def list_names(names: Sequence[str], most: int = 20) -> str:
     """Return names with commas between them; of more than `most`, the first ones: "a, b and 3 others"."""
-    others = f" and {len(names) - most} others" if len(names) > most else ""
+    others = f" and {counted(len(names) - most, 'other')}" if len(names) > most else ""
     return ", ".join(names[:most]) + others

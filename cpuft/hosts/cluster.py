@@ -1,4 +1,4 @@
-"""The hosts of a run: which ones, how they are reached, how many ranks each has, and the facts that each reports."""
+"""The hosts of a run: which ones, how they are reached, their ranks and facts, and which of them are refused."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.train.data.sources import find_value
+from cpuft.train.data.labels import find_value
 
 _MAX_NAMED = 8
 """Number of labels that a message names."""

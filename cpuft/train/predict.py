@@ -28,17 +28,10 @@ from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TASKS, Task, find_task
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
+from cpuft.train.data.labels import SCORE_KINDS, choose_metrics
 from cpuft.train.data.prepare import tokenize
 from cpuft.train.data.relevance import read_documents_to_predict
-from cpuft.train.data.sources import (
-    SCORE_KINDS,
-    Examples,
-    choose_metrics,
-    list_test_splits,
-    read_file_to_predict,
-    read_glue_file,
-    read_splits,
-)
+from cpuft.train.data.sources import Examples, list_test_splits, read_file_to_predict, read_glue_file, read_splits
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
 from cpuft.train.data.write_tables import Column, check_output, write_table
 from cpuft.train.startup import resume_garbage_collection, run_as_process

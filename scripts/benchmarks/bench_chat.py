@@ -19,7 +19,7 @@ from typing import Any
 
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.record import read_record
-from cpuft.train.data.sources import make_pairs
+from cpuft.train.data.demo import make_pairs
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.model import find_model
 from cpuft.train.precision import read_cpu

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cpuft.hardware import parse_cpuinfo
 from cpuft.terminal import format_table
-from cpuft.train.data.sources import make_pairs
+from cpuft.train.data.demo import make_pairs
 from cpuft.train.model import find_model
 
 _MAP = """

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from cpuft.record import read_record
-from cpuft.train.data.sources import make_pairs
+from cpuft.train.data.demo import make_pairs
 from cpuft.train.embedder import Embedder
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.precision import read_cpu

@@ -73,10 +73,11 @@ from cpuft.train.data.chat import (
     scan_chats,
 )
 from cpuft.train.data.embedding_pairs import read_pairs
+from cpuft.train.data.labels import parse_label
 from cpuft.train.data.recipe import parse_dimensions
 from cpuft.train.data.relevance import read_documents_to_predict, read_relevance
 from cpuft.train.data.retrieval import read_beir
-from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict
+from cpuft.train.data.sources import parse_glue_tsv, read_data, read_file_to_predict
 from cpuft.train.data.tables import parse_hub_name, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
 from cpuft.train.embedding_form import read_form, read_settings

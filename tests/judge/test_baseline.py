@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.multiclass import OneVsRestClassifier
 
 from cpuft.judge.baseline import Bm25, fit
-from cpuft.train.data.sources import make_pairs
+from cpuft.train.data.demo import make_pairs
 
 PAIRS = make_pairs(120, 1)
 SINGLES = [(first,) for first, _, _ in PAIRS]

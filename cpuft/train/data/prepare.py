@@ -54,9 +54,11 @@ from cpuft.train.data.chat import (
     set_chat_template,
 )
 from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
+from cpuft.train.data.labels import SCORE_KINDS, make_label_matrix
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import read_relevance
-from cpuft.train.data.sources import MISSING, SCORE_KINDS, Examples, FileExamples, TaskData, is_blank, read_data
+from cpuft.train.data.sources import Examples, FileExamples, TaskData, read_data
+from cpuft.train.data.tables import MISSING, is_blank
 from cpuft.train.data.texts import (
     Packer,
     classify_tokens,
@@ -234,10 +236,7 @@ def _label_examples(examples: Examples, task: Task) -> NDArray[Any]:
         return EMPTY
     if task.kind != "labels":
         return np.asarray(examples.labels, np.float32)
-    has_label = np.zeros((len(examples.labels), len(task.labels)), np.float32)
-    for row, numbers in zip(has_label, examples.labels):
-        row[list(numbers)] = 1
-    return has_label
+    return make_label_matrix(examples.labels, len(task.labels))
 
 
 def _label_tokens(examples: Examples, encoded: Any) -> NDArray[np.int32]:

@@ -21,8 +21,8 @@ from cpuft.train.data.hard_negatives import (
     name_negatives,
     split_cell,
 )
+from cpuft.train.data.labels import BOOLEANS, read_decimal_comma
 from cpuft.train.data.sources import (
-    BOOLEANS,
     Examples,
     FileExamples,
     TaskData,
@@ -31,7 +31,6 @@ from cpuft.train.data.sources import (
     make_examples,
     merge_options,
     read_both_files,
-    read_decimal_comma,
     scan_rows,
 )
 from cpuft.train.data.tables import Row, Rows, Table, find_column, read_tables, split_names, split_table

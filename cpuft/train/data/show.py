@@ -24,6 +24,7 @@ from cpuft.terminal import align
 from cpuft.train.baseline import find_baseline, find_static_baseline
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens, read_prepared
 from cpuft.train.data.chat import read_chats
+from cpuft.train.data.labels import SCORE_KINDS
 from cpuft.train.data.prepare import (
     MAX_BLANK_SHARE,
     MAX_UNKNOWN_SHARE,
@@ -35,7 +36,7 @@ from cpuft.train.data.prepare import (
     read_task_data,
     tokenize,
 )
-from cpuft.train.data.sources import SCORE_KINDS, Examples
+from cpuft.train.data.sources import Examples
 from cpuft.train.data.texts import read_corpora, split_texts
 from cpuft.train.data.tokenizer import choose_tokenizer, get_tokenizer_name
 from cpuft.train.model import check_positions, check_untrained, get_model_name

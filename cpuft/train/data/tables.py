@@ -514,3 +514,17 @@ def hash_content(value: Any) -> int:
     """Return a checksum of 64 bits of a value that JSON can hold; the order of keys has no effect."""
     content = json.dumps(value, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+MISSING = ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>")
+"""What other programs write for a cell without a value."""
+
+
+def is_blank(cell: Cell) -> bool:
+    """Return whether a cell is a text that is empty, has only spaces, or is one of MISSING, such as nan."""
+    return isinstance(cell, str) and (not cell or cell.isspace() or (len(cell) < 9 and cell.strip() in MISSING))
+
+
+def describe_empty(source: str) -> str:
+    """Return the message that a file, `source`, has no rows."""
+    return f"{source} has no rows: give a file with at least one row below its header"

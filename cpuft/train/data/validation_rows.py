@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import ValidationRows
 from cpuft.train.data.embedding_pairs import RetrievalExamples
-from cpuft.train.data.sources import LABEL_SEPARATOR, Examples, FileExamples, TaskData
+from cpuft.train.data.labels import LABEL_SEPARATOR
+from cpuft.train.data.sources import Examples, FileExamples, TaskData
 from cpuft.train.data.tables import find_column
 
 Slices = tuple[NDArray[np.int32], tuple[str, ...]]

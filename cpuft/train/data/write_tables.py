@@ -15,7 +15,7 @@ from cpuft.config.table_files import OUTPUT_ENDINGS
 from cpuft.errors import CpuftError, install_command
 from cpuft.files import refuse_special, write_atomically
 from cpuft.serialization import to_number
-from cpuft.train.data.sources import LABEL_SEPARATOR
+from cpuft.train.data.labels import LABEL_SEPARATOR
 
 _DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
 _CELLS_AT_ONCE = 1 << 18

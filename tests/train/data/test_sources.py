@@ -21,17 +21,9 @@ from hypothesis import strategies as st
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import TASKS, Task
-from cpuft.train.data.sources import (
-    Examples,
-    choose_metrics,
-    list_test_splits,
-    make_pairs,
-    parse_glue_tsv,
-    parse_label,
-    read_data,
-    read_glue_file,
-    read_splits,
-)
+from cpuft.train.data.demo import make_pairs
+from cpuft.train.data.labels import choose_metrics, parse_label
+from cpuft.train.data.sources import Examples, list_test_splits, parse_glue_tsv, read_data, read_glue_file, read_splits
 from cpuft.train.data.tables import read_table
 from tests.conftest import GLUE, needs_glue
 
