@@ -139,7 +139,7 @@ def walk(
 
 
 def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[FileEntry]":
-    """Yield these files and folders of `folder`, and all that is below them, as `walk` does; OSError: one is missing."""
+    """Yield these files and folders of `folder` and all that is below them, as `walk` does; OSError: one is missing."""
     for name in names:
         yield from walk(os.path.join(folder, name), name)
 

@@ -63,8 +63,8 @@ def count_updates(examples: int, global_batch: int, epochs: float, max_steps: in
 def plan_updates(
     tokens: Tokens, global_batch: int, seed: int, updates: int, grouped: bool
 ) -> Iterator[tuple[int, Indices]]:
-    """Yield the epoch, from 0, and the examples of each of `updates` updates, as `plan_epoch` plans them, so that one of
-    each epoch may have fewer than `global_batch`. Raises ValueError: there are no examples.
+    """Yield the epoch, from 0, and the examples of each of `updates` updates, as `plan_epoch` plans them: one of each
+    epoch may have fewer than `global_batch`. Raises ValueError: there are no examples.
     """
     if not len(tokens.lengths):
         raise ValueError("there are no examples to plan updates of")
