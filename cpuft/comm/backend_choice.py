@@ -201,7 +201,7 @@ def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, re
 
     For each repetition, the result has the seconds of the slowest rank, and the CPU share (0 to 1 of the cores that it
     may use) of the busiest rank. There are `repeat` repetitions, or fewer, but at least 5, if they would take more than
-    3 s. `backend` is only a name; `nbytes` are those of the whole message of all ranks.
+    3 s. `backend` is only a name, `dtype` is a name in torch ("float32"), and `nbytes` are those of the whole message.
     """
     call = _make_operation(operation, getattr(torch, dtype), nbytes)
     call()

@@ -56,7 +56,9 @@ _TASKS = {
 
 
 def refuse_conflicts(config: TrainConfig) -> None:
-    """Raise CpuftError if training options exclude each other, are for another task, or would have no effect."""
+    """Raise CpuftError if training options exclude each other, are for another task, or would have no effect; options
+    about data are left to `refuse_unused_data_options`.
+    """
     default, kind = TrainConfig(), find_task(config.task, config.causal).kind
     for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
         if _is_used(config, name, default):

@@ -276,15 +276,18 @@ def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
 def diagnose_run(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None], least_seconds: float = 0.0
 ) -> tuple[str, set[str]]:
-    """Gather the dumps of all ranks and write them to the head host; return what `diagnose` says, and the names of the
-    hosts that do not answer. Raises CpuftError: the head host cannot store the dumps.
+    """Gather the dumps of all ranks, on `hosts` (one for each), and write them to the head host; return what `diagnose`
+    says, and the names of the hosts that do not answer. `say` tells where the dumps are, or why they are not stored.
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     # A login to a host that is frozen takes longer than to find out that it is.
     lost = transport.find_unresponsive([host.name for host in dict.fromkeys(run.hosts)])
     dumps, silent = gather_dumps(run, lost)
-    write_dumps(run, dumps)
-    say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")
+    try:
+        write_dumps(run, dumps)
+        say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")
+    except CpuftError as error:
+        say(str(error))
     return diagnose(dumps, least_seconds), lost.union(silent)
 
 

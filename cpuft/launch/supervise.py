@@ -295,11 +295,10 @@ class RunMonitor:
     def report_wait(self) -> None:
         """Print which ranks the others have been waiting for, or nothing if no rank has waited for 2 s."""
         known = set(self.transport.unresponsive)
-        with suppress(CpuftError):  # the stacks cannot be stored
-            place = str(self.logs.parent), self.hosts, self.transport
-            diagnosis, _ = diagnose_run(*place, lambda line: None, LONG_SECONDS)
-            if diagnosis != NO_WAIT:  # it has not ended meanwhile
-                _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis}")
+        place = str(self.logs.parent), self.hosts, self.transport
+        diagnosis, _ = diagnose_run(*place, lambda line: None, LONG_SECONDS)
+        if diagnosis != NO_WAIT:  # it has not ended meanwhile
+            _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis}")
         self.transport.unresponsive.intersection_update(known)  # a host that was only busy goes on
 
     def find_unreachable(self) -> set[str]:

@@ -78,7 +78,7 @@ def _read_request(path: str) -> str:
 
 
 def is_host_leaving(environ: Mapping[str, str]) -> bool:
-    """Return whether this rank, if told to stop, was told by a notice and no request: its host is taken away."""
+    """Return for a rank that was told to stop whether its host leaves: a notice is set up, and there is no request."""
     return bool(environ.get(NOTICE_VARIABLE)) and not os.path.exists(_find(environ, REQUEST_FILE))
 
 

@@ -74,8 +74,8 @@ def generate(request: PredictConfig) -> None:
 
 
 def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
-    """Read the prompts of --file: JSON lines with messages, or a column of any table (--text-columns, else a usual
-    one).
+    """Read the prompts of --file: a column of any table (--text-columns, else a usual one), or, for a chat without
+    --text-columns, the messages of JSON lines.
 
     A conversation that ends with an answer is read without it; for a chat, a text is the one message of a user. Raises
     CpuftError: no such column or several are named, or there is no prompt, or one is not valid.
@@ -84,8 +84,10 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
         return found
     table = read_tables(request.file, "--file", request)
     wanted = [name.strip() for name in request.text_columns.split(",")] if request.text_columns else _PROMPT_COLUMNS
+    if request.text_columns and len(wanted) > 1:
+        raise CpuftError(f"--text-columns names {len(wanted)} columns: name only that of the prompts")
     column = next((name for name in wanted if name in table.columns), "")
-    if not column or (request.text_columns and len(wanted) > 1):
+    if not column:
         has = ", ".join(table.columns)
         raise CpuftError(
             f"{request.file} has no column {' or '.join(wanted)} (its columns are {has}): name the column of the "

@@ -304,3 +304,22 @@ def test_a_host_that_is_frozen_is_not_logged_in_to(tmp_path: Path) -> None:
     diagnosis, lost = diagnose_run(str(tmp_path), ("a", "b", "a"), Frozen(), print)
     assert (asked, lost) == (["a", "a"], {"b"})  # for its stacks, and to store them
     assert "rank 1 on b" in diagnosis
+
+
+def test_a_hang_is_explained_also_if_the_stacks_cannot_be_stored(tmp_path: Path) -> None:
+    class Full(SshTransport):
+        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+            return set()
+
+        def is_here(self, host: Host) -> bool:
+            return True
+
+        def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+            storing = "rank-0.stack" in stdin
+            return Answer(1, "", "No space left on device") if storing else Answer(0, json.dumps([found()]), "")
+
+    said = list[str]()
+    diagnosis, lost = diagnose_run(str(tmp_path), ("a", "a"), Full(), said.append)
+    assert said == ["host a could not store the stacks (No space left on device): check its disk"]
+    assert "rank 1 on a" in diagnosis
+    assert not lost
