@@ -168,7 +168,7 @@ def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
     """Execute the stages of a plan up to the first with a failed step; the steps of a stage run at the same time.
 
     `seconds` is a time limit for each stage, or 0 for none. `say` gets lines about the progress. Only for the main
-    thread. Raises CpuftError, which ends with `advice`: a step failed, its program is missing, or it took too long. It
+    thread. Raises CpuftError, which ends with `advice`: a step failed, its program cannot run, or it took too long. It
     is transient if ssh failed (255) for all failed steps. Raises Interrupted for a signal, when the steps have ended.
     """
     steps = [step for stage in plan.stages for step in stage]
@@ -190,7 +190,7 @@ def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
             answers = run_stage(plan, stage, seconds, say)
             failures = [_describe(step, answer.text) for step, answer in zip(stage, answers) if answer.exit_code]
             codes = {answer.exit_code for answer in answers if answer.exit_code}
-        except (FileNotFoundError, TimeoutError) as error:
+        except (FileNotFoundError, PermissionError, TimeoutError) as error:
             failures, codes = [_describe(stage[0], str(error))], set()
         if failures:
             kind = TransientError if codes == {SSH_FAILED} else CpuftError

@@ -93,7 +93,9 @@ class FileEntry(NamedTuple):
     """Where the sender has it."""
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
+    """A part of a file that is sent."""
+
     number: int
     """Number of the file among the entries."""
     entry: FileEntry
@@ -144,10 +146,10 @@ def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[FileEntry]":
         yield from walk(os.path.join(folder, name), name)
 
 
-def hash_blocks(entries: "Sequence[FileEntry]") -> "Iterator[tuple[_Block, bytes]]":
+def hash_blocks(entries: "Sequence[FileEntry]") -> "Iterator[tuple[Block, bytes]]":
     """Yield each block of the files among the entries, with its SHA-256. Raises TransferError: a file has changed."""
 
-    def read(batch: "list[_Block]") -> "list[tuple[_Block, bytes]]":
+    def read(batch: "list[Block]") -> "list[tuple[Block, bytes]]":
         return [(block, _hash(_read_block(block))) for block in batch]
 
     return _run_ahead(read, _list_batches(entries))
@@ -174,9 +176,9 @@ def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _list_batches(entries: "Sequence[FileEntry]") -> "Iterator[list[_Block]]":
+def _list_batches(entries: "Sequence[FileEntry]") -> "Iterator[list[Block]]":
     """Yield all blocks of all files in their order: one large block, or many small ones, at a time."""
-    batch: list[_Block] = []
+    batch: list[Block] = []
     nbytes = 0
     for number, entry in enumerate(entries):
         for offset in range(0, entry.size if entry.kind == FILE else 0, BLOCK):
@@ -184,12 +186,12 @@ def _list_batches(entries: "Sequence[FileEntry]") -> "Iterator[list[_Block]]":
             if batch and (nbytes + size > BLOCK or len(batch) == _BATCH):
                 yield batch
                 batch, nbytes = [], 0
-            batch.append(_Block(number, entry, offset // BLOCK, size))
+            batch.append(Block(number, entry, offset // BLOCK, size))
             nbytes += size
     yield batch
 
 
-def _read_block(block: _Block) -> bytes:
+def _read_block(block: Block) -> bytes:
     entry = block.entry
     file = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -370,7 +372,7 @@ def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = Tru
         if number >= len(entries) or index * BLOCK >= entries[number].size:
             raise RefusedError("the host says that it has a block that no file has")
 
-    def read(batch: "list[_Block]") -> "list[bytes]":
+    def read(batch: "list[Block]") -> "list[bytes]":
         pieces = []
         for block in batch:
             data, known = _read_block(block), have.get((block.number, block.place))
@@ -471,7 +473,7 @@ def receive(
         stream.write(_HAVE.pack(_LAST, not checksum, b""))
         stream.flush()
 
-    def read(block: _Block) -> "tuple[_Block, bytes, bytes]":
+    def read(block: Block) -> "tuple[Block, bytes, bytes]":
         mark, known = stream.read(1), have.get((block.number, block.place))
         if mark == _SAME and known:
             return block, b"", known
@@ -564,7 +566,7 @@ def _find_blocks(entry: FileEntry) -> FileEntry:
     return entry._replace(size=0)
 
 
-def _write_blocks(batch: "list[tuple[_Block, bytes, bytes]]") -> "list[bytes]":
+def _write_blocks(batch: "list[tuple[Block, bytes, bytes]]") -> "list[bytes]":
     """Verify and write blocks, and return their SHA-256; without data, that of a block which is there."""
     digests = []
     for block, data, digest in batch:

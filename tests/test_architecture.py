@@ -158,6 +158,16 @@ def test_only_execute_starts_processes(name: str) -> None:
     assert MODULES[name].name in allowed or ("import subprocess" not in text and "os.system" not in text)
 
 
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_public_function_returns_a_private_type(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    outer = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))]
+    functions = [node for one in outer for node in one.body if isinstance(node, ast.FunctionDef)]
+    returned = {one.name: ast.unparse(one.returns) for one in functions if one.returns and not one.name.startswith("_")}
+    private = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name.startswith("_")]
+    assert {name for name, types in returned.items() if set(re.findall(r"\w+", types)).intersection(private)} == set()
+
+
 def test_types_are_honest() -> None:
     assert sum(path.read_text(encoding="utf-8").count(IGNORE) for path in FILES) <= TYPE_IGNORES
 

@@ -7,15 +7,21 @@ import json
 
 import click
 
-from cpuft.cli.options import CONFIG_FILE, FieldOption, Verb, complete_runs
+from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs, make_options
+from cpuft.config.fields import option
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorsConfig:
+    """What `cpuft errors` lists."""
+
+    most: int = option(20, "Largest number of examples in each list", least=1)
 
 
 @click.command(
     cls=Verb,
     params=[
-        FieldOption(
-            ["--most"], "", "N", default=20, type=click.IntRange(1), help="Largest number of examples in each list"
-        ),
+        *make_options(ErrorsConfig),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the examples as one JSON object"),
         CONFIG_FILE,
         click.Argument(["run"], metavar="RUN", shell_complete=complete_runs),

@@ -263,15 +263,17 @@ def find_access(config: LaunchConfig) -> Access:
     Raises CpuftError: both --cluster and --hostfile are given, or the entry or the job cannot be used.
     """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
-    if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:
+    # The head host, which may see this file, works in another folder.
+    ssh_config = config.ssh_config and os.path.abspath(os.path.expanduser(config.ssh_config))
+    if entry is None and of_job and config.hostfile in ("", of_job) and not ssh_config:
         from cpuft.hosts import mpijob  # only its pods need it
 
         return Access(mpijob.make_transport())  # this writes the job's ssh files
     if entry is None:
         in_job = None if config.hostfile else slurm.find_transport(os.environ)
-        transport = in_job or SshTransport(config.ssh_config)
+        transport = in_job or SshTransport(ssh_config)
         return Access(transport, replace(registry.NO_CLUSTER, shares_files=bool(in_job)))
-    return Access(SshTransport(config.ssh_config or entry.ssh_config, entry.here or None), entry)
+    return Access(SshTransport(ssh_config or entry.ssh_config, entry.here or None), entry)
 
 
 def gather_cluster(

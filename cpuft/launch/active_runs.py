@@ -36,8 +36,6 @@ class _RunNote:
     python: str
     """Path of the training environment's Python on the hosts."""
     ssh_config: str
-    launched_on: str
-    """Name of the machine where `cpuft launch` runs."""
 
 
 @contextmanager
@@ -46,10 +44,10 @@ def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os
     block, for `find_active_run`. If the cache cannot be written, or another process has this note, there is no note.
     """
     hosts, access = tuple(cluster.hosts[name] for name in cluster.rank_hosts), cluster.access
-    note = _RunNote(cluster.work_dir(run_dir), hosts, access.python, access.transport.config, socket.gethostname())
+    note = _RunNote(cluster.work_dir(run_dir), hosts, access.python, access.transport.config)
     with ExitStack() as stack:
         with suppress(OSError, CpuftError):
-            held = stack.enter_context(_hold(_note_path(cache_folder(environ), run_dir)))
+            held = stack.enter_context(_hold(_name_file(cache_folder(environ), run_dir, "run")))
             os.truncate(held, 0)
             os.write(held, json.dumps(asdict(note)).encode())
         yield
@@ -73,11 +71,9 @@ def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[
     """Keep other launches of this user on this machine out of a run folder, whether or not the folder exists yet. If
     the user's cache cannot be written, nothing is locked. Raises CpuftError at once if another launch has the lock.
     """
-    # The cache may be on a shared disk, and the same path on another machine may be another folder.
-    name = hash_text(f"{socket.gethostname()}:{os.path.realpath(run_dir)}", 24)
     with ExitStack() as stack:
         try:
-            stack.enter_context(_hold(cache_folder(environ) / "going" / f"{name}.lock"))
+            stack.enter_context(_hold(_name_file(cache_folder(environ), run_dir, "lock")))
         except BlockingIOError:
             advice = "wait until it has ended, or stop it, and try again"
             raise CpuftError(f"another cpuft launch is working in the run folder {run_dir}: {advice}") from None
@@ -88,23 +84,21 @@ def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[
 
 def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
     """Return where the run with the folder `run` is active, from the note that its launch keeps in the user's cache.
-    Asks no host. Raises CpuftError: the run is not active, or was launched on another machine.
+    Asks no host. Raises CpuftError: no run that was launched on this machine is active in the folder.
     """
     run_dir = os.path.realpath(run)
     try:
-        path = _note_path(cache_path(environ), run_dir)
+        path = _name_file(cache_path(environ), run_dir, "run")
         note = load(_RunNote, parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         if Path(run_dir).is_dir():
             raise CpuftError(
-                f"no run is active in the folder {run}: the run has ended, or no cpuft launch of yours started it; "
-                f"look into {run}/logs for what its ranks printed"
+                f"no run is active in the folder {run}: the run has ended, or no cpuft launch of yours on this "
+                f"machine started it; look into {run}/logs for what its ranks printed"
             ) from None
         raise CpuftError(
             f"there is no folder {run_dir}: give the folder of a run that is running now, for example runs/mrpc-np2"
         ) from None
-    if note.launched_on != socket.gethostname():
-        raise CpuftError(f"run {run} was launched on {note.launched_on}: run cpuft stacks there")
     if not is_locked(path):
         raise CpuftError(
             f"the run in {run} has ended, and its launch was killed: look into {run}/logs for what its ranks printed"
@@ -113,5 +107,7 @@ def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
     return ActiveRun(note.work, note.hosts, Access(transport, replace(NO_CLUSTER, python=note.python)))
 
 
-def _note_path(cache: Path, run_dir: str) -> Path:
-    return cache / "going" / f"{hash_text(run_dir, 24)}.run"
+def _name_file(cache: Path, run_dir: str, ending: str) -> Path:
+    # The cache may be on a shared disk, and the same path on another machine may be another folder.
+    name = hash_text(f"{socket.gethostname()}:{os.path.realpath(run_dir)}", 24)
+    return cache / "going" / f"{name}.{ending}"

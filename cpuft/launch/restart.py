@@ -400,7 +400,8 @@ def plan_next_attempt(
 
 def _ask_hosts(hosts: Sequence[Host], cluster: Cluster, run_dir: str, owners: Set[str]) -> tuple[HostCopy, ...]:
     """Return what hosts have of the run. Raises CpuftError: one of `owners`, which have files of it, does not say."""
-    copies, errors = gather_host_copies(hosts, cluster.access, run_dir)
+    owners_first = sorted(hosts, key=lambda host: host.name not in owners)
+    copies, errors = gather_host_copies(owners_first, cluster.access, run_dir)
     if owners & {host.name for host in hosts} - {copy.host.name for copy in copies}:
         raise errors[0]
     return copies

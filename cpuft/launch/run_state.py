@@ -63,8 +63,6 @@ class RunState:
     """-1 while the supervisor of the ranks is active, and if it was lost."""
     hosts: tuple[str, ...] = ()
     """Name of each rank's host, as in the hostfile."""
-    exit_codes: dict[str, int] = field(default_factory=dict)
-    """Exit codes of the ranks that have ended, by the number of the rank; 128 + N for signal N."""
     silent: tuple[str, ...] = ()
     """Hosts that did not answer at the end of the attempt."""
     leaving: tuple[str, ...] = ()
@@ -73,8 +71,6 @@ class RunState:
     """Update of the newest checkpoint on each host that has one."""
     seconds: float = 0.0
     """Time used by all starts until this state was written, with the preparation."""
-    lease: int = 0
-    """End of the hosts' lease in seconds since 1970, as the launcher knew it; 0 for none."""
 
 
 def newest(states: Iterable[RunState]) -> RunState | None:
@@ -160,7 +156,6 @@ def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
         hosts=cluster.rank_hosts,
         checkpoints=earlier.checkpoints,
         seconds=earlier.seconds,
-        lease=cluster.access.entry.until,
     )
 
 

@@ -479,7 +479,6 @@ def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit:
             logs, hosts, monitor.transport, 2 * monitor.start_limit, monitor.stop_request, monitor.check_state
         )
     if not code:
-        writer.note(exit_codes={str(rank): 0 for rank in range(len(hosts))})
         return 0
     if not_started and was_stuck:
         _print(
@@ -487,7 +486,6 @@ def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit:
             "are open to other machines"
         )
     failures = read_failures(logs, hosts)
-    writer.note(exit_codes={str(one.rank): one.code for one in failures})
     if ended_to_be_resumed(failures):
         writer.note(leaving=_find_leaving_hosts(logs.parent, hosts), reason="the ranks ended to be resumed")
         if not was_stuck:

@@ -198,7 +198,7 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
             "every update: run the job again without that option"
         )
     if len(steady) < LEAST_STEPS:
-        raise CpuftError(f"{record.path} has {counted(len(record.steps), 'step')}: run {LEAST_STEPS + 1} or more")
+        raise CpuftError(f"{record.path} has {counted(len(record.steps), 'step')}: run {LEAST_STEPS} or more")
     if not header.gradient_sizes.parameters:
         raise CpuftError(
             f"{record.path} does not hold the sizes of its gradients: run the job again with this version of cpuft"

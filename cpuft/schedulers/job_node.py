@@ -39,7 +39,7 @@ import paramiko
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.errors import RESUMABLE, CpuftError, TransientError
+from cpuft.errors import RESUMABLE, CpuftError, TransientError, describe_path_error
 from cpuft.files import hash_text, is_locked, write_text
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.cluster import JOB
@@ -245,14 +245,17 @@ def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
 def register(folder: str, environ: Mapping[str, str]) -> int:
     """Register a node by a file in `folder`, which this process locks; runs on the main node in that node's session.
 
-    Returns the exit code that the main node gives beside the file, or 255 when either end has gone.
+    Returns the exit code that the main node gives beside the file, or 255 when either end has gone, or on a full disk.
     """
     path = Path(folder, f"{secrets.token_hex(8)}.node")
     asked = " ".join(environ.get("SSH_ORIGINAL_COMMAND", "").split())
     node, _, here, *_ = environ["SSH_CONNECTION"].split()
-    held = open_locked(str(path.with_suffix(".new")))  # until this process ends
-    os.write(held, f"{node} {here} {asked}\n".encode(errors="replace"))
-    path.with_suffix(".new").rename(path)
+    try:
+        held = open_locked(str(path.with_suffix(".new")))  # until this process ends
+        os.write(held, f"{node} {here} {asked}\n".encode(errors="replace"))
+        path.with_suffix(".new").rename(path)
+    except OSError:
+        return 255
     while is_locked(f"{folder}/{_MAIN}"):
         if select.select([sys.stdin], [], [], _RETRY_SECONDS)[0]:
             data = os.read(sys.stdin.fileno(), 4096)
@@ -499,6 +502,9 @@ def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) 
     except CpuftError as error:
         _print(f"cpuft: error: {error}")
         return RESUMABLE if error.is_transient else 2
+    except OSError as error:
+        _print(f"cpuft: error: {describe_path_error(error) or error}")
+        return RESUMABLE  # the node of another attempt may have room on its disk
 
 
 def _print(text: str) -> None:

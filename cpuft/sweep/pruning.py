@@ -18,7 +18,7 @@ _STEP = "step "
 
 
 @dataclass
-class _Curve:
+class Curve:
     """What a run has reached while training, and how much of its log has been read."""
 
     values: dict[int, float] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class MedianPruner:
     """
 
     def __init__(self, sweep: Sweep) -> None:
-        self._sweep, self._curves = sweep, dict[str, _Curve]()
+        self._sweep, self._curves = sweep, dict[str, Curve]()
 
     def find_reason(self, run: Run) -> str:
         """Read a run's log; return why its configuration is pruned; "" if it is not, or without a new evaluation."""
@@ -80,13 +80,13 @@ class MedianPruner:
         updates = sorted({update for curve in curves for update in curve})
         return [(update, statistics.fmean(curve[update] for curve in curves if update in curve)) for update in updates]
 
-    def read(self, run: Run, is_new: bool = True) -> _Curve:
+    def read(self, run: Run, is_new: bool = True) -> Curve:
         """Return the curve of a run's last attempt, empty before the first; with `is_new`, more of its log is read."""
         if not run.folder:
-            return _Curve()
+            return Curve()
         if run.folder in self._curves and not is_new:
             return self._curves[run.folder]
-        curve = self._curves.setdefault(run.folder, _Curve())
+        curve = self._curves.setdefault(run.folder, Curve())
         with suppress(OSError), self._sweep.find_log(run.folder).open("rb") as file:
             file.seek(curve.read_bytes)
             new = file.read()
@@ -96,7 +96,7 @@ class MedianPruner:
                 self._read_line(curve, line)
         return curve
 
-    def _read_line(self, curve: _Curve, line: str) -> None:
+    def _read_line(self, curve: Curve, line: str) -> None:
         if line.startswith((_STEP, FINAL_EVALUATION_MARK)):
             curve.makes_updates = line.startswith(_STEP)
         elif curve.makes_updates and (evaluation := parse_evaluation(line)):

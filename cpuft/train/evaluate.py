@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -89,14 +90,12 @@ def is_better(value: float, than: float, metric: str) -> bool:
 
 
 def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationLine | None:
-    """Return the evaluation with the best value of a metric, of equal ones the first; None without evaluations. If the
-    first value is nan, none is better.
+    """Return the evaluation with the best value of a metric, of equal ones the first; None without evaluations. One
+    whose value is nan is the best only if all are.
     """
-    best = None
-    for line in evaluations:
-        if best is None or is_better(line.metrics[metric], best.metrics[metric], metric):
-            best = line
-    return best
+    choose = min if metric.startswith(LOWER_IS_BETTER) else max
+    known = [line for line in evaluations if not math.isnan(line.metrics[metric])]
+    return choose(known or evaluations, key=lambda line: line.metrics[metric], default=None)
 
 
 def should_stop_early(evaluations: Sequence[EvaluationLine], metric: str, patience: int) -> bool:

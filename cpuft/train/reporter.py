@@ -63,8 +63,8 @@ class Progress:
         self._metric = ""
         """The main metric of the last evaluation, which the bar shows."""
         self._steps_made = 0
-        self._recent = deque[tuple[float, int]](maxlen=_WINDOW_STEPS + 1)
-        """When each of the latest steps after the warm-up ended, and its examples; the first one starts the window."""
+        self._recent = deque[StepLine](maxlen=_WINDOW_STEPS)
+        """The latest steps after the warm-up. Their own seconds count: lines of several ranks come many at once."""
 
     def show_start(self, header: Header, precision_reason: str, backend_reason: str) -> None:
         """Show what is trained on which ranks, in which precision and over which backend; the reasons are clauses."""
@@ -91,8 +91,8 @@ class Progress:
         if not self._is_shown:
             return
         self._steps_made += 1
-        if self._steps_made >= _WARM_UP_STEPS:
-            self._recent.append((time.perf_counter(), line.samples))
+        if self._steps_made > _WARM_UP_STEPS:
+            self._recent.append(line)
         if self._style == "bar":
             self._send_step(line, updates)
         elif line.step == updates or line.step % max(1, updates // _PLAIN_LINES) == 0:
@@ -104,11 +104,10 @@ class Progress:
 
     def _measure_speed(self) -> tuple[float, float] | None:
         """Return samples per second and seconds per step of the latest steps; None during the warm-up."""
-        if len(self._recent) < 2:
+        if not self._recent:
             return None
-        seconds = max(self._recent[-1][0] - self._recent[0][0], 1e-9)
-        samples = sum(count for _, count in list(self._recent)[1:])
-        return samples / seconds, seconds / (len(self._recent) - 1)
+        seconds = max(sum(line.step_seconds for line in self._recent), 1e-9)
+        return sum(line.samples for line in self._recent) / seconds, seconds / len(self._recent)
 
     def _send_step(self, line: StepLine, updates: int) -> None:
         """Tell the launcher about a step, unless it was told a moment ago."""
@@ -133,9 +132,6 @@ class Progress:
     def show_evaluation(self, line: EvaluationLine, name: str) -> None:
         """Show an evaluation while training on standard error; the bar goes on with the metric `name`."""
         self._metric = f"{name} {line.metrics[name]:.4f}"
-        # The seconds of the evaluation do not count in the speed and in the time that is left.
-        times = [(at + line.seconds, samples) for at, samples in self._recent]
-        self._recent = deque(times, maxlen=self._recent.maxlen)
         self.show(format_evaluation(line.step, line.metrics))
 
     def show_metrics(self, line: EvaluationLine) -> None:

@@ -37,7 +37,7 @@ def test_errors_of_a_run_as_text_and_as_json(capsys: pytest.CaptureFixture[str])
     "words, message",
     [
         (["run"], "run has no predictions.parquet: give the folder of a finished run"),
-        (["run", "--most", "0"], "'--most': 0 is not in the range x>=1"),
+        (["run", "--most", "0"], "error: --most '0' is not valid: give a whole number of 1 or more (see cpuft errors"),
         ([], "RUN"),
     ],
 )

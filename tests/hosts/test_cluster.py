@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import LOCAL, Access, Cluster, gather_cluster, gather_facts, refuse_both_architectures
+from cpuft.hosts.cluster import (
+    LOCAL,
+    Access,
+    Cluster,
+    find_access,
+    gather_cluster,
+    gather_facts,
+    refuse_both_architectures,
+)
 from cpuft.hosts.hostfile import Host, parse_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.rank_counts import Assignment, assign_ranks, choose_ranks
@@ -112,6 +121,14 @@ def test_this_machine_reports_its_facts() -> None:
     assert facts.cores
     assert facts.interfaces["lo"] == "127.0.0.1"
     assert facts.uid == os.geteuid()
+
+
+def test_the_head_host_gets_the_absolute_path_of_the_ssh_configuration(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node1\n")
+    access = find_access(LaunchConfig(hostfile="hosts", ssh_config="own/config"))
+    assert access.mpirun_options == ("-F", f"{Path.cwd()}/own/config")
+    access = find_access(LaunchConfig(hostfile="hosts", ssh_config="~/config"))
+    assert access.transport.config == os.path.expanduser("~/config")
 
 
 def test_the_message_says_that_the_lease_has_ended() -> None:

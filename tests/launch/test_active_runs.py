@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,12 +43,11 @@ def test_an_active_run_is_found_until_it_ends() -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"launched_on": "elsewhere"}, "run run was launched on elsewhere: run cpuft stacks there"),
         ({}, "the run in run has ended, and its launch was killed: look into run/logs"),
         ({"work": 1}, "there is no folder"),
     ],
 )
-def test_a_note_of_an_ended_or_foreign_run_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_a_note_of_an_ended_run_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
     with register_run(f"{tmp_path}/run", CLUSTER):
         path = note_of(tmp_path)
         text = json.dumps(json.loads(path.read_text()) | changes)
@@ -54,6 +55,17 @@ def test_a_note_of_an_ended_or_foreign_run_is_refused(changes: dict[str, object]
     with pytest.raises(CpuftError, match=words):
         find_active_run("run", os.environ)
     with register_run(f"{tmp_path}/run", CLUSTER):
+        assert find_active_run("run", os.environ).hosts == (HERE, HERE, NOWHERE)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_machines_that_share_a_cache_may_have_runs_of_the_same_path() -> None:
+    other = replace(CLUSTER, assignments=CLUSTER.assignments[:1])
+    with register_run(f"{Path.cwd()}/run", CLUSTER):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(socket, "gethostname", lambda: "elsewhere")
+            with register_run(f"{Path.cwd()}/run", other):
+                assert find_active_run("run", os.environ).hosts == (HERE, HERE)
         assert find_active_run("run", os.environ).hosts == (HERE, HERE, NOWHERE)
 
 

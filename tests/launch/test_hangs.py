@@ -50,8 +50,8 @@ def test_a_hang_in_torchs_own_gloo_is_diagnosed_during_the_hang_and_at_the_timeo
     over = run_cpuft("stacks", "run")
     assert (over.returncode, over.stderr) == (
         2,
-        "cpuft: error: no run is active in the folder run: the run has ended, or no cpuft launch of yours started it; "
-        "look into run/logs for what its ranks printed\n",
+        "cpuft: error: no run is active in the folder run: the run has ended, or no cpuft launch of yours on "
+        "this machine started it; look into run/logs for what its ranks printed\n",
     )
 
 

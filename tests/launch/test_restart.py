@@ -371,6 +371,26 @@ def test_a_restart_uses_the_same_folder_on_hosts_before_there_is_one_here(monkey
     assert cluster.work_dir("/runs/none") == last.work_dir("/runs/none")
 
 
+def test_a_failed_restart_names_the_host_that_has_files_and_not_a_spare_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Transport(transport_module.SshTransport):
+        def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
+            raise CpuftError(f"host {host.name} is broken")
+
+    last = make_cluster((1, 1))
+    last = replace(last, works_remotely=True, access=replace(last.access, transport=Transport()))
+    for name, fake in {
+        "read_hosts": lambda config: (Host("spare"), *last.hosts.values()),
+        "kill_ranks": lambda *given: None,
+        "_find_unreachable": lambda *given: {"node1"},
+        "clean_up_left_out_hosts": lambda *given: None,
+        "gather_cluster": lambda *given: last,
+    }.items():
+        monkeypatch.setattr(f"cpuft.launch.restart.{name}", fake)
+    tried, launch = AttemptResult(75, unreachable=frozenset({"node1"})), Launch(script(2), "/runs/none", {})
+    with pytest.raises(CpuftError, match="host node2 is broken"):
+        plan_next_attempt(launch, RestartHistory(last), RunPlan(), last, tried, "why")
+
+
 def test_a_restart_does_not_take_a_host_that_could_not_be_asked_for_one_without_checkpoints(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 
 from cpuft.errors import CpuftError, Interrupted
-from cpuft.execute import run_step
+from cpuft.execute import run_stages, run_step
 from cpuft.hosts import ssh_config
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import supervise
@@ -37,7 +37,7 @@ from cpuft.launch.supervise import (
     StuckError,
     run_as_head_host,
 )
-from cpuft.plans import RunPlan, Setting, Step
+from cpuft.plans import Plan, RunPlan, Setting, Step
 from cpuft.rank import kill
 from cpuft.rank.diagnostics import HANG_MARK
 from cpuft.rank.interruption import HEARTBEAT_FILE
@@ -552,6 +552,14 @@ def test_a_signal_counts_more_than_what_is_found_while_the_ranks_are_ended(first
         run_step(Step("ranks", ("sleep", "60")), os.environ, None, watch)
     assert stopped.value.exit_code == 143
     assert list(signals) == []
+
+
+@pytest.mark.parametrize("name, why", [("missing", "No such file or directory"), ("plain", "Permission denied")])
+def test_a_step_whose_program_cannot_be_run_ends_the_plan_with_one_line(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("#!/bin/sh\n")
+    plan = Plan(((Step("train", (f"{tmp_path}/{name}",)),),))
+    with pytest.raises(CpuftError, match=rf"^train: failed \(.*{why}.*\): look$"):
+        run_stages(plan, 0.0, lambda line: None, "look")
 
 
 def test_a_supervisor_does_not_wait_for_ever_for_an_earlier_one(tmp_path: Path) -> None:

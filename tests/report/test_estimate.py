@@ -292,14 +292,14 @@ def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        (recorded(2), "runs/np-1 has 2 steps: run 5 or more"),
+        (recorded(3), "runs/np-1 has 3 steps: run 4 or more"),
         (recorded(ranks=2, world_size=2), "runs/np-2 ran on 2 ranks: an estimate needs a run with --np 1"),
         (
             replace(recorded(), resumptions=[ResumedLine(9, 0, 4, [], "ccl", "bf16", "", "")]),
             "runs/np-1 was resumed on 4 ranks after update 9: an estimate needs a run on one rank",
         ),
         (recorded(options={"sync_every": 8}), "runs/np-1 ran with --sync-every 8, and an estimate is for ranks that"),
-        (make_record(), "runs/np-1 has 1 step: run 5 or more"),
+        (make_record(), "runs/np-1 has 1 step: run 4 or more"),
         (replace(recorded(), header=make_record().header), "does not hold the sizes of its gradients"),
         (recorded(options={"grad_compression": "late"}), "the bytes that late sends are not known before a run"),
         (
@@ -311,6 +311,10 @@ def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
 def test_a_record_without_what_is_needed(record: Record, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
         read_job(record)
+
+
+def test_the_fewest_steps_that_the_message_names_suffice() -> None:
+    assert read_job(recorded(4)).step_seconds > 0
 
 
 def test_a_link_file_without_all_reduces() -> None:

@@ -15,6 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.facts import find_free_port
 from cpuft.schedulers.base import JobLaunch
 from cpuft.schedulers.job_node import Keys, Node, parse_node, parse_registration
+from tests.conftest import run_shell
 from tests.schedulers.jobs import SECRET, Job, command_of, open_job, shell, variables_of, wait_until_said
 
 CHILD = {
@@ -181,6 +182,17 @@ def test_a_node_gives_up_without_a_main_node(tmp_path: Path) -> None:
         assert job.end() == [75]
     assert job.said(1).startswith("cpuft: error: node 1 did not reach the main node 127.0.0.1 port")
     assert job.said(1).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [("work true", 75, "cpuft: error: [Errno 2] No usable temporary directory"), ("--register .", 255, "")],
+    ids=["the main node", "registering there"],
+)
+def test_a_full_disk_lets_another_attempt_try(words: str, code: int, said: str, tmp_path: Path) -> None:
+    job = variables_of("batch", 0, 3, "") | {"CPUFT_JOB_TOKEN": SECRET, "SSH_CONNECTION": "10.0.0.2 1 10.0.0.1 2"}
+    done = run_shell(f"ulimit -f 0; python -m cpuft.schedulers.job_node {words}", **job, TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stderr[: len(said)], done.stderr.count("\n")) == (code, said, int(bool(said)))
 
 
 @pytest.mark.parametrize(

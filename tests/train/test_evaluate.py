@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,13 @@ def lines(values: list[float], metric: str = "accuracy") -> list[EvaluationLine]
 
 @pytest.mark.parametrize(
     ("metric", "values", "best"),
-    [("accuracy", [0.1, 0.3, 0.3, 0.2], 2), ("perplexity", [9.0, 7.0, 8.0, 7.0], 2), ("accuracy", [0.5], 1)],
+    [
+        ("accuracy", [0.1, 0.3, 0.3, 0.2], 2),
+        ("perplexity", [9.0, 7.0, 8.0, 7.0], 2),
+        ("accuracy", [0.5], 1),
+        ("pearson", [math.nan, 0.1, 0.2, math.nan], 3),
+        ("pearson", [math.nan, math.nan], 1),
+    ],
 )
 def test_the_first_of_the_best_evaluations_is_the_best(metric: str, values: list[float], best: int) -> None:
     found = find_best(lines(values, metric), metric)

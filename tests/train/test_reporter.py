@@ -22,13 +22,13 @@ class Clock:
         return self.now
 
 
-def show(seconds: list[float], style: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Show steps of 32 samples that took so many seconds each."""
+def show(seconds: list[float], style: str, monkeypatch: pytest.MonkeyPatch, at_once: int = 1) -> None:
+    """Show steps of 32 samples that took so many seconds each; as many lines as `at_once` come at the same time."""
     clock = Clock()
     monkeypatch.setattr("cpuft.train.reporter.time", clock)
     shown = Progress(style, rank=0)
-    for taken, line in zip(seconds, make_steps(len(seconds), [0.1], samples=32)):
-        clock.now += taken
+    for number, (taken, line) in enumerate(zip(seconds, make_steps(len(seconds), [0.1], samples=32))):
+        clock.now += sum(seconds[number : number + at_once]) if number % at_once == 0 else 0.0
         shown.show_step(replace(line, step_seconds=taken), len(seconds))
     shown.show_evaluation_start(10)
 
@@ -42,6 +42,15 @@ def test_speed_and_time_left_leave_out_the_warm_up(
     assert [line.partition("  loss ")[2][8:] for line in lines] == [
         f"64.0 samples/s  {0.5 * (30 - step):.0f} s left" for step in range(3, 31, 3)
     ]
+
+
+def test_the_speed_of_lines_that_come_many_at_once_is_that_of_their_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several ranks complete the lines of a second together, which are more than those whose mean is shown."""
+    show([0.02] * 400, "lines", monkeypatch, at_once=50)
+    rates = re.findall(r"([0-9.]+) samples/s  (\d+) s left", capsys.readouterr().err)
+    assert rates == [("1600.0", f"{0.02 * (400 - step):.0f}") for step in range(40, 401, 40)]
 
 
 def test_speed_is_that_of_the_last_twenty_steps(

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence, Set
@@ -19,6 +20,7 @@ from cpuft.comm.backends.base import Backend
 from cpuft.errors import CpuftError, install_command
 from cpuft.rank.process import find_shared_memory
 from cpuft.rank.world import is_started_by_srun, parse_world
+from cpuft.serialization import is_count
 
 # Values of the enums `datatype` and `reduction` of oneCCL 2021's oneapi/ccl/types.hpp.
 _TYPES = {
@@ -35,6 +37,7 @@ _TYPES = {
 _REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3}
 _HEADER_BYTES = 16
 _pointer, _size = ctypes.c_void_p, ctypes.c_size_t
+_MOST_WORKERS = 64
 _SLACK_MICROSECONDS = 500
 """How late a sleeping oneCCL worker that shares its core may wake up; Linux' default is 50."""
 
@@ -63,7 +66,8 @@ def _preload(name: str, distribution: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """Load oneCCL once, and return the shim, the library of C functions `cpuft_ccl_*`; CpuftError: one is missing.
+    """Load oneCCL once, and return the shim, the library of C functions `cpuft_ccl_*`. Raises CpuftError: a
+    library is missing, or CCL_WORKER_COUNT is wrong.
 
     It sets those variables of `worker_settings` in os.environ that are not set yet.
     """
@@ -90,10 +94,16 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
     """Return the variables CCL_* that oneCCL needs in a process that `cpuft launch` has not started.
 
     `cores` are the hardware threads that this rank may use, at least one; workers get the last ones, and sleep
-    (CCL_YIELD) if they share one with computing. Without PMI_RANK or with srun, also the local rank and size.
+    (CCL_YIELD) if they share one with computing. Without PMI_RANK or with srun, also the local rank and size. Raises
+    CpuftError: CCL_WORKER_COUNT is no number of workers.
     """
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("MPI_LOCALNRANKS") or "1"
-    workers = int(environment.get("CCL_WORKER_COUNT", "1")) * int(local_size)
+    count = environment.get("CCL_WORKER_COUNT", "1")
+    if not is_count(count, most=_MOST_WORKERS):
+        raise CpuftError(
+            f"CCL_WORKER_COUNT is {count[:40]!r}: set it to a number from 1 to {_MOST_WORKERS}, or unset it"
+        )
+    workers = int(count) * int(local_size)
     last_first = sorted(cores, reverse=True)
     settings = {
         # Without workers oneCCL must not be called from two threads, and by default it has none if cores are few.
@@ -105,7 +115,8 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
         "CCL_ATL_SHM": "1",
     }
     affinity = environment.get("CCL_WORKER_AFFINITY", settings["CCL_WORKER_AFFINITY"])
-    if cores.intersection(int(core) for core in affinity.split(",") if core.isdigit()):
+    ranges = re.findall("([0-9]{1,9})-?([0-9]{0,9})", affinity)
+    if any(int(first) <= core <= int(last or first) for first, last in ranges for core in cores):
         # A worker that shares a core with computing must sleep while it waits, where oneCCL's default is to spin. The
         # shim explains why sched_yield does not suffice.
         settings["CCL_YIELD"] = "sleep"

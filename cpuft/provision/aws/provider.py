@@ -205,9 +205,10 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         if find_lacking(found):
             states = Counter(one.state for one in found.instances)
             counts = ", ".join(f"{states[name]} {name}" for name in sorted(states))
+            down = f"`cpuft provision down {self.name}`"
+            advice = f"remove them with {down}" if state == "running" else f"look at the EC2 console, and repeat {down}"
             raise CpuftError(
-                f"after {seconds / 60:.0f} minutes, not all instances of {self.name} are {state} ({counts}): remove "
-                f"them with `cpuft provision down {self.name}`"
+                f"after {seconds / 60:.0f} minutes, not all instances of {self.name} are {state} ({counts}): {advice}"
             )
         for one in found.instances:
             if one.id in wanted and one.state != state:

@@ -40,7 +40,7 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
 
     `files` are contents by name: STATE, and RECORD or VALUES. They are on the disk (fsync) when this returns. A
     checkpoint of the same update and rank is replaced, and those of all ranks that are older than this rank's newest
-    two, or its only one, are removed. Raises OSError, after which the checkpoints of other updates are still there.
+    two are removed. Raises OSError, after which the checkpoints of other updates are still there.
     """
     target = root / f"{update:09}.{rank}"
     new = root / f"{target.name}{_NEW}"
@@ -64,8 +64,9 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
         raise
     _sync(root)
     updates = sorted(number for number, path in list_checkpoints(root) if path.suffix == f".{rank}")
+    oldest = updates[-CHECKPOINTS_KEPT] if len(updates) >= CHECKPOINTS_KEPT else 0
     for number, path in list_checkpoints(root):
-        if number < updates[-CHECKPOINTS_KEPT:][0]:
+        if number < oldest:
             _remove(path)
     return target
 

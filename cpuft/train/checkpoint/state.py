@@ -37,7 +37,7 @@ _STEP = "step"
 
 
 @dataclass(frozen=True)
-class _Place:
+class TensorPlace:
     """Where a tensor lies in a block; `start` is in bytes."""
 
     dtype: torch.dtype
@@ -46,9 +46,11 @@ class _Place:
 
     @property
     def nbytes(self) -> int:
+        """The tensor's size in the block."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def view(self, block: Tensor) -> Tensor:
+        """Return the tensor, which shares the memory of the block."""
         return block[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -149,12 +151,12 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
 
 def lay_out(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], frozen: str = ""
-) -> tuple[bytes, dict[str, _Place]]:
+) -> tuple[bytes, dict[str, TensorPlace]]:
     """Return a safetensors header, and each tensor's place in the file. KeyError: a dtype is not in TYPE_NAMES."""
     header: dict[str, Any] = {"__metadata__": {"frozen": frozen}} if frozen else {}
-    places, end = dict[str, _Place](), 0
+    places, end = dict[str, TensorPlace](), 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):  # so that every one is aligned
-        places[name] = place = _Place(dtype, shape, end)
+        places[name] = place = TensorPlace(dtype, shape, end)
         end += place.nbytes
         header[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [place.start, end]}
     text = json.dumps(header).encode()

@@ -303,17 +303,24 @@ def test_down_terminates_all_instances_although_aws_has_forgotten_one(
 
 
 @pytest.mark.parametrize(
-    ("state", "wanted", "minutes"), [("pending", "running", 5), ("shutting-down", "terminated", 10)]
+    ("state", "wanted", "minutes", "advice"),
+    [("pending", "running", 5, "remove them with"), ("shutting-down", "terminated", 10, "look at the EC2 console")],
 )
 def test_waiting_for_instances_has_a_time_limit(
-    state: str, wanted: str, minutes: int, region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    state: str,
+    wanted: str,
+    minutes: int,
+    advice: str,
+    region: Region,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = make_aws(region, tmp_path)
     found = Resources(NOW, instances=(make_instance(1, state=state), make_instance(2, state=wanted)))
     monkeypatch.setattr(lab, "_find_resources", lambda: found)
     lab._wait_for(wanted, {"i-2"}, 60.0 * minutes)
     assert region.seconds == 0
-    said = rf"after {minutes} minutes, not all instances of lab are {wanted} \(.*1 {state}.*\): remove them with `cpuft"
+    said = rf"after {minutes} minutes, not all instances of lab are {wanted} \(.*1 {state}.*\): {advice}"
     with pytest.raises(CpuftError, match=said):
         lab._wait_for(wanted, {"i-1", "i-2"}, 60.0 * minutes)
     assert 60 * minutes <= region.seconds < 60 * minutes + 5

@@ -70,6 +70,13 @@ def test_another_ranks_are_left_until_they_are_older(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
+def test_a_ranks_first_one_removes_none_of_others(tmp_path: Path) -> None:
+    """If it is damaged, a run that was resumed on other ranks needs those of the ranks before."""
+    for update, rank in ((4, 0), (5, 0), (7, 1)):
+        write(tmp_path, update, rank)
+    assert names(tmp_path) == ["000000004.0", "000000005.0", "000000007.1"]
+
+
 def test_only_checkpoints_of_ours_are_taken_away(tmp_path: Path) -> None:
     own = ["1.0", "000000001.0.txt", "000000001.x", "best.new", "notes.old"]
     for name in own:
