@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,19 @@ from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.checkpoint.writer import CheckpointWriter, wait_for_disks
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.ranks import gather
+
+DEFAULT_TIME_SHARE = 0.02
+"""Share of a run's time that checkpoints may cost if `--checkpoint-every` is not given."""
+
+
+def is_due(writer: CheckpointWriter) -> bool:
+    """Return whether it is time for a writer's next checkpoint; never while the last one is being written.
+
+    `writer.every` is the time between two in seconds; below 0, they may cost DEFAULT_TIME_SHARE of the time; inf: none
+    is ever due.
+    """
+    every = writer.every if writer.every >= 0 else writer.cost / DEFAULT_TIME_SHARE
+    return time.monotonic() - writer.begun >= every and not writer.is_writing
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ class Checkpoints:
             return Requests()
         if is_interrupted():
             return Requests(stop=True)
-        return Requests(checkpoint=self.writer is not None and self.writer.rank == 0 and self.writer.is_due())
+        return Requests(checkpoint=self.writer is not None and self.writer.rank == 0 and is_due(self.writer))
 
     def write(self, update: int, is_best: bool = False) -> None:
         """Begin to write a checkpoint after an update; each rank writes one or contributes to others'. Collective.

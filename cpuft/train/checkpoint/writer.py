@@ -28,8 +28,6 @@ from cpuft.train.checkpoint.files import (
 )
 from cpuft.train.checkpoint.state import TrainingState
 
-DEFAULT_TIME_SHARE = 0.02
-"""Share of a run's time that checkpoints may cost if `--checkpoint-every` is not given."""
 _ASSUMED_BYTES_PER_SECOND = 150e6
 """Speed at which a checkpoint is copied, hashed and written, until the first one was measured."""
 _DISK_DAYS = 1
@@ -66,18 +64,19 @@ class CheckpointWriter:
     ) -> None:
         """Begin to allocate the memory of the copy on a thread.
 
-        `every`: seconds between two checkpoints; below 0, they may cost DEFAULT_TIME_SHARE of the time; inf: none is
-        ever due. `contribute` takes part in the snapshots of other writers and is called if this rank makes none.
+        `every` is that of `policy.is_due`. `contribute` takes part in the snapshots of other writers and is called if this rank makes none.
         """
         self.rank = rank
         self.record: list[str] = []
         self.cost = state.nbytes / _ASSUMED_BYTES_PER_SECOND
         """Seconds that the last checkpoint cost: the pause of training and the thread's CPU time; first an estimate."""
         self._contribute = contribute
-        self._state, self._root, self._every = state, root, every
+        self.every = every
+        self.begun = time.monotonic()
+        """time.monotonic() when the last checkpoint was begun, or this object was made."""
+        self._state, self._root = state, root
         self._block = torch.empty(0 if math.isinf(every) else state.nbytes, dtype=torch.uint8)
         self._has_warned = self._is_written = False
-        self._last = time.monotonic()
         # Touching fresh memory takes longer than copying into it. The thread spares the first checkpoint that time.
         self._thread = threading.Thread(target=self._block.zero_, daemon=True)
         self._thread.start()
@@ -97,10 +96,10 @@ class CheckpointWriter:
         if self.rank:  # rank 0 writes the record itself, which has its updates
             note_update(self._root, update, self.rank)
 
-    def is_due(self) -> bool:
-        """Return whether it is time for the next checkpoint; never while the last one is being written."""
-        every = self._every if self._every >= 0 else self.cost / DEFAULT_TIME_SHARE
-        return time.monotonic() - self._last >= every and not self._thread.is_alive()
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread writes a checkpoint, or allocates the memory of the first one."""
+        return self._thread.is_alive()
 
     def write(
         self,
@@ -117,15 +116,15 @@ class CheckpointWriter:
         waits for it or, with `skip_if_busy`, only contributes to those of other ranks. `last_line` ends the record in
         this checkpoint. Returns whether it is on the disk, always False without `wait`.
         """
-        if skip_if_busy and self._thread.is_alive():
+        if skip_if_busy and self.is_writing:
             self._contribute()
             return False
         self._thread.join()
-        self._last = time.monotonic()
+        self.begun = time.monotonic()
         self._block = self._block if len(self._block) else torch.empty(self._state.nbytes, dtype=torch.uint8)
         self._state.snapshot(self._block)
         record = [*self.record, *([format_line(last_line)] if last_line else [])]
-        arguments = (update, record, time.monotonic() - self._last, is_best)
+        arguments = (update, record, time.monotonic() - self.begun, is_best)
         self._thread = threading.Thread(target=self._write_to_disk, args=arguments, daemon=True)
         self._thread.start()
         if wait:

@@ -17,9 +17,10 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Record, format_line
 from cpuft.train.checkpoint.files import list_checkpoints, read_newest, remove_after, remove_all, write_checkpoint
+from cpuft.train.checkpoint.policy import DEFAULT_TIME_SHARE, is_due
 from cpuft.train.checkpoint.resume import describe_other_job, resume
 from cpuft.train.checkpoint.state import TrainingState
-from cpuft.train.checkpoint.writer import DEFAULT_TIME_SHARE, CheckpointWriter, choose_writer_ranks
+from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks
 from tests.comm.ranks import mpirun
 from tests.records import make_steps
 from tests.train.checkpoint.training import CONFIG, HEADER, compare, go, go_on, make_loop, make_writer
@@ -40,9 +41,9 @@ def test_the_interval_is_as_asked_or_follows_from_the_cost(tmp_path: Path) -> No
     for writer in (asked, often, measured):
         writer.finish()
     measured.cost = 3600.0 * DEFAULT_TIME_SHARE
-    assert [writer.is_due() for writer in (asked, often, measured)] == [False, True, False]
+    assert [is_due(writer) for writer in (asked, often, measured)] == [False, True, False]
     measured.cost = 0.0
-    assert measured.is_due()
+    assert is_due(measured)
     measured.write(1, wait=True)
     assert 0 < measured.cost < 10
 
