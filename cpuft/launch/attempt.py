@@ -87,7 +87,7 @@ def run_attempt(
         with secrets, registration, ThreadPoolExecutor(1) as background:
             background.submit(keep_bundles, plan, cluster)  # no rank waits for it, and no run fails by it
             if cluster.works_remotely:
-                return run_on_head_host(plan, run_dir, state, cluster, time_limit, say, request)
+                return run_remotely(plan, run_dir, state, cluster, time_limit, say, request)
             return run_as_head_host(plan, run_dir, state, time_limit, cluster.access.transport, request)
     except Interrupted as stopped:
         what = "nothing had started"
@@ -103,7 +103,7 @@ def run_attempt(
         raise
 
 
-def run_on_head_host(
+def run_remotely(
     plan: RunPlan, run_dir: str, state: RunState, cluster: Cluster, time_limit: float, say: Say, request: StopRequest
 ) -> int:
     """Carry out a plan on another head host, fetch its run folder, clean up the hosts, and return the exit code.

@@ -1,4 +1,4 @@
-"""Run one attempt on this machine: start mpirun, watch the ranks, and ask or force them to stop."""
+"""Run one attempt on the head host, where this process is: start mpirun, watch the ranks, ask or force them to stop."""
 
 from __future__ import annotations
 

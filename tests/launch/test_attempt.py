@@ -21,7 +21,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.transport import SshTransport
-from cpuft.launch.attempt import run_attempt, run_on_head_host
+from cpuft.launch.attempt import run_attempt, run_remotely
 from cpuft.launch.inputs import make_bundle
 from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.results import HeadHostLostError
@@ -196,7 +196,7 @@ def test_a_launch_whose_inputs_cannot_be_sent_may_be_repeated(
     for _ in range(2):
         state = begin_state(here, run_dir, plan.owner)
         with pytest.raises(CpuftError, match=r"send rows\.csv to localhost: failed"):
-            run_on_head_host(replace(plan, inputs=((send,),)), run_dir, state, here, 0.0, print, StopRequest())
+            run_remotely(replace(plan, inputs=((send,),)), run_dir, state, here, 0.0, print, StopRequest())
     assert Path(here.work_dir(run_dir)).parent.exists() == is_resumed
     assert Path(here.folder).is_relative_to(tmp_path)
 

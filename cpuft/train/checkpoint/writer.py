@@ -64,7 +64,8 @@ class CheckpointWriter:
     ) -> None:
         """Begin to allocate the memory of the copy on a thread.
 
-        `every` is that of `policy.is_due`. `contribute` takes part in the snapshots of other writers and is called if this rank makes none.
+        `every` is that of `policy.is_due`. `contribute` takes part in the snapshots of other writers and is called if
+        this rank makes none.
         """
         self.rank = rank
         self.record: list[str] = []
