@@ -324,10 +324,11 @@ void group_rows(const int64_t *ids, int64_t *order, int64_t *starts, int64_t *ro
         if (ids[i] != left_out) order[places[size_t(ids[i])]++] = i;
 }
 
-// Row u of y is the sum of the rows order[starts[u]] to order[starts[u + 1] - 1] of x: the gradient of a table's row.
+// Row places[u] of y, or row u if `places` is null, becomes the sum of the rows order[starts[u]] to order[starts[u + 1] -
+// 1] of x: the gradient of a table's row.
 template <class T>
-void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, T *y, int64_t rows, int64_t cols,
-                    int threads) {
+void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, const int64_t *places, T *y, int64_t rows,
+                    int64_t cols, int threads) {
     constexpr int64_t STRIP = 8 * W;  // columns that a thread adds up at a time: few rows may have many summands
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
     for (int64_t u = 0; u < rows; u++)
@@ -338,29 +339,36 @@ void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, T *
                 for (int64_t j = first; j < end; j += W)
                     sums[(j - first) / W] += get(x + order[i] * cols + j, lanes_of(j, end));
             for (int64_t j = first; j < end; j += W)
-                put(y + u * cols + j, sums[(j - first) / W], lanes_of(j, end));
+                put(y + (places ? places[u] : u) * cols + j, sums[(j - first) / W], lanes_of(j, end));
         }
 }
 
-// The sum of the squares of at most BLOCK numbers: 16 partial sums of rounded products on all CPUs.
-template <class G> float square_block(const G *x, int64_t n, uint32_t zero) {
-    vec sums[PARTIAL_SUMS / W]{};
+// squares[b] = the sum of the squares of `n` numbers from x + b * BLOCK on, for each of N blocks: 16 partial sums of
+// rounded products on all CPUs. Several blocks at a time, because the additions of one wait for each other.
+template <int64_t N, class G> void square_blocks(const G *x, int64_t n, uint32_t zero, float *squares) {
+    vec sums[N][PARTIAL_SUMS / W]{};
     auto add = [&](vec &sum, vec v) { sum += rounded(v * v, zero); };
     int64_t i = 0;
     for (; i + PARTIAL_SUMS <= n; i += PARTIAL_SUMS)
-        for (int64_t k = 0; k < PARTIAL_SUMS / W; k++) add(sums[k], get(x + i + k * W, W));
-    for (int64_t k = 0; i < n; i += W, k++) add(sums[k], get(x + i, lanes_of(i, n)));
-    float lanes[PARTIAL_SUMS];
-    std::memcpy(lanes, sums, sizeof lanes);
-    for (int64_t half = PARTIAL_SUMS / 2; half; half /= 2)
-        for (int64_t k = 0; k < half; k++) lanes[k] += lanes[k + half];
-    return lanes[0];
+#pragma GCC unroll 4
+        for (int64_t b = 0; b < N; b++)
+#pragma GCC unroll 4
+            for (int64_t k = 0; k < PARTIAL_SUMS / W; k++) add(sums[b][k], get(x + b * BLOCK + i + k * W, W));
+    for (int64_t b = 0; b < N; b++) {
+        for (int64_t j = i, k = 0; j < n; j += W, k++) add(sums[b][k], get(x + b * BLOCK + j, lanes_of(j, n)));
+        float lanes[PARTIAL_SUMS];
+        std::memcpy(lanes, sums[b], sizeof lanes);
+        for (int64_t half = PARTIAL_SUMS / 2; half; half /= 2)
+            for (int64_t k = 0; k < half; k++) lanes[k] += lanes[k + half];
+        squares[b] = lanes[0];
+    }
 }
 
 // *sum += the sum of the squares of all numbers of `count` gradients. It has the same bits on all CPUs and with any
 // number of threads, because all ranks scale their gradients by it: blocks are added in their order.
 template <class G>
 void square_sum(const G *const *grads, const int64_t *sizes, double *sum, int64_t count, int threads) {
+    constexpr int64_t AT_ONCE = 4;
     std::vector<int64_t> first(size_t(count) + 1);
     for (int64_t k = 0; k < count; k++) first[size_t(k) + 1] = first[size_t(k)] + (sizes[k] + BLOCK - 1) / BLOCK;
     std::vector<float> squares(static_cast<size_t>(first.back()));
@@ -369,8 +377,16 @@ void square_sum(const G *const *grads, const int64_t *sizes, double *sum, int64_
     for (int64_t k = 0; k < count; k++) {
         float *of_blocks = squares.data() + first[size_t(k)];
 #pragma omp for schedule(static) nowait
-        for (int64_t start = 0; start < sizes[k]; start += BLOCK)
-            of_blocks[start / BLOCK] = square_block(grads[k] + start, std::min(BLOCK, sizes[k] - start), zero);
+        for (int64_t start = 0; start < sizes[k]; start += AT_ONCE * BLOCK) {
+            const G *x = grads[k] + start;
+            float *to = of_blocks + start / BLOCK;
+            int64_t left = sizes[k] - start;
+            if (left >= AT_ONCE * BLOCK)
+                square_blocks<AT_ONCE>(x, BLOCK, zero, to);
+            else
+                for (; left > 0; left -= BLOCK, x += BLOCK)
+                    square_blocks<1>(x, std::min(BLOCK, left), zero, to++);
+        }
     }
     for (float one : squares) *sum += double(one);
 }
@@ -413,13 +429,21 @@ template <class G> bool is_still(const G *grad, const float *first, const float 
 // in one pass with the rounding to the compute weights (null: there are none). Gradients are multiplied by `gain`.
 // Without decay, a block whose gradient and moments are all zero is skipped, which does not change the result: that is
 // most of an embedding. For a parameter with rows of `widths` numbers, `awake` is zero for rows that are known to be
-// such blocks, so that they need not be read to find out; null where this is unknown.
+// such blocks, so that they need not be read to find out; null where this is unknown. Each number of `steps`, how often
+// a parameter was updated, is increased first. `rates` are the learning rate and both betas.
 template <class G>
 void adamw(float *const *master, bf16 *const *compute, const G *const *grad, float *const *first,
-           float *const *second, const uint8_t *const *awake, const int64_t *sizes, const int64_t *widths,
-           int64_t count, float rest1, float rest2, float eps, float shrink,
-           float pull, float step, float root, float gain, int threads) {
-    Adam a{rest1, rest2, eps, shrink, pull, step, root, gain};
+           float *const *second, const uint8_t *const *awake, float *const *steps, const int64_t *sizes,
+           const int64_t *widths, const double *rates, int64_t count, float eps, float shrink, float pull, float gain,
+           int threads) {
+    std::vector<Adam> settings;
+    for (int64_t k = 0; k < count; k++) {
+        double number = *steps[k] += 1.0f;
+        double step = rates[0] / (1.0 - std::pow(rates[1], number));
+        double root = std::pow(1.0 - std::pow(rates[2], number), -0.5);
+        settings.push_back({float(1.0 - rates[1]), float(1.0 - rates[2]), eps, shrink, pull, float(step), float(root),
+                            gain});
+    }
     bool skips = shrink == 1.0f && pull == 0.0f;
 #pragma omp parallel num_threads(threads)
     for (int64_t k = 0; k < count; k++) {
@@ -432,7 +456,8 @@ void adamw(float *const *master, bf16 *const *compute, const G *const *grad, flo
             const G *g = grad[k] + start;
             float *m = first[k] + start, *v = second[k] + start;
             if (skips && !wakes && is_still(g, m, v, n)) continue;
-            adamw_block(master[k] + start, compute[k] ? compute[k] + start : nullptr, g, m, v, n, a);
+            adamw_block(master[k] + start, compute[k] ? compute[k] + start : nullptr, g, m, v, n,
+                        settings[size_t(k)]);
         }
     }
 }
