@@ -131,12 +131,21 @@ inline void pack_last_rows(const bf16 *a, int64_t inner, int64_t rows, int64_t b
         std::memcpy(y, reinterpret_cast<const word *>(a + i * inner) + first, size_t(count) * sizeof(word));
 }
 
-// sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. `row` is the distance of two rows of A in words.
+// sums (32, 32) = a b, or += if `adds`, of 32 rows of A, `stride` words apart, and a panel.
 // Meanwhile, the sums of the block `before` are rounded and written, and memory is asked for those of this block, which
-// `after` writes: 4 rows in each of the first 8 steps.
-inline void multiply_with_panel(const word *a, int64_t row, const word *panel, float *sums, int64_t words, bool adds,
+// `after` writes: at most a row behind each product of tiles, because the tile unit waits where several rows follow each
+// other.
+inline void multiply_with_panel(const word *a, int64_t stride, const word *panel, float *sums, int64_t words, bool adds,
                                 Rounding &before, const Rounding &after) {
     constexpr int64_t LINE = 4 * BLOCK_COLS;
+    int64_t row = 0, credit = 0;
+    auto write_some = [&]() __attribute__((always_inline)) {
+        credit += 16 * BLOCK_ROWS / 4;
+        if (credit < words) return;
+        credit -= words;
+        after.prefetch(row++);
+        if (before.is_left()) before.write_row();
+    };
     float *lower = sums + 16 * BLOCK_COLS;
     if (adds) {
         _tile_loadd(0, sums, LINE);
@@ -152,15 +161,16 @@ inline void multiply_with_panel(const word *a, int64_t row, const word *panel, f
     for (int64_t k = 0; k < words; k += 16, a += 16) {
         _tile_stream_loadd(6, panel + k * BLOCK_COLS, LINE);
         _tile_stream_loadd(7, panel + k * BLOCK_COLS + 16, LINE);
-        _tile_loadd(4, a, 4 * row);
-        _tile_loadd(5, a + 16 * row, 4 * row);
+        _tile_loadd(4, a, 4 * stride);
+        _tile_loadd(5, a + 16 * stride, 4 * stride);
         _tile_dpbf16ps(0, 4, 6);
+        write_some();
         _tile_dpbf16ps(1, 4, 7);
+        write_some();
         _tile_dpbf16ps(2, 5, 6);
+        write_some();
         _tile_dpbf16ps(3, 5, 7);
-        if (k >= 16 * BLOCK_ROWS / 4) continue;
-        for (int64_t i = 0; i < 4; i++) after.prefetch(k / 4 + i);
-        for (int64_t i = 0; i < 4 && before.is_left(); i++) before.write_row();
+        write_some();
     }
     before.finish();
     _tile_stored(0, sums, LINE);
