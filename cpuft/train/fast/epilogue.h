@@ -17,8 +17,9 @@ struct Pair {
     vec low, high;
 };
 inline Pair get_pair(const bf16 *p, __mmask32 mask) {
-    __m512i both = _mm512_maskz_loadu_epi16(mask, p);
-    return {widen(read<half>(&both)), widen(read<half>(reinterpret_cast<const uint16_t *>(&both) + W))};
+    auto widened = [](__m256i x) { return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); };
+    return {widened(_mm256_maskz_loadu_epi16(__mmask16(mask), p)),
+            widened(_mm256_maskz_loadu_epi16(__mmask16(mask >> 16), p + W))};
 }
 // If `past_caches`, all 32 numbers are written, which are a whole cache line.
 inline void put_pair(bf16 *p, Pair x, __mmask32 mask, bool past_caches) {
@@ -87,7 +88,8 @@ struct Rounding {
           rows(std::min(BLOCK_ROWS, rows - row)), cols(std::min(BLOCK_COLS, cols - col)) {}
     bool is_left() const { return next < rows; }
     // Asks for the memory of a row while its sums are still being made: without it, each row of 64 bytes is waited for.
-    void prefetch(int64_t row) const {
+    // GCC leaves out calls of a function that only prefetches, so it must not be a call.
+    [[gnu::always_inline]] void prefetch(int64_t row) const {
         if (row >= rows) return;
         if (!epilogue.past_caches) {
             __builtin_prefetch(to + row * stride, 1);

@@ -48,6 +48,11 @@ constexpr int64_t CHUNK_BYTES = 1200000;
 // Longer sums are made in parts of SPLIT_INNER numbers: 32 rows of so many fit into the first-level cache of 48 KB with
 // the sums.
 constexpr int64_t MOST_INNER = 1024, SPLIT_INNER = 384;
+// Where fewer than LEAST_CHUNK panels would stay in the second-level cache, all rows would be read for every few columns.
+// Then parts of LONG_CHUNK panels stay, LONG_INNER numbers of the sums at a time.
+constexpr int64_t LEAST_CHUNK = 8, LONG_CHUNK = 16, LONG_INNER = 512;
+// The largest number of blocks of rows whose sums wait beside the panels for the next numbers.
+constexpr int64_t MOST_WAITING = 16;
 // The largest number of sums of a part of a weight's gradient. They take 1.8 MB; with parts of 0.8 or 1.2 MB, a step of
 // MiniLM or BERT-base was not faster.
 constexpr int64_t PART_SUMS = 450000;
@@ -123,20 +128,28 @@ inline void transpose_step(const bf16 *a, int64_t inner, int64_t rows, int64_t b
     exchange(pairs, BLOCK_ROWS, y, stride, W, BLOCK_ROWS);
 }
 
-// `count` words from word `first` on of A's rows from `begin` on: a copy of the last rows, so that nothing behind them
-// is read.
-inline void pack_last_rows(const bf16 *a, int64_t inner, int64_t rows, int64_t begin, int64_t first, int64_t count,
-                           word *y) {
-    for (int64_t i = begin; i < rows; i++, y += count)
+// `count` words from word `first` on of A's rows from `begin` on: a copy of at most a block.
+inline void copy_rows(const bf16 *a, int64_t inner, int64_t rows, int64_t begin, int64_t first, int64_t count,
+                      word *y) {
+    for (int64_t i = begin; i < std::min(rows, begin + BLOCK_ROWS); i++, y += count)
         std::memcpy(y, reinterpret_cast<const word *>(a + i * inner) + first, size_t(count) * sizeof(word));
 }
 
-// sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. `row` is the distance of two rows of A in words.
+// sums (32, 32) = a b, or += if `adds`, of 32 rows of A, `stride` words apart, and a panel.
 // Meanwhile, the sums of the block `before` are rounded and written, and memory is asked for those of this block, which
-// `after` writes: 4 rows in each of the first 8 steps.
-inline void multiply_with_panel(const word *a, int64_t row, const word *panel, float *sums, int64_t words, bool adds,
+// `after` writes: at most a row behind each product of tiles, because the tile unit waits where several rows follow each
+// other.
+inline void multiply_with_panel(const word *a, int64_t stride, const word *panel, float *sums, int64_t words, bool adds,
                                 Rounding &before, const Rounding &after) {
     constexpr int64_t LINE = 4 * BLOCK_COLS;
+    int64_t row = 0, credit = 0;
+    auto write_some = [&]() __attribute__((always_inline)) {
+        credit += 16 * BLOCK_ROWS / 4;
+        if (credit < words) return;
+        credit -= words;
+        after.prefetch(row++);
+        if (before.is_left()) before.write_row();
+    };
     float *lower = sums + 16 * BLOCK_COLS;
     if (adds) {
         _tile_loadd(0, sums, LINE);
@@ -152,15 +165,16 @@ inline void multiply_with_panel(const word *a, int64_t row, const word *panel, f
     for (int64_t k = 0; k < words; k += 16, a += 16) {
         _tile_stream_loadd(6, panel + k * BLOCK_COLS, LINE);
         _tile_stream_loadd(7, panel + k * BLOCK_COLS + 16, LINE);
-        _tile_loadd(4, a, 4 * row);
-        _tile_loadd(5, a + 16 * row, 4 * row);
+        _tile_loadd(4, a, 4 * stride);
+        _tile_loadd(5, a + 16 * stride, 4 * stride);
         _tile_dpbf16ps(0, 4, 6);
+        write_some();
         _tile_dpbf16ps(1, 4, 7);
+        write_some();
         _tile_dpbf16ps(2, 5, 6);
+        write_some();
         _tile_dpbf16ps(3, 5, 7);
-        if (k >= 16 * BLOCK_ROWS / 4) continue;
-        for (int64_t i = 0; i < 4; i++) after.prefetch(k / 4 + i);
-        for (int64_t i = 0; i < 4 && before.is_left(); i++) before.write_row();
+        write_some();
     }
     before.finish();
     _tile_stored(0, sums, LINE);
@@ -176,12 +190,15 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
                          int64_t inner, bool b_is_transposed, int threads) {
     int64_t words = inner / 2, blocks = ceil_div(rows, BLOCK_ROWS), panels = ceil_div(cols, BLOCK_COLS);
     int64_t chunk = std::clamp(CHUNK_BYTES / (4 * BLOCK_COLS * words), int64_t(1), panels);
+    bool is_long = chunk < std::min(LEAST_CHUNK, panels);
+    if (is_long) chunk = LONG_CHUNK;
     int64_t chunks = ceil_div(panels, chunk);
     chunk = ceil_div(panels, chunks);
-    int64_t parts = std::clamp(ceil_div(16 * int64_t(threads), chunks), int64_t(1), blocks);
-    int64_t split = inner > MOST_INNER ? SPLIT_INNER / 2 : words;
-    // Sums of the blocks that wait for more steps, or of this block and the one before; and the last rows of A.
-    int64_t most_sums = std::max<int64_t>(chunk, 2) * BLOCK_SUMS;
+    int64_t parts = std::clamp(ceil_div((is_long ? 8 : 16) * int64_t(threads), chunks), int64_t(1), blocks);
+    int64_t split = is_long ? LONG_INNER / 2 : inner > MOST_INNER ? SPLIT_INNER / 2 : words;
+    if (split < words) parts = std::max(parts, ceil_div(blocks, MOST_WAITING));
+    // Sums of the blocks that wait for more steps, or of this block and the one before; and copied rows of A.
+    int64_t waiting = split < words ? ceil_div(blocks, parts) * chunk : 2, most_sums = waiting * BLOCK_SUMS;
     int64_t of_thread = most_sums + BLOCK_ROWS * split, of_panels = panels * words * BLOCK_COLS;
     // Sums of columns by part, not by thread: which thread takes a task differs from run to run.
     int64_t of_columns = epilogue.column_sums ? panels * BLOCK_COLS : 0;
@@ -201,7 +218,7 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
                 for (int64_t p = 0; p < panels; p++)
                     zip_step(b, inner, cols, p * BLOCK_COLS, k, packed + (p * words + k) * BLOCK_COLS);
         }
-        word *own = packed + of_panels + omp_get_thread_num() * of_thread, *last_rows = own + most_sums;
+        word *own = packed + of_panels + omp_get_thread_num() * of_thread, *copied = own + most_sums;
         float *sums = reinterpret_cast<float *>(own);
         float *column_sums = reinterpret_cast<float *>(packed + of_panels + threads * of_thread);
         Epilogue own_epilogue = epilogue;
@@ -216,17 +233,20 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
                 std::fill(own_epilogue.column_sums + first * BLOCK_COLS, own_epilogue.column_sums + end * BLOCK_COLS,
                           0.0f);
             }
-            for (int64_t i = part * blocks / parts; i < (part + 1) * blocks / parts; i++) {
-                for (int64_t k = 0; k < words; k += split) {
+            int64_t top = part * blocks / parts, bottom = (part + 1) * blocks / parts;
+            for (int64_t k = 0; k < words; k += split)
+                for (int64_t i = top; i < bottom; i++) {
                     int64_t count = std::min(split, words - k), begin = i * BLOCK_ROWS, row = words;
                     const word *left = reinterpret_cast<const word *>(a) + begin * row + k;
                     bool is_last = k + count == words;
-                    if (begin + BLOCK_ROWS > rows) {
-                        pack_last_rows(a, inner, rows, begin, k, count, last_rows);
-                        left = last_rows, row = count;
+                    // Nothing behind A is read; and rows that begin 4 KB or 8 KB apart would push each other out of the
+                    // first-level cache.
+                    if (is_long || begin + BLOCK_ROWS > rows) {
+                        copy_rows(a, inner, rows, begin, k, count, copied);
+                        left = copied, row = count;
                     }
                     for (int64_t p = first; p < end; p++) {
-                        float *to = sums + (split < words ? p - first : turn++ & 1) * BLOCK_SUMS;
+                        float *to = sums + (split < words ? (i - top) * chunk + p - first : turn++ & 1) * BLOCK_SUMS;
                         const word *panel = packed + (p * words + k) * BLOCK_COLS;
                         Rounding after;
                         if (is_last) after = {to, c, own_epilogue, begin, p * BLOCK_COLS, rows, cols};
@@ -234,7 +254,6 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
                         if (is_last) before = after;
                     }
                 }
-            }
         }
         before.finish();
         _mm_sfence();  // what was written past the caches is visible to the other threads from here on

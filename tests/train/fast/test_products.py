@@ -14,8 +14,9 @@ from tests.train.fast.encoders import relative_error
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
-SIZES = [(1, 1, 32), (33, 31, 64), (100, 80, 1088), (70, 420, 416), (1030, 96, 384), (40, 33, 45)]
-"""Rows, columns and numbers to sum over: with and without whole tiles, and with sums that are split."""
+SIZES = [(1, 1, 32), (33, 31, 64), (100, 80, 1088), (70, 420, 416), (1030, 96, 384), (270, 550, 2400), (40, 33, 45)]
+"""Rows, columns and numbers to sum over: with and without whole tiles, and with sums that are split; for the sixth, not
+all columns of the right factor fit into the second-level cache."""
 
 
 def make_factors(rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor, Tensor]:
