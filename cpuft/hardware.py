@@ -136,7 +136,7 @@ def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float) -
     """Return fp32 for a bf16 whose products were measured to be clearly slower than those in fp32: the CPU multiplies
     bf16, but this build of torch does not use that, as some builds for Arm.
     """
-    if chosen.name != "bf16" or teraflops > _WORTH * fp32_teraflops:
+    if chosen.name != "bf16" or teraflops >= _WORTH * fp32_teraflops:
         return chosen
     return Precision("fp32", f"bf16 is slower with this torch ({teraflops:.2f} TFLOP/s measured)")
 
@@ -144,7 +144,9 @@ def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float) -
 def _describe_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:
     if bf16_flag:
         return f"warning: bf16, which this CPU multiplies ({bf16_flag}), is as fast or faster"
-    vnni = next((flag for flag in ("avx512_vnni", "avx_vnni", "i8mm") if flag in cpu_flags), "")
+    if "asimd" in cpu_flags:
+        return "as you asked; torch does not use Arm's instructions for it"
+    vnni = next((flag for flag in ("avx512_vnni", "avx_vnni") if flag in cpu_flags), "")
     return (
         f"as you asked; this CPU multiplies 8-bit numbers ({vnni})"
         if vnni

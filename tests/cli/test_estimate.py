@@ -52,10 +52,11 @@ def test_a_table_of_hosts_with_a_verdict(run_dir: Path) -> None:
     ],
 )
 def test_another_cpu_than_the_recorded_one_is_told(
-    tmp_path: Path, flags: tuple[str, ...], rented: str, told: str
+    run_dir: Path, tmp_path: Path, flags: tuple[str, ...], rented: str, told: str
 ) -> None:
-    write(make_record(cpu_flags=list_deciding(flags)), tmp_path / "run")
-    done = run_cpuft("estimate", str(tmp_path / "run"), "--instance", rented, "--hosts", "1,2")
+    record = read_record(str(run_dir))
+    write(replace(record, header=replace(record.header, cpu_flags=list_deciding(flags))), tmp_path / "other")
+    done = run_cpuft("estimate", str(tmp_path / "other"), "--instance", rented, "--hosts", "1,2")
     assert ("unlike the recorded CPU" in done.stdout) == bool(told), done.stderr
     assert told in done.stdout
 
