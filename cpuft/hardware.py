@@ -11,7 +11,10 @@ from cpuft.errors import CpuftError
 ARCHITECTURES = ("x86_64", "aarch64")
 """Architectures of hosts on which cpuft trains, as in uname -m."""
 PRECISIONS = ("auto", "bf16", "fp32", "int8")
-DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+DECIDING_FLAGS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"),
+    *("asimd", "sve", "bf16", "i8mm"),  # of Arm; only its CPUs have asimd, and all of them
+)
 CLASSES = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX512_BF16, no AMX",
@@ -32,6 +35,9 @@ _ISAS: dict[str, tuple[tuple[str, ...], str, str]] = {
 """Value of ONEDNN_MAX_CPU_ISA -> prefixes of the CPU flags that oneDNN then does not use (its documentation, "CPU
 dispatcher control"), value of -march within this limit, and the flag of CPUs that run such code."""
 _ANY = ((), "native", "")
+_WORTH = 0.8
+"""Speed of products in bf16, as a share of those in fp32, from which bf16 is worth it: it also halves what is read and
+written, and speeds are measured with noise."""
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's name for its own
 
 
@@ -73,6 +79,11 @@ def compiler_target(max_isa: str, flags: Collection[str]) -> str:
     """Return the -march value for a value of ONEDNN_MAX_CPU_ISA: "native" if it is unknown or the CPU lacks the ISA."""
     _, target, needed = _ISAS.get(max_isa.upper(), _ANY)
     return target if needed in flags else "native"
+
+
+def list_deciding(flags: Collection[str]) -> list[str]:
+    """Return the DECIDING_FLAGS among these flags of a CPU, as a record has them."""
+    return [flag for flag in DECIDING_FLAGS if flag in flags]
 
 
 def cpu_class(flags: tuple[str, ...]) -> str:
@@ -121,10 +132,21 @@ def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> 
     return Precision("bf16", f"warning: emulated, this CPU has {missing}: slower than fp32")
 
 
+def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float) -> Precision:
+    """Return fp32 for a bf16 whose products were measured to be clearly slower than those in fp32: the CPU multiplies
+    bf16, but this build of torch does not use that, as some builds for Arm.
+    """
+    if chosen.name != "bf16" or teraflops >= _WORTH * fp32_teraflops:
+        return chosen
+    return Precision("fp32", f"bf16 is slower with this torch ({teraflops:.2f} TFLOP/s measured)")
+
+
 def _describe_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:
     if bf16_flag:
         return f"warning: bf16, which this CPU multiplies ({bf16_flag}), is as fast or faster"
-    vnni = next((flag for flag in ("avx512_vnni", "avx_vnni", "i8mm") if flag in cpu_flags), "")
+    if "asimd" in cpu_flags:
+        return "as you asked; torch does not use Arm's instructions for it"
+    vnni = next((flag for flag in ("avx512_vnni", "avx_vnni") if flag in cpu_flags), "")
     return (
         f"as you asked; this CPU multiplies 8-bit numbers ({vnni})"
         if vnni

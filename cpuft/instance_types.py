@@ -20,18 +20,19 @@ class InstanceType:
     name: str
     cores: int
     """Number of physical cores."""
-    amx: bool
+    cpu: str
+    """One of CPUS."""
     gbits_per_second: float
     """Network rate in Gbit/s, as the seller states it."""
     dollars_per_hour: float
     """Approximate list price per hour on demand, in US dollars."""
     dated: str
-    arm: bool = False
-    """Whether its CPU is an Arm CPU."""
 
 
-INSTANCE_COLUMNS = ("name", "cores", "amx", "gbits_per_second", "dollars_per_hour", "dated")
-"""The head line of a table of instances; amx is yes, no, or arm for an Arm CPU."""
+INSTANCE_COLUMNS = ("name", "cores", "cpu", "gbits_per_second", "dollars_per_hour", "dated")
+"""The head line of a table of instances."""
+CPUS = ("amx", "x86", "arm")
+"""Kinds of CPUs in such a table: x86-64 with AMX, x86-64 without, and aarch64."""
 
 
 def parse_instance_types(text: str, path: str) -> dict[str, InstanceType]:
@@ -48,8 +49,10 @@ def parse_instance_types(text: str, path: str) -> dict[str, InstanceType]:
 def _parse_words(words: list[str]) -> InstanceType:
     if len(words) != len(INSTANCE_COLUMNS):
         raise ValueError(f"{len(words)} columns, not {len(INSTANCE_COLUMNS)}")
-    name, cores, amx, rate, price, dated = words
-    made = InstanceType(name, int(cores), amx == "yes", float(rate), float(price), dated, amx == "arm")
+    name, cores, cpu, rate, price, dated = words
+    made = InstanceType(name, int(cores), cpu, float(rate), float(price), dated)
+    if cpu not in CPUS:
+        raise ValueError(f"cpu is {cpu:.20}, not one of {', '.join(CPUS)}")
     if not (0 < made.cores < 10**6 and 0 < made.gbits_per_second < 10**6 and 0 <= made.dollars_per_hour < 10**6):
         raise ValueError("cores, rate and price must be positive numbers")
     return made

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -544,9 +544,10 @@ def read_measurements(header: Header) -> EarlierMeasurements:
     """Return what the first start of a run has measured, from the header of its record."""
     was_given = header.options.get("backend") != "auto" or header.world_size == 1
     backend = "" if was_given else header.backend
-    return EarlierMeasurements(header.world_size, backend, header.gradients, header.products, describe_products(header))
+    of = describe_products(header.cpu_model, header.cpu_flags, header.precision, header.versions.get("torch", ""))
+    return EarlierMeasurements(header.world_size, backend, header.gradients, header.products, of)
 
 
-def describe_products(header: Header) -> tuple[str, ...]:
-    """Return what decides the speed of matrix products: CPU model, each CPU flag, precision, torch's version or ""."""
-    return (header.cpu_model, *header.cpu_flags, header.precision, header.versions.get("torch", ""))
+def describe_products(cpu_model: str, cpu_flags: Sequence[str], precision: str, torch_version: str) -> tuple[str, ...]:
+    """Return in one tuple what the speed of matrix products depends on, with the flags among DECIDING_FLAGS."""
+    return (cpu_model, *cpu_flags, precision, torch_version)

@@ -11,6 +11,7 @@ from cpuft.hardware import (
     choose_precision,
     compiler_target,
     cpu_class,
+    drop_slow_bf16,
     effective_flags,
     parse_cpuinfo,
 )
@@ -107,6 +108,7 @@ def test_precision(wanted: str, flags: tuple[str, ...], name: str) -> None:
         (("avx512_vnni", "amx_bf16"), "warning: bf16, which this CPU multiplies (amx_bf16), is as fast or faster"),
         (("avx512_vnni",), "as you asked; this CPU multiplies 8-bit numbers (avx512_vnni)"),
         (("avx2",), "as you asked; this CPU has no instructions for it"),
+        (("asimd", "i8mm"), "as you asked; torch does not use Arm's instructions for it"),
     ],
 )
 def test_int8_says_what_it_is_worth(flags: tuple[str, ...], reason: str) -> None:
@@ -125,3 +127,11 @@ def test_arm_without_bf16_is_told_in_its_own_words() -> None:
     with pytest.raises(CpuftError, match=r"^this CPU has no bf16 instructions of Arm, "):
         choose_precision("bf16", False, graviton2)
     assert choose_precision("auto", False, (*graviton2, "i8mm", "bf16")).reason == "this CPU multiplies bf16 (bf16)"
+
+
+def test_a_bf16_that_torch_multiplies_slowly_is_dropped() -> None:
+    bf16 = choose_precision("auto", False, ("asimd", "bf16"))
+    assert drop_slow_bf16(bf16, 0.5, 0.2) == drop_slow_bf16(bf16, 0.17, 0.2) == bf16
+    slow = Precision("fp32", "bf16 is slower with this torch (0.02 TFLOP/s measured)")
+    assert drop_slow_bf16(bf16, 0.02, 0.2) == slow
+    assert drop_slow_bf16(slow, 0.2, 0.2) == slow

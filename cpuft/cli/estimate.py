@@ -179,10 +179,11 @@ def _describe_instance(record: Record, rented: InstanceType | None) -> list[str]
     if rented is None:
         return []
     flags, other = record.header.cpu_flags, ""
-    if rented.arm != ("asimd" in flags):
-        other = f"it {'has' if rented.arm else 'lacks'} an Arm CPU"
-    elif rented.amx != ("amx_bf16" in flags):
-        other = f"it {'has' if rented.amx else 'lacks'} AMX"
+    is_arm, has_amx = rented.cpu == "arm", rented.cpu == "amx"
+    if is_arm != ("asimd" in flags):
+        other = f"it {'has' if is_arm else 'lacks'} an Arm CPU"
+    elif has_amx != ("amx_bf16" in flags):
+        other = f"it {'has' if has_amx else 'lacks'} AMX"
     advice = f"; {other}, unlike the recorded CPU: measure one before you rent many" if other else ""
     return [
         f"{rented.name}: {rented.cores} cores, {rented.gbits_per_second:g} Gbit/s, about "

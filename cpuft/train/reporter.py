@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.config.train import WorkerConfig
 from cpuft.errors import counted
-from cpuft.hardware import DECIDING_FLAGS, Cpu
+from cpuft.hardware import Cpu, list_deciding
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, ProgressEvent, format_evaluation, format_event
 from cpuft.record import (
     STEP_PHASES,
@@ -209,7 +209,7 @@ def make_header(
         backend=backend,
         precision=setup.precision,
         cpu_model=cpu.model,
-        cpu_flags=[flag for flag in DECIDING_FLAGS if flag in cpu.flags],
+        cpu_flags=list_deciding(cpu.flags),
         versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
         global_batch=setup.global_batch,
         parameters=count_parameters(model),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import os
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.hardware import choose_precision
+from cpuft.hardware import Cpu, choose_precision, drop_slow_bf16, list_deciding
 from cpuft.judge.baseline import KINDS
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
@@ -49,6 +50,7 @@ from cpuft.train.model import choose_lora
 from cpuft.train.objective.table import make_objective
 from cpuft.train.precision import format_products, measure_products, read_cpu
 from cpuft.train.ranks import (
+    broadcast_value,
     check_ranks,
     gather,
     join_process_group,
@@ -90,6 +92,11 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
             )
         )
         ranks = check_ranks(world)
+        products = find_products(cpu, precision.name, earlier)
+        if config.precision == "auto":  # rank 0 decides, because ranks do not measure quite the same
+            faster = broadcast_value(drop_slow_bf16(precision, products["teraflops"], products["fp32_teraflops"]))
+            if faster != precision:
+                precision, products = faster, find_products(cpu, faster.name, earlier)
         kernels, kernel_warning = find_kernels(config, ranks, worker.independent)
         if kernels == "absent" and not worker.independent:
             stack.enter_context(plain_torch())  # now, because layers keep the kernels with which they are made
@@ -116,8 +123,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         setup.observers += observers
 
         # Show and record what is trained.
-        header = make_header(setup, worker, ranks, choice.backend, cpu, kernels)
-        header = replace(header, products=find_products(header, earlier))
+        header = replace(make_header(setup, worker, ranks, choice.backend, cpu, kernels), products=products)
         reporter = RunReporter(Progress(worker.progress, world.rank))
         progress = reporter.progress
         progress.show_start(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
@@ -275,8 +281,7 @@ def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice |
     return Choice(earlier.backend, f"as measured when the run began{others}")
 
 
-def find_products(header: Header, earlier: EarlierMeasurements) -> dict[str, Any]:
+def find_products(cpu: Cpu, precision: str, earlier: EarlierMeasurements) -> dict[str, Any]:
     """Return what matrix products run on: as in `earlier` if CPU, precision and torch are equal, else measured now."""
-    if earlier.products and earlier.products_of == describe_products(header):
-        return earlier.products
-    return measure_products(header.precision)
+    of = describe_products(cpu.model, list_deciding(cpu.flags), precision, importlib.metadata.version("torch"))
+    return earlier.products if earlier.products and earlier.products_of == of else measure_products(precision)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.doctor.finding import findings_to_json
+from cpuft.hardware import list_deciding
 from cpuft.record import GradientSizes, Link, Record, Writer, read_record
 from tests.conftest import run_cpuft
 from tests.records import make_record
@@ -39,6 +40,25 @@ def test_a_table_of_hosts_with_a_verdict(run_dir: Path) -> None:
     assert [line.split()[0] for line in lines[4:7]] == ["1", "4", "64"]
     assert "* worth it: up to " in done.stdout
     assert "* c7i.8xlarge: 16 cores, 12.5 Gbit/s, about 1.428 dollars an hour (2025)." in lines
+
+
+@pytest.mark.parametrize(
+    "flags, rented, told",
+    [
+        (("asimd", "bf16"), "c8g.4xlarge", ""),
+        (("asimd", "bf16"), "c7i.8xlarge", "it lacks an Arm CPU, unlike the recorded CPU"),
+        (("avx2", "amx_bf16"), "c8g.4xlarge", "it has an Arm CPU, unlike the recorded CPU"),
+        (("avx2", "amx_bf16"), "c6i.16xlarge", "it lacks AMX, unlike the recorded CPU"),
+    ],
+)
+def test_another_cpu_than_the_recorded_one_is_told(
+    run_dir: Path, tmp_path: Path, flags: tuple[str, ...], rented: str, told: str
+) -> None:
+    record = read_record(str(run_dir))
+    write(replace(record, header=replace(record.header, cpu_flags=list_deciding(flags))), tmp_path / "other")
+    done = run_cpuft("estimate", str(tmp_path / "other"), "--instance", rented, "--hosts", "1,2")
+    assert ("unlike the recorded CPU" in done.stdout) == bool(told), done.stderr
+    assert told in done.stdout
 
 
 def test_numbers_for_programs(run_dir: Path) -> None:

@@ -95,7 +95,7 @@ from tests.train.decoders import CHATML, MARKED
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
 _PREDICTIONS = {"predictions": [dataclasses.asdict(Estimate(2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "bf16"))]}
-_INSTANCES = f"{','.join(INSTANCE_COLUMNS)}\nm7i.8xlarge,16,yes,12.5,1.6128,2026-01\n"
+_INSTANCES = f"{','.join(INSTANCE_COLUMNS)}\nm7i.8xlarge,16,amx,12.5,1.6128,2026-01\n"
 _LSCPU = "# CPU,Core,Socket,Node\n0,0,0,0\n1,1,0,0\n2,0,1,1\n"
 _SURVEY = (
     "os Debian\nkernel 6.1\npython 3.11.2\nfree_kb 100\nwheel a.whl 00\nsum_hosts 11\nauthorized ssh-ed25519 A b\n"

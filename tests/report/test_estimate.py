@@ -39,16 +39,13 @@ HEAD = ",".join(INSTANCE_COLUMNS)
 def test_our_own_table_is_one() -> None:
     found = parse_instance_types(TABLE.read_text(), "instances.csv")
     assert found["c6i.16xlarge"].cores == 32
-    assert not found["c6i.16xlarge"].amx
-    assert found["c7i.8xlarge"].amx
-    graviton = found["c8g.4xlarge"]
-    assert (graviton.arm, graviton.amx, graviton.cores) == (True, False, 16)
-    assert not found["c7i.8xlarge"].arm
+    kinds = {name: found[name].cpu for name in ("c6i.16xlarge", "c7i.8xlarge", "c8g.4xlarge", "c4a-highcpu-16")}
+    assert kinds == {"c6i.16xlarge": "x86", "c7i.8xlarge": "amx", "c8g.4xlarge": "arm", "c4a-highcpu-16": "arm"}
 
 
 def test_a_table_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
-    path.write_text(f"{HEAD}\nidle server,24,yes,1,0,2026\n")
+    path.write_text(f"{HEAD}\nidle server,24,amx,1,0,2026\n")
     assert find_instance("idle server", str(path)).gbits_per_second == 1
 
 
@@ -57,10 +54,11 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
     [
         ("", "line 0: its head is not name,cores,"),
         ("a,b\n", "line 1: its head is not name,cores,"),
-        (f"{HEAD}\nx,1,yes\n", "line 2: 3 columns, not 6"),
-        (f"{HEAD}\nx,many,yes,1,1,2026\n", "line 2: invalid literal"),
-        (f"{HEAD}\nx,0,yes,1,1,2026\n", "line 2: cores, rate and price must be positive"),
-        (f"{HEAD}\nx,1,yes,nan,1,2026\n", "line 2: cores, rate and price must be positive"),
+        (f"{HEAD}\nx,1,amx\n", "line 2: 3 columns, not 6"),
+        (f"{HEAD}\nx,many,amx,1,1,2026\n", "line 2: invalid literal"),
+        (f"{HEAD}\nx,0,amx,1,1,2026\n", "line 2: cores, rate and price must be positive"),
+        (f"{HEAD}\nx,1,yes,1,1,2026\n", "line 2: cpu is yes, not one of amx, x86, arm"),
+        (f"{HEAD}\nx,1,amx,nan,1,2026\n", "line 2: cores, rate and price must be positive"),
     ],
 )
 def test_a_broken_table_is_refused_by_line(text: str, said: str) -> None:

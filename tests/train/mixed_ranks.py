@@ -1,8 +1,9 @@
 """Run by mpirun: runs whose ranks are not alike, one after another. Usage: mixed_ranks.py JOBS.json [WORD ...].
 
 The file lists the configuration, run folder and port of each run. A word NAME=VALUE is a variable of rank 1 alone. With
-`damage`, rank 1 changes its parameters at the end. With `slow`, metrics take longer than a message may. Each rank
-writes RUN.RANK.json: how often it drew masks of training examples, and how often it computed metrics.
+`damage`, rank 1 changes its parameters at the end. With `slow`, metrics take longer than a message may. With `doubt`,
+bf16 is slow by what rank 0 measures, and fast by what rank 1 does. Each rank writes RUN.RANK.json: how often it drew
+masks of training examples, and how often it computed metrics.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch  # noqa: E402  (torch reads the variables)
 from cpuft.comm.registration import exit_process  # noqa: E402
 from cpuft.config.train import TrainConfig, WorkerConfig  # noqa: E402
 from cpuft.errors import CpuftError  # noqa: E402
+from cpuft.hardware import Cpu  # noqa: E402
 from cpuft.train import evaluate  # noqa: E402
 from cpuft.train.checkpoint.policy import Checkpoints  # noqa: E402
 from cpuft.train.objective.masked_lm import MaskedLanguageModelling  # noqa: E402
@@ -57,6 +59,10 @@ become_rank()
 patch = pytest.MonkeyPatch()
 patch.setattr(MaskedLanguageModelling, "mask_example", mask)
 patch.setattr(evaluate, "join", join)
+if "doubt" in words:
+    patch.setattr("cpuft.train.run.read_cpu", lambda: Cpu("Arm", ("asimd", "bf16")))
+    speeds = {"kernel": "", "teraflops": 0.4 if rank else 0.1, "fp32_teraflops": 0.2}
+    patch.setattr("cpuft.train.run.measure_products", lambda precision: speeds)
 if "damage" in words:
     patch.setattr(Checkpoints, "write_final", damage)
 code = 0

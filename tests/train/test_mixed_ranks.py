@@ -120,3 +120,10 @@ def test_ranks_draw_masks_of_their_own_examples_only(tmp_path: Path) -> None:
     for name, most in (("pieces", 8 * 4), ("words", 8 * 7)):
         for rank in range(2):
             assert json.loads((tmp_path / f"{name}.{rank}.json").read_text())["masks"] <= most
+
+
+def test_ranks_that_measure_different_speeds_train_in_the_precision_of_rank_0(tmp_path: Path) -> None:
+    done = train(tmp_path, {"auto": {"precision": "auto", "max_steps": 3}}, "doubt")
+    assert done.returncode == 0, done.stdout
+    assert read(tmp_path / "auto").header.precision == "fp32"
+    assert "fp32: bf16 is slower with this torch (0.10 TFLOP/s measured)" in done.stdout

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -51,4 +52,5 @@ def test_a_limit_of_onednn_hides_bf16_from_the_fast_path_too() -> None:
     code = "from cpuft.train.fast.acceleration import has_bf16_products; print(has_bf16_products())"
     environ = dict(os.environ) | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environ)
-    assert done.stdout == "False\n", done.stderr
+    still = has_bf16_products() and platform.machine() != "x86_64"  # oneDNN for Arm does not know AVX2
+    assert done.stdout == f"{still}\n", done.stderr

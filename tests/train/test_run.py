@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,8 +15,9 @@ import torch
 
 from cpuft.comm.backend_choice import Choice
 from cpuft.config.train import TrainConfig, WorkerConfig
+from cpuft.hardware import Cpu
 from cpuft.rank.world import World
-from cpuft.record import EarlierMeasurements, describe_products, read_measurements
+from cpuft.record import EarlierMeasurements, read_measurements
 from cpuft.train.checkpoint.files import FOLDER
 from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.exchange.compression_choice import choose_compression
@@ -80,7 +82,8 @@ HEADER = make_record(4, 4, backend="mpi", gradients="int8", products=PRODUCTS, o
 
 def test_it_comes_through_json_whole() -> None:
     measured = read_measurements(HEADER)
-    assert measured == EarlierMeasurements(4, "mpi", "int8", PRODUCTS, describe_products(HEADER))
+    of = ("Intel(R) Xeon(R)", "avx512f", "amx_bf16", "bf16", "2.13.0")
+    assert measured == EarlierMeasurements(4, "mpi", "int8", PRODUCTS, of)
     assert read_earlier_measurements(json.dumps(asdict(measured)), 4) == measured
     assert read_earlier_measurements("", 3) == EarlierMeasurements(3)
 
@@ -102,15 +105,18 @@ def test_a_backend_that_was_asked_for_or_had_no_rivals_was_not_measured(change: 
 
 
 def test_products_stay_on_such_a_cpu_and_are_measured_on_another() -> None:
-    assert find_products(HEADER, read_measurements(HEADER)) == PRODUCTS
+    cpu = Cpu("AMD EPYC", ("avx2", "sse2"))
+    own = replace(HEADER, cpu_model=cpu.model, cpu_flags=["avx2"], precision="fp32")
+    own = replace(own, versions={"torch": importlib.metadata.version("torch")})
+    assert find_products(cpu, "fp32", read_measurements(own)) == PRODUCTS
     for other in (
-        replace(HEADER, cpu_model="another"),
-        replace(HEADER, cpu_flags=["avx2"]),
-        replace(HEADER, precision="fp32"),
-        replace(HEADER, versions={"torch": "2.14"}),
+        replace(own, cpu_model="another"),
+        replace(own, cpu_flags=["avx2", "avx512f"]),
+        replace(own, precision="bf16"),
+        replace(own, versions={"torch": "2.14"}),
     ):
-        assert describe_products(other) != describe_products(HEADER)
-    found = find_products(replace(HEADER, precision="fp32"), read_measurements(HEADER))
+        assert read_measurements(other).products_of != read_measurements(own).products_of
+    found = find_products(cpu, "fp32", read_measurements(HEADER))
     assert found != PRODUCTS
     assert found["teraflops"] > 0
 

@@ -50,18 +50,65 @@ template <> inline vec add_product<Fused>(vec sums, uint32_t left, uvec right) {
 template <> inline vec add_product<bf16>(vec sums, uint32_t left, uvec right) {
 #if defined(__AVX512BF16__)
     return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(int(left)), (__m512bh)right);
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    return vbfdotq_f32(sums, vreinterpretq_bf16_u32(right), vreinterpretq_bf16_u32(vdupq_n_u32(left)));
 #else
     sums += as_float(left << 16) * (vec)(right << 16);
     return sums + as_float(left & 0xffff0000u) * (vec)(right & 0xffff0000u);
 #endif
 }
 
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+inline vec first_halves(vec x, vec y) { return vcombine_f32(vget_low_f32(x), vget_low_f32(y)); }
+inline vec second_halves(vec x, vec y) { return vcombine_f32(vget_high_f32(x), vget_high_f32(y)); }
+
+// multiply_block for bf16 with BFMMLA, which makes twice as many products as BFDOT: of two words of two rows, and of two
+// columns. A vector of sums has two columns of two rows. The number of words is even.
+template <int64_t N>
+inline void multiply_pairs(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c,
+                           int64_t c_stride, int64_t words, bool adds) {
+    vec sums[HIGH / 2][2 * N]{};
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < HIGH / 2; r++)
+#pragma GCC unroll 2
+        for (int64_t n = 0; n < N; n++)
+            if (adds) {
+                vec upper = read<vec>(c + 2 * r * c_stride + n * W), lower = read<vec>(c + (2 * r + 1) * c_stride + n * W);
+                sums[r][2 * n] = first_halves(upper, lower);
+                sums[r][2 * n + 1] = second_halves(upper, lower);
+            }
+    for (int64_t k = 0; k < words; k += 2) {
+        bfloat16x8_t right[2 * N];
+#pragma GCC unroll 2
+        for (int64_t n = 0; n < N; n++) {
+            uvec first = read<uvec>(b + k * b_stride + n * W), second = read<uvec>(b + (k + 1) * b_stride + n * W);
+            right[2 * n] = vreinterpretq_bf16_u32(vzip1q_u32(first, second));
+            right[2 * n + 1] = vreinterpretq_bf16_u32(vzip2q_u32(first, second));
+        }
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < HIGH / 2; r++) {
+            const word *upper = a + 2 * r * a_stride + k, *lower = upper + a_stride;
+            auto left = vreinterpretq_bf16_u32(vcombine_u32(vld1_u32(upper), vld1_u32(lower)));
+#pragma GCC unroll 4
+            for (int64_t n = 0; n < 2 * N; n++) sums[r][n] = vbfmmlaq_f32(sums[r][n], left, right[n]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < HIGH / 2; r++)
+#pragma GCC unroll 2
+        for (int64_t n = 0; n < N; n++) {
+            float *upper = c + 2 * r * c_stride + n * W;
+            vst1q_f32(upper, first_halves(sums[r][2 * n], sums[r][2 * n + 1]));
+            vst1q_f32(upper + c_stride, second_halves(sums[r][2 * n], sums[r][2 * n + 1]));
+        }
+}
+#endif
+
 // c (HIGH rows of N vectors) = a b, or c += a b if `adds`.
 template <class T, int64_t N>
 inline void multiply_block(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c,
                            int64_t c_stride, int64_t words, bool adds) {
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    if constexpr (sizeof(T) == 2) return multiply_pairs<N>(a, a_stride, b, b_stride, c, c_stride, words, adds);
+#endif
     vec sums[HIGH][N]{};
 #pragma GCC unroll 8
     for (int64_t r = 0; r < HIGH; r++)
@@ -171,7 +218,8 @@ template <class T> struct Tiles {
 #endif
 
 // c (rows, cols) = a (rows, inner) b (inner, cols), or c += a b if `adds`. Strides are in words. The memory of a and c
-// must extend to a multiple of ROWS<T> rows, that of b and c to a multiple of COLS<T> columns.
+// must extend to a multiple of ROWS<T> rows, that of b and c to a multiple of COLS<T> columns. `inner` is a multiple of
+// 4 for bf16.
 template <class T>
 void multiply(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c, int64_t c_stride,
               int64_t rows, int64_t cols, int64_t inner, bool adds = false) {

@@ -170,6 +170,7 @@ def test_all_processors_make_the_same_bits_of_the_same_messages() -> None:
     compiler, flags = find_compiler(os.environ), set(read_cpu_flags(os.environ))
     assert compiler is not None
     builds = {"haswell": {"avx2", "fma"}, "skylake-avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}}
+    builds |= {"armv8-a": {"asimd"}, "armv8.2-a+bf16": {"asimd", "bf16"}}
     runnable = [name for name, needed in builds.items() if needed <= flags]
     assert runnable
     wanted = make()
