@@ -7,16 +7,16 @@ kernel makes AdamW's updates; any other optimizer gets the masters in place of t
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from cpuft.kernels import Kernels, address_array, int64_array, kernels_for
+from cpuft.kernels import KERNEL_TYPES, Kernels, address_array, int64_array, kernels_for
 from cpuft.train.fast.token_embedding import EmbeddingGradient
 
 MASTERS_ATTRIBUTE = "_cpuft_masters"
@@ -73,8 +73,8 @@ class MasterWeights:
         self.mark_rounded(masters)
 
     def mark_rounded(self, parameters: Iterable[Tensor]) -> None:
-        """Record that the present values of these parameters are their masters, rounded to bf16."""
-        self._versions.update((parameter, parameter._version) for parameter in parameters)
+        """Record that the present values of those parameters that have masters are these, rounded to bf16."""
+        self._versions.update((p, p._version) for p in parameters if p in self._masters)
 
     @torch.no_grad()
     def _follow(self, parameter: Tensor) -> None:
@@ -225,21 +225,6 @@ class MasterStep(Optimizer):
         return run
 
 
-@dataclass(frozen=True)
-class ParameterUpdate:
-    """The tensors that one parameter's update reads and writes, all contiguous."""
-
-    weights: Tensor
-    """fp32: the master, or the parameter itself. The update writes to it."""
-    compute: Tensor | None
-    """bf16: the update writes the rounded weights to it; None where the parameter is fp32."""
-    grad: Tensor
-    state: dict[str, Any]
-    """torch's "step", and the fp32 moments "exp_avg" and "exp_avg_sq", to which the update writes."""
-    touched: Tensor | None = None
-    """(rows,) uint8, zero for rows of the weights whose gradient and moments are zero; None if that is unknown."""
-
-
 class FusedStep(MasterStep):
     """Mixed in before Adam or AdamW: `step` runs the C++ kernel. The state has torch's names, as in checkpoints."""
 
@@ -260,14 +245,7 @@ class FusedStep(MasterStep):
                 step.__wrapped__(self) if getattr(step, "hooked", False) else step()
             return loss
         for group in self.param_groups:
-            alike: dict[tuple[float, torch.dtype], list[ParameterUpdate]] = {}
-            updates = self._make_updates(group["params"])
-            # All at once: Python between the calls of torch would take longer than the kernel for a small model.
-            counts = torch.stack([update.state["step"] for update in updates]).tolist() if updates else []
-            for count, update in zip(counts, updates, strict=True):
-                alike.setdefault((count, update.grad.dtype), []).append(update)
-            for (count, _), some in alike.items():
-                _run_adamw(kernels, some, count, group, self.gradient_factor)
+            self._update(kernels, group)
         self.gradient_factor = 1.0
         return loss
 
@@ -284,47 +262,39 @@ class FusedStep(MasterStep):
         """Return the gradients of token embeddings by their weights."""
         return {one.embedding.weight: one.embedding for one in self.masters if one.embedding is not None}
 
-    def _make_updates(self, parameters: list[nn.Parameter]) -> list[ParameterUpdate]:
-        """Return the updates of the parameters that have a gradient, and count this step in their states."""
-        embeddings, updates = self.list_embeddings(), list[ParameterUpdate]()
-        parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        for parameter in parameters:
-            found = (master for one in self.masters if (master := one.get(parameter)) is not None)
-            master, state = next(found, None), self.state[parameter]
-            weights, compute = (parameter, None) if master is None else (master, parameter)
+    def _update(self, kernels: Kernels, group: dict[str, Any]) -> None:
+        """Make one step of AdamW, or of Adam, as in torch.optim, for the parameters of a group with a gradient."""
+        found = [(p, p.grad.contiguous()) for p in group["params"] if p.grad is not None]
+        parameters, masters = [p for p, _ in found], dict[int, Tensor]()
+        for one in self.masters:
+            masters.update((id(p), master) for p in parameters if (master := one.get(p)) is not None)
+        embeddings = {id(weight): embedding for weight, embedding in self.list_embeddings().items()}
+        alike = defaultdict[torch.dtype, list[tuple[int, ...]]](list)
+        for parameter, grad in found:
+            state, weights, compute = self.state[parameter], parameter, 0
+            if (master := masters.get(id(parameter))) is not None:
+                weights, compute = master, parameter.data_ptr()
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weights), torch.zeros_like(weights)
-            embedding = embeddings.get(parameter)
-            touched = None if embedding is None else embedding.touched_rows(state)
-            assert parameter.grad is not None
-            updates.append(ParameterUpdate(weights, compute, parameter.grad.contiguous(), state, touched))
-        if updates:
-            torch._foreach_add_([update.state["step"] for update in updates], 1)
-            torch.autograd.graph.increment_version(parameters)
+            elif state["step"].dtype != torch.float32:
+                state["step"] = state["step"].float()
+            embedding, awake, width = embeddings.get(id(parameter)), 0, 1
+            if embedding is not None and (touched := embedding.touched_rows(state)) is not None:
+                awake, width = touched.data_ptr(), weights.shape[1]
+            moments = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
+            count, sizes = state["step"].data_ptr(), (weights.numel(), width)
+            alike[grad.dtype].append((weights.data_ptr(), compute, grad.data_ptr(), *moments, awake, count, *sizes))
+        torch.autograd.graph.increment_version(parameters)
         for one in self.masters:
-            one.mark_rounded(parameter for parameter in parameters if parameter in one)
-        return updates
-
-
-def _run_adamw(
-    kernels: Kernels, updates: list[ParameterUpdate], count: float, group: dict[str, Any], factor: float = 1.0
-) -> None:
-    """Make one step of AdamW, or of Adam, as in torch.optim, by the kernel, for updates of one group with gradients of
-    one dtype; `count` is the number of this step, from 1.
-    """
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    rate, decay = float(group["lr"]), float(group["weight_decay"])
-    shrink, pull = (1.0 - rate * decay, 0.0) if group.get("decoupled_weight_decay") else (1.0, decay)
-    columns = [address_array([u.weights for u in updates]), address_array([u.compute for u in updates])]
-    columns.append(address_array([u.grad for u in updates]))
-    columns += [address_array([u.state[name] for u in updates]) for name in ("exp_avg", "exp_avg_sq")]
-    columns.append(address_array([u.touched for u in updates]))
-    sizes = int64_array([u.weights.numel() for u in updates])
-    widths = int64_array([1 if u.touched is None else u.weights.shape[1] for u in updates])
-    step, root = rate / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
-    scalars = (1.0 - beta1, 1.0 - beta2, float(group["eps"]), shrink, pull, step, root, factor)
-    kernels.run("adamw", updates[0].grad.dtype, *columns, sizes, widths, len(updates), *scalars)
+            one.mark_rounded(parameters)
+        rates = [float(rate) for rate in (group["lr"], *group["betas"])]
+        decay = float(group["weight_decay"])
+        shrink, pull = (1.0 - rates[0] * decay, 0.0) if group.get("decoupled_weight_decay") else (1.0, decay)
+        scalars = (float(group["eps"]), shrink, pull, self.gradient_factor)
+        for dtype, updates in alike.items():
+            columns = map(int64_array, zip(*updates, strict=True))
+            kernels.run("adamw", dtype, *columns, torch.tensor(rates, dtype=torch.float64), len(updates), *scalars)
 
 
 def clip_gradients(
@@ -346,7 +316,7 @@ def clip_gradients(
     parameters = [p for p, _ in found]
     grads = [grad for _, grad in found]
     kernels = optimizer.find_kernels() if isinstance(optimizer, FusedStep) else None
-    plain = any(g.is_sparse or not g.is_contiguous() or kernels_for(g) is None for g in grads)
+    plain = any(g.is_sparse or not (g.is_contiguous() and g.is_cpu and g.dtype in KERNEL_TYPES) for g in grads)
     mine = {id(p) for p in _list_parameters(optimizer)}
     others = any(id(p) not in mine for p in parameters)
     if kernels is None or plain or others or not isinstance(optimizer, FusedStep):
@@ -357,8 +327,10 @@ def clip_gradients(
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
         return float(total_norm)
     total, embeddings = torch.zeros((), dtype=torch.float64), optimizer.list_embeddings()
+    for weight, embedding in embeddings.items():
+        grads = [embedding.nonzero_part(g) if g is weight.grad else g for g in grads]
     for dtype in dict.fromkeys(g.dtype for g in grads):  # in one order, as the sum depends on it
-        some = [embeddings[p].nonzero_part(g) if p in embeddings else g for p, g in found if g.dtype == dtype]
+        some = [g for g in grads if g.dtype == dtype]
         sizes = int64_array([g.numel() for g in some])
         kernels.run("square_sum", dtype, address_array(some), sizes, total, len(some))
     if sum_over_ranks:

@@ -413,13 +413,21 @@ template <class G> bool is_still(const G *grad, const float *first, const float 
 // in one pass with the rounding to the compute weights (null: there are none). Gradients are multiplied by `gain`.
 // Without decay, a block whose gradient and moments are all zero is skipped, which does not change the result: that is
 // most of an embedding. For a parameter with rows of `widths` numbers, `awake` is zero for rows that are known to be
-// such blocks, so that they need not be read to find out; null where this is unknown.
+// such blocks, so that they need not be read to find out; null where this is unknown. Each number of `steps`, how often
+// a parameter was updated, is increased first. `rates` are the learning rate and both betas.
 template <class G>
 void adamw(float *const *master, bf16 *const *compute, const G *const *grad, float *const *first,
-           float *const *second, const uint8_t *const *awake, const int64_t *sizes, const int64_t *widths,
-           int64_t count, float rest1, float rest2, float eps, float shrink,
-           float pull, float step, float root, float gain, int threads) {
-    Adam a{rest1, rest2, eps, shrink, pull, step, root, gain};
+           float *const *second, const uint8_t *const *awake, float *const *steps, const int64_t *sizes,
+           const int64_t *widths, const double *rates, int64_t count, float eps, float shrink, float pull, float gain,
+           int threads) {
+    std::vector<Adam> settings;
+    for (int64_t k = 0; k < count; k++) {
+        double number = *steps[k] += 1.0f;
+        double step = rates[0] / (1.0 - std::pow(rates[1], number));
+        double root = std::pow(1.0 - std::pow(rates[2], number), -0.5);
+        settings.push_back({float(1.0 - rates[1]), float(1.0 - rates[2]), eps, shrink, pull, float(step), float(root),
+                            gain});
+    }
     bool skips = shrink == 1.0f && pull == 0.0f;
 #pragma omp parallel num_threads(threads)
     for (int64_t k = 0; k < count; k++) {
@@ -432,7 +440,8 @@ void adamw(float *const *master, bf16 *const *compute, const G *const *grad, flo
             const G *g = grad[k] + start;
             float *m = first[k] + start, *v = second[k] + start;
             if (skips && !wakes && is_still(g, m, v, n)) continue;
-            adamw_block(master[k] + start, compute[k] ? compute[k] + start : nullptr, g, m, v, n, a);
+            adamw_block(master[k] + start, compute[k] ? compute[k] + start : nullptr, g, m, v, n,
+                        settings[size_t(k)]);
         }
     }
 }
