@@ -77,15 +77,14 @@ def collate(rows: list[Row], length: int = 0) -> dict[str, Tensor]:
     input ids, token types (if the model has any), attention mask and labels.
     """
     longest = length or max(len(row["input_ids"]) for row in rows)
-    ids, types, mask = torch.zeros(3, len(rows), longest, dtype=torch.long)
-    for i, row in enumerate(rows):
-        size = len(row["input_ids"])
-        ids[i, :size] = torch.tensor(row["input_ids"])
-        types[i, :size] = torch.tensor(row.get("token_type_ids", 0))
-        mask[i, :size] = 1
-    labels = torch.tensor([row["label"] for row in rows])
-    types_of_tokens = {"token_type_ids": types} if "token_type_ids" in rows[0] else {}
-    return {"input_ids": ids, **types_of_tokens, "attention_mask": mask, "labels": labels}
+
+    def pad(lists: list[list[int]]) -> Tensor:
+        return torch.from_numpy(np.array([one + [0] * (longest - len(one)) for one in lists]))
+
+    names: list[str] = [name for name in ("input_ids", "token_type_ids") if name in rows[0]]
+    inputs = {name: pad([row[name] for row in rows]) for name in names}
+    mask = pad([[1] * len(row["input_ids"]) for row in rows])
+    return {**inputs, "attention_mask": mask, "labels": torch.tensor([row["label"] for row in rows])}
 
 
 def length_grouped(rows: list[Row], seed: int, batch: int) -> list[list[Row]]:
@@ -219,9 +218,11 @@ def load(workload: Workload) -> tuple[Any, list[Row]]:
 def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Row]], None]:
     """Return a function that makes one update: forward, backward, clip to norm 1, optimizer step."""
 
+    parameters = list(model.parameters())
+
     def step(rows: list[Row]) -> None:
         model(**collate(rows)).loss.backward()
-        clip_gradients(optimizer, model.parameters(), 1.0)
+        clip_gradients(optimizer, parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
