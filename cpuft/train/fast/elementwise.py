@@ -7,7 +7,7 @@ takes 16 bits of word `e // 4` of the random stream SplitMix64 and is kept if th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -52,12 +52,16 @@ def draw_mask(p: float, training: bool) -> Mask:
     """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536 (1 becomes 65535/65536); `NO_MASK` if
     that is 0 or not `training`. The seed is from torch's generator, so that gradient checkpointing repeats it.
     """
-    threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
-    if threshold == 0:
-        return NO_MASK
+    return draw_masks([p if training else 0.0])[0]
+
+
+def draw_masks(rates: Sequence[float]) -> list[Mask]:
+    """Return what `draw_mask` in training returns for each rate, one after another, in fewer calls of torch."""
+    thresholds = [min(round(p * LEVELS), LEVELS - 1) for p in rates]
     # random_() without a range leaves the sign bit zero.
-    seed = int(torch.empty((), dtype=torch.int64).random_(-(2**63), None).item())
-    return Mask(seed % _INT64, threshold)
+    drawn = torch.empty(sum(map(bool, thresholds)), dtype=torch.int64).random_(-(2**63), None).tolist()
+    seeds = iter(drawn)
+    return [Mask(next(seeds) % _INT64, threshold) if threshold else NO_MASK for threshold in thresholds]
 
 
 def _to_signed(value: int) -> int:

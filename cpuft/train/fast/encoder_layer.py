@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpuft.kernels import Kernels, address_array, kernels_for
+from cpuft.kernels import Kernels, int64_array, kernels_for
 from cpuft.train.fast.architectures import LayerParts
 from cpuft.train.fast.attention import Grid, bias_strides
 from cpuft.train.fast.elementwise import Mask, is_exact_gelu
@@ -33,12 +34,12 @@ class _Attention:
     score_mask: Mask
     mask: Mask
 
-    def run(self, name: str, tensors: tuple[Tensor | None, ...]) -> None:
-        """Run a kernel on these tensors, in the order of `AttentionHalf` in encoder_layer.h."""
+    def run(self, name: str, x: Tensor, addresses: list[int]) -> None:
+        """Run a kernel on arrays at these addresses, in the order of `AttentionHalf` in encoder_layer.h."""
         strides = (0, 0, 0) if self.bias is None else bias_strides(self.bias)
         sizes = (self.grid.batch, self.grid.length, self.heads, *strides)
         masks = (*self.score_mask.kernel_arguments, *self.mask.kernel_arguments)
-        _run(self.kernels, name, tensors, *sizes, self.factor, self.eps, *masks)
+        _run(self.kernels, name, x, addresses, *sizes, self.factor, self.eps, *masks)
 
 
 @dataclass(frozen=True)
@@ -49,76 +50,111 @@ class _FeedForward:
     eps: float
     mask: Mask
 
-    def run(self, name: str, tensors: tuple[Tensor | None, ...]) -> None:
-        """Run a kernel on these tensors, in the order of `FeedForwardHalf` in encoder_layer.h."""
-        _run(self.kernels, name, tensors, self.columns, self.eps, *self.mask.kernel_arguments)
+    def run(self, name: str, x: Tensor, addresses: list[int]) -> None:
+        """Run a kernel on arrays at these addresses, in the order of `FeedForwardHalf` in encoder_layer.h."""
+        _run(self.kernels, name, x, addresses, self.columns, self.eps, *self.mask.kernel_arguments)
 
 
-def _run(kernels: Kernels, name: str, tensors: tuple[Tensor | None, ...], *rest: int | float) -> None:
-    """Run a kernel; `rest` follows the shape of the first tensor, which is the half's input."""
-    x, done = tensors[0], torch.zeros(1, dtype=torch.int64)
-    assert x is not None
-    kernels.run(name, torch.bfloat16, address_array(tensors), done, *x.shape, *rest)
-    if not done.item():
+def _run(kernels: Kernels, name: str, x: Tensor, addresses: list[int], *rest: int | float) -> None:
+    """Run a kernel; `rest` follows the shape of the half's input `x`."""
+    done = int64_array([0])
+    kernels.run(name, torch.bfloat16, int64_array(addresses), done, *x.shape, *rest)
+    if not done[0]:
         raise MemoryError("there is not enough memory for the buffers of a matrix product: give a smaller --batch-size")
+
+
+def _find(*tensors: Tensor | None) -> list[int]:
+    """Return the addresses of tensors, 0 for None."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+# A half has one block of memory for what it keeps and one for what backward needs meanwhile, because the cores wait
+# while Python makes tensors.
+def _make_block(x: Tensor, columns: int) -> Tensor:
+    """Return memory for `columns` bf16 numbers per token."""
+    return x.new_empty(len(x) * columns)
+
+
+def _find_arrays(block: Tensor, x: Tensor, *columns: int) -> list[int]:
+    """Return the addresses of arrays with so many bf16 numbers per token in a block, and that of what follows."""
+    return list(accumulate((2 * len(x) * count for count in columns), initial=block.data_ptr()))
+
+
+_STATISTICS = 4
+"""The mean of each token and one over its standard deviation, both fp32, in bf16 numbers."""
 
 
 class _AttentionHalf(torch.autograd.Function):
     @staticmethod
+    def find_kept(block: Tensor, x: Tensor) -> list[int]:
+        """Return the addresses of what forward keeps: projections, context, the sum and its statistics."""
+        hidden = x.shape[1]
+        return _find_arrays(block, x, 3 * hidden, hidden, hidden, _STATISTICS // 2)
+
+    @staticmethod
     def forward(
         ctx: Any, x: Tensor, half: _Attention, packed_weight: Tensor, packed_bias: Tensor, *parameters: Tensor
     ) -> Tensor:
-        weight, bias, norm_weight, norm_bias = parameters[6:]
-        tokens, hidden = x.shape
-        packed, statistics = x.new_empty(tokens, 3 * hidden), torch.empty(2, tokens)
-        context, total, y = (torch.empty_like(x) for _ in range(3))
-        given = (x, packed_weight, packed_bias, weight, bias, norm_weight, norm_bias, half.bias, half.grid.rows)
-        half.run("attention_half_forward", (*given, packed, context, total, y, *statistics))
+        weight, _bias, norm_weight, _norm_bias = parameters[6:]
+        block, y = _make_block(x, 5 * x.shape[1] + _STATISTICS), torch.empty_like(x)
+        packed, context, total, *statistics = _AttentionHalf.find_kept(block, x)
+        given = _find(x, packed_weight, packed_bias, *parameters[6:], half.bias, half.grid.rows)
+        half.run("attention_half_forward", x, [*given, packed, context, total, y.data_ptr(), *statistics])
         ctx.half, ctx.projections = half, parameters[:3]
-        ctx.save_for_backward(x, packed_weight, weight, norm_weight, packed, context, total, statistics)
+        ctx.save_for_backward(x, packed_weight, weight, norm_weight, block)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, packed_weight, weight, norm_weight, packed, context, total, statistics = ctx.saved_tensors
-        half, hidden = ctx.half, x.shape[1]
+        x, packed_weight, weight, norm_weight, block = ctx.saved_tensors
+        half, hidden, dy = ctx.half, x.shape[1], dy.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dpacked_weight, dweight = make_gradient(packed_weight, ctx.projections), make_gradient(weight, [weight])
-        dpacked_bias, dbias, dnorm = x.new_empty(3 * hidden), x.new_empty(hidden), torch.zeros(2, hidden)
-        dtotal, dproduct, dcontext, dpacked = (torch.empty_like(one) for one in (x, x, x, packed))
-        given = (x, packed_weight, None, weight, None, norm_weight, None, half.bias, half.grid.rows)
-        kept = (packed, context, total, None, *statistics)
-        made = (dx, dpacked_weight, dpacked_bias, dweight, dbias, *dnorm)
-        scratch = (dtotal, dproduct, dcontext, dpacked)
-        half.run("attention_half_backward", (*given, *kept, dy.contiguous(), *made, *scratch))
-        own = (*torch.split(dpacked_weight, hidden), *torch.split(dpacked_bias, hidden))
-        return dx, None, None, None, *own, dweight, dbias, *dnorm
+        dbiases, dnorm = x.new_empty(4 * hidden), torch.zeros(2, hidden)
+        packed, context, total, *statistics = _AttentionHalf.find_kept(block, x)
+        scratch = _make_block(x, 6 * hidden)
+        given = _find(x, packed_weight, None, weight, None, norm_weight, None, half.bias, half.grid.rows)
+        made = [*_find(dx, dpacked_weight, dbiases, dweight), dbiases.data_ptr() + 6 * hidden, dnorm.data_ptr()]
+        arrays = [dy.data_ptr(), *made, made[-1] + 4 * hidden, *_find_arrays(scratch, x, hidden, hidden, hidden)]
+        half.run("attention_half_backward", x, [*given, packed, context, total, 0, *statistics, *arrays])
+        *packed_biases, dbias = torch.split(dbiases, hidden)
+        own = (*torch.split(dpacked_weight, hidden), *packed_biases)
+        return dx, None, None, None, *own, dweight, dbias, *dnorm.unbind()
 
 
 class _FeedForwardHalf(torch.autograd.Function):
     @staticmethod
+    def find_kept(block: Tensor, x: Tensor, columns: int) -> list[int]:
+        """Return the addresses of what forward keeps: inner activations, their slope, the sum and its statistics."""
+        return _find_arrays(block, x, columns, columns, x.shape[1], _STATISTICS // 2)
+
+    @staticmethod
     def forward(ctx: Any, x: Tensor, half: _FeedForward, *parameters: Tensor) -> Tensor:
         inner_weight, inner_bias, weight, _bias, norm_weight, _norm_bias = parameters
-        inner, slope = (x.new_empty(len(x), half.columns) for _ in range(2))
-        total, y, statistics = torch.empty_like(x), torch.empty_like(x), torch.empty(2, len(x))
-        half.run("feed_forward_half_forward", (x, *parameters, inner, slope, total, y, *statistics))
+        block, y = _make_block(x, 2 * half.columns + x.shape[1] + _STATISTICS), torch.empty_like(x)
+        inner, slope, total, *statistics = _FeedForwardHalf.find_kept(block, x, half.columns)
+        arrays = [*_find(x, *parameters), inner, slope, total, y.data_ptr(), *statistics]
+        half.run("feed_forward_half_forward", x, arrays)
         ctx.half = half
-        ctx.save_for_backward(x, inner_weight, inner_bias, weight, norm_weight, inner, slope, total, statistics)
+        ctx.save_for_backward(x, inner_weight, inner_bias, weight, norm_weight, block)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, inner_weight, inner_bias, weight, norm_weight, inner, slope, total, statistics = ctx.saved_tensors
+        x, inner_weight, inner_bias, weight, norm_weight, block = ctx.saved_tensors
+        half, hidden, dy = ctx.half, x.shape[1], dy.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dinner_weight, dinner_bias, dweight = (make_gradient(one, [one]) for one in (inner_weight, inner_bias, weight))
-        dbias, dnorm = x.new_empty(x.shape[1]), torch.zeros(2, x.shape[1])
-        scratch = (torch.empty_like(x), torch.empty_like(x), torch.empty_like(slope))
-        given = (x, inner_weight, None, weight, None, norm_weight, None, inner, slope, total, None, *statistics)
-        made = (dinner_weight, dinner_bias, dweight, dbias, *dnorm)
-        ctx.half.run("feed_forward_half_backward", (*given, dy.contiguous(), dx, *made, *scratch))
-        return dx, None, *made
+        dbias, dnorm = x.new_empty(hidden), torch.zeros(2, hidden)
+        inner, slope, total, *statistics = _FeedForwardHalf.find_kept(block, x, half.columns)
+        scratch = _make_block(x, 2 * hidden + half.columns)
+        given = [*_find(x, inner_weight, None, weight, None, norm_weight, None), inner, slope, total, 0, *statistics]
+        made = _find(dy, dx, dinner_weight, dinner_bias, dweight, dbias, dnorm)
+        arrays = [*given, *made, made[-1] + 4 * hidden, *_find_arrays(scratch, x, hidden, hidden)]
+        half.run("feed_forward_half_backward", x, arrays)
+        return dx, None, dinner_weight, dinner_bias, dweight, dbias, *dnorm.unbind()
 
 
 _attention_half: Callable[..., Tensor] = _AttentionHalf.apply

@@ -15,11 +15,10 @@ from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.disentangled import Distances, disentangled_attention
 from cpuft.train.fast.elementwise import (
     GATES,
-    NO_MASK,
     Mask,
     add_norm,
     apply_norm,
-    draw_mask,
+    draw_masks,
     dropout,
     dropout_add_norm,
     gelu,
@@ -45,17 +44,19 @@ def run_layer(parts: LayerParts, x: Tensor, layout: Layout, is_last: bool, given
     """
     training = parts.attention_module.training
     dropouts = (parts.attention_dropout, parts.attention_output_dropout, parts.outer_dropout)
-    run = _Run(parts, layout, is_last and layout.first_only, *(_draw_mask(one, training) for one in dropouts))
+    run = _Run(
+        parts, layout, is_last and layout.first_only, *draw_masks([_read_rate(one, training) for one in dropouts])
+    )
     if not parts.is_pre_norm:
         return run.post_norm(x, given.get("rel_embeddings"))
     return run.pre_norm(x, layout.read_angles(given["position_embeddings"]) if parts.is_rotated else None)
 
 
-def _draw_mask(module: nn.Module | float | None, training: bool) -> Mask:
-    """Draw the mask of a dropout, or of its rate in `training`; torch.nn.Identity, like None, drops nothing."""
+def _read_rate(module: nn.Module | float | None, training: bool) -> float:
+    """Return the rate of a dropout now, or its rate in `training`; torch.nn.Identity, like None, drops nothing."""
     if isinstance(module, nn.Module):
-        return draw_mask(getattr(module, "p", 0.0), module.training)
-    return NO_MASK if module is None else draw_mask(module, training)
+        return getattr(module, "p", 0.0) if module.training else 0.0
+    return module if module is not None and training else 0.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpuft.kernels import plain_torch
-from cpuft.train.fast.elementwise import FastDropout, Mask, draw_mask, kept_elements, masked
+from cpuft.train.fast.elementwise import FastDropout, Mask, draw_mask, draw_masks, kept_elements, masked
 from tests.train.fast.conftest import need_kernels
 
 COUNT = 1 << 20
@@ -54,6 +54,13 @@ def test_torch_seed_repeats_a_mask() -> None:
     first = draw_mask(0.1, True)
     torch.manual_seed(8)
     assert draw_mask(0.1, True) == first
+
+
+def test_masks_drawn_together_are_those_drawn_one_by_one() -> None:
+    torch.manual_seed(8)
+    wanted = [draw_mask(rate, True) for rate in (0.1, 0.0, 0.5, 0.1)]
+    torch.manual_seed(8)
+    assert draw_masks([0.1, 0.0, 0.5, 0.1]) == wanted
 
 
 def test_no_mask_outside_training_or_at_zero() -> None:
