@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +17,25 @@ from cpuft.train.fast.rotary import Angles
 MIN_PADDING = 0.05
 """Share of padding in a batch above which post-norm layers get packed tokens. With less, packing costs as much as
 padding does: with MiniLM and 32 examples of 64 positions on a CPU with AVX512_BF16, both cost the same at 2 to 9 %."""
+
+
+class _PickRows(torch.autograd.Function):
+    """The rows with these numbers, and zeros for the number of all rows; `back` are those of which the gradient is one.
+    torch copies, and adds up for the gradient, the rows of another tensor one by one on one thread."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, numbers: Tensor, back: Tensor) -> Tensor:
+        ctx.numbers, ctx.back = numbers, back
+        if len(numbers) > len(x):  # only then, some may be missing
+            x = torch.cat([x, x.new_zeros(1, x.shape[1])])
+        return x.index_select(0, numbers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _pick_rows(grad, ctx.back, ctx.numbers), None, None
+
+
+_pick_rows: Callable[..., Tensor] = _PickRows.apply
 
 
 @dataclass(frozen=True)
@@ -41,16 +63,25 @@ class Layout:
         rows = self.grid.rows
         return slice(None, None, self.length) if rows is None else rows[:: self.length]
 
+    @functools.cached_property
+    def _targets(self) -> Tensor:
+        """(batch * length,) int64: the row that comes from a position, or the number of rows where there is none."""
+        assert self.sources is not None
+        rows = self.grid.rows if self.sources is self.grid.places else None
+        if rows is None:
+            count = self.sources.numel()
+            rows = torch.full((self.batch * self.length,), -1).index_copy_(0, self.sources, torch.arange(count))
+        return rows.remainder(self.sources.numel() + 1)
+
     def pack(self, hidden: Tensor) -> Tensor:
         """Return the rows of the tokens, a copy or a view: (batch or 1, length, width) -> (tokens, width)."""
         flat = hidden.expand(self.batch, self.length, -1).reshape(self.batch * self.length, -1)
-        return flat if self.sources is None else flat.index_select(0, self.sources)
+        return flat if self.sources is None else _pick_rows(flat, self.sources, self._targets)
 
     def unpack(self, rows: Tensor) -> Tensor:
         """Return the rows at their positions, (tokens, width) -> (batch, length, width), zero where there is no row."""
         if self.sources is not None:
-            blank = rows.new_zeros(self.batch * self.length, rows.shape[-1])
-            rows = blank.index_copy(0, self.sources, rows)
+            rows = _pick_rows(rows, self._targets, self.sources)
         return rows.view(self.batch, self.length, -1)
 
     def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
@@ -74,11 +105,13 @@ def make_biased_layout(
     first tokens. `mask` is (batch or 1, heads or 1, queries or 1, length), bool (true: may be looked at) or float
     (added to the scores). A masked first token makes `first_only` False.
     """
+    if mask is not None and mask.shape[2] > 1:
+        # numpy compares ten times as fast as torch, which has no vectors for bools; it does not know bf16.
+        rows = (mask.float() if mask.dtype == torch.bfloat16 else mask).detach().numpy()
+        mask = mask[:, :, :1] if (rows[:, :, 1:] == rows[:, :, :-1]).all() else mask
     bias = make_bias(mask)
     if bias is not None and not bool(bias.any()):
         bias = None
-    if bias is not None and bias.shape[2] > 1 and bool((bias == bias[:, :, :1]).all()):
-        bias = bias[:, :, :1].contiguous()
     places = None
     if bias is not None and bias.shape[:3] == (batch, 1, 1):
         seen = bias[:, 0, 0] > torch.finfo(torch.float32).min / 2

@@ -148,6 +148,18 @@ def test_places_of_packed_sequences() -> None:
     assert alone.grid.places is None
 
 
+@pytest.mark.parametrize("mask", [[[0, 1, 1, 0], [1, 1, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]], ids=["between", "after"])
+def test_rows_that_are_packed_and_unpacked_have_their_gradients(mask: list[list[int]]) -> None:
+    seen = torch.tensor(mask)
+    layout = make_shifted_layout(2, 4, seen, None)
+    assert layout is not None
+    hidden = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert layout.pack(hidden).equal(hidden[seen.bool()])
+    assert layout.unpack(layout.pack(hidden)).equal(hidden * seen[..., None])
+    assert torch.autograd.gradcheck(lambda x: layout.unpack(layout.pack(x).sin()), hidden)
+    assert torch.autograd.gradgradcheck(lambda x: layout.unpack(layout.pack(x).sin()), hidden)
+
+
 @pytest.mark.parametrize("family", ["modernbert", "llama", "gemma3"])
 @pytest.mark.parametrize("shift", [8, 4, 1])
 def test_padding_may_be_anywhere(family: str, shift: int) -> None:
