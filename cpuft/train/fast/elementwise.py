@@ -301,11 +301,11 @@ def _plain_add_norm(x: Tensor, shift: Tensor | None, residual: Tensor | None, no
         y = functional.rms_norm(total.float(), columns, weight, norm.eps)
         y = y if bias is None else y + bias
     y = y.to(total.dtype)
-    return y if residual is None else (total, y)
+    return dropout(y, mask) if residual is None else (total, y)
 
 
 class _AddNorm(torch.autograd.Function):
-    """(residual + dropout(x + shift), its norm); without residual, only the norm of x."""
+    """(residual + dropout(x + shift), its norm); without residual, only the norm of x, and dropout after it."""
 
     @staticmethod
     def forward(
@@ -347,7 +347,7 @@ class _AddNorm(torch.autograd.Function):
             dshift = dx.flatten(0, -2).sum(0) if wants_shift else None
         else:
             dresidual = torch.empty_like(total)
-            dx = torch.empty_like(total) if mask.threshold else dresidual
+            dx = torch.empty_like(total) if mask.threshold and dtotals else dresidual
             sums, wanted = torch.zeros(3, total.shape[-1]), (wants_weight, wants_bias, wants_shift)
             dweight, dbias, dshift = (one if wants else None for one, wants in zip(sums, wanted, strict=True))
             scale = replace(ctx.norm, weight=weight).scale
@@ -387,7 +387,7 @@ def add_norm(x: Tensor, residual: Tensor, norm: Norm, mask: Mask) -> tuple[Tenso
     return total, normed
 
 
-def apply_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Return the norm of the rows of `x`, (..., hidden), fp32 or bf16, in its shape and dtype, rounded once."""
-    normed: Tensor = _run_add_norm(x, None, None, norm, NO_MASK)
+def apply_norm(x: Tensor, norm: Norm, mask: Mask = NO_MASK) -> Tensor:
+    """Return dropout by `mask` of the norm of the rows of `x`, (..., hidden), fp32 or bf16, in its shape and dtype."""
+    normed: Tensor = _run_add_norm(x, None, None, norm, mask)
     return normed

@@ -324,10 +324,11 @@ void group_rows(const int64_t *ids, int64_t *order, int64_t *starts, int64_t *ro
         if (ids[i] != left_out) order[places[size_t(ids[i])]++] = i;
 }
 
-// Row u of y is the sum of the rows order[starts[u]] to order[starts[u + 1] - 1] of x: the gradient of a table's row.
+// Row places[u] of y, or row u if `places` is null, becomes the sum of the rows order[starts[u]] to order[starts[u + 1] -
+// 1] of x: the gradient of a table's row.
 template <class T>
-void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, T *y, int64_t rows, int64_t cols,
-                    int threads) {
+void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, const int64_t *places, T *y, int64_t rows,
+                    int64_t cols, int threads) {
     constexpr int64_t STRIP = 8 * W;  // columns that a thread adds up at a time: few rows may have many summands
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
     for (int64_t u = 0; u < rows; u++)
@@ -338,7 +339,7 @@ void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, T *
                 for (int64_t j = first; j < end; j += W)
                     sums[(j - first) / W] += get(x + order[i] * cols + j, lanes_of(j, end));
             for (int64_t j = first; j < end; j += W)
-                put(y + u * cols + j, sums[(j - first) / W], lanes_of(j, end));
+                put(y + (places ? places[u] : u) * cols + j, sums[(j - first) / W], lanes_of(j, end));
         }
 }
 

@@ -21,7 +21,8 @@ template <bool WHOLE, class F> [[gnu::always_inline]] inline void each_vector(in
 inline float sum_of_four(const vec *x) { return sum_of((x[0] + x[1]) + (x[2] + x[3])); }
 
 // y = norm(sum), where sum = residual + dropout(x + shift). The norm is layer norm, or RMSNorm if `mean` is null. shift,
-// residual, weight and bias may be null: there is none. If `sum` is null, there is only the norm: y = norm(x).
+// residual, weight and bias may be null: there is none. If `sum` is null, there is only the norm, and dropout after it: y
+// = dropout(norm(x)).
 template <bool WHOLE, class T>
 void norm_rows(const T *x, const T *shift, const T *residual, const float *weight, const float *bias, T *sum, T *y,
                float *mean, float *rstd, int64_t rows, int64_t cols, uint64_t seed, uint32_t threshold, float scale,
@@ -34,6 +35,7 @@ void norm_rows(const T *x, const T *shift, const T *residual, const float *weigh
             const T *xi = x + i * cols, *si = sum ? sum + i * cols : xi;
             T *yi = y + i * cols;
             const uint16_t *bits = threshold ? lanes.fill(seed, i * cols, cols) : nullptr;
+            const uint16_t *bits_after = sum ? nullptr : bits;
             if (sum)
                 each_vector<WHOLE>(cols, [=](int64_t j, int64_t m, int64_t) {
                     vec v = get(xi + j, m);
@@ -54,7 +56,8 @@ void norm_rows(const T *x, const T *shift, const T *residual, const float *weigh
             float r = 1.0f / std::sqrt(sum_of_four(squares) / float(cols) + eps);
             each_vector<WHOLE>(cols, [=](int64_t j, int64_t m, int64_t) {
                 vec w = weight ? get(weight + j, m) : all(1.0f), b = bias ? get(bias + j, m) : vec{};
-                put(yi + j, (get(si + j, m) - mu) * r * w + b, m);
+                vec v = (get(si + j, m) - mu) * r * w + b;
+                put(yi + j, bits_after ? keep(v * scale, bits_after + j, threshold) : v, m);
             });
             if (mean) mean[i] = mu;
             rstd[i] = r;
@@ -71,8 +74,9 @@ void norm_forward(const T *x, const T *shift, const T *residual, const float *we
 }
 
 // dresidual is the gradient of `sum`, given that of y, in dy, and that which `sum` has otherwise, in dsum (null: none).
-// dx is that of x; it may be dresidual if nothing was dropped. The gradients of the norm's weight and bias, and of the
-// shift, are added to `dweight`, `dbias` and `dshift`, each of which may be null. `mean` is null for RMSNorm.
+// dx is that of x; it is dresidual if nothing was dropped before the norm, but maybe after it. The gradients of the norm's
+// weight and bias, and of the shift, are added to `dweight`, `dbias` and `dshift`, each of which may be null. `mean` is
+// null for RMSNorm.
 template <bool WHOLE, class T>
 void norm_gradients(const T *dy, const T *dsum, const T *sum, const float *mean, const float *rstd,
                     const float *weight, T *dx, T *dresidual, float *dweight, float *dbias, float *dshift, int64_t rows,
@@ -87,10 +91,15 @@ void norm_gradients(const T *dy, const T *dsum, const T *sum, const float *mean,
             const T *dyi = dy + i * cols, *si = sum + i * cols;
             T *dxi = dx + i * cols, *dri = dresidual + i * cols;
             const uint16_t *bits = threshold ? lanes.fill(seed, i * cols, cols) : nullptr;
+            const uint16_t *bits_after = dx == dresidual ? bits : nullptr, *bits_before = bits_after ? nullptr : bits;
+            auto grad = [=](int64_t j, int64_t m) {
+                vec d = get(dyi + j, m);
+                return bits_after ? keep(d * scale, bits_after + j, threshold) : d;
+            };
             float mu = mean ? mean[i] : 0.0f, r = rstd[i];
             vec ones[4]{}, hats[4]{};
             each_vector<WHOLE>(cols, [=, &ones, &hats](int64_t j, int64_t m, int64_t k) {
-                vec d = get(dyi + j, m), z = (get(si + j, m) - mu) * r;  // where d is masked, it and its products are 0
+                vec d = grad(j, m), z = (get(si + j, m) - mu) * r;  // where d is masked, it and its products are 0
                 vec w = weight ? get(weight + j, m) : all(1.0f);
                 if (dweight) put(dw + j, get(dw + j, m) + d * z, m);
                 if (dbias) put(db + j, get(db + j, m) + d, m);
@@ -102,11 +111,11 @@ void norm_gradients(const T *dy, const T *dsum, const T *sum, const float *mean,
             each_vector<WHOLE>(cols, [=](int64_t j, int64_t m, int64_t) {
                 vec w = weight ? get(weight + j, m) : all(1.0f);
                 vec z = (get(si + j, m) - mu) * r;
-                vec d = (get(dyi + j, m) * w - first - z * second) * r;
+                vec d = (grad(j, m) * w - first - z * second) * r;
                 if (dsum) d += get(dsum + i * cols + j, m);
                 put(dri + j, d, m);
-                if (bits) {
-                    d = keep(d * scale, bits + j, threshold);
+                if (bits_before) {
+                    d = keep(d * scale, bits_before + j, threshold);
                     put(dxi + j, d, m);
                 }
                 if (dshift) put(ds + j, get(ds + j, m) + d, m);

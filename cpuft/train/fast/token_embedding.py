@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.kernels import kernels_for
-from cpuft.train.fast.elementwise import apply_norm, read_norm
+from cpuft.train.fast.elementwise import FastDropout, apply_norm, draw_mask, read_norm
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -71,15 +71,14 @@ class EmbeddingGradient:
         self._touched[rows] = 1
         return self._touched
 
-    def accumulate(self, rows: Tensor, values: Tensor) -> Tensor:
+    def accumulate(self, sums: _RowSums) -> Tensor:
         """Return what backward has to return for the weight, and record which rows its gradient has then: the buffer,
         or if there is a gradient a sparse tensor, which autograd adds to it.
-
-        `rows` are (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
         """
+        rows = sums.rows
         if self.weight.grad is None:
             buffer = self._buffer = self._cleared_buffer()
-            buffer.index_copy_(0, rows, values)
+            sums.write_to(buffer)
             self.set_rows(rows)
             return buffer.detach()  # a new tensor object: autograd would copy one that is referenced elsewhere
         # Autograd adds the sparse gradients of all look-ups of a backward pass at once, so a second look-up finds the
@@ -91,7 +90,9 @@ class EmbeddingGradient:
             self._rows, self._version = torch.unique(both), self._buffer._version + 1
         else:
             self._rows = None
-        return torch.sparse_coo_tensor(rows[None], values, self.weight.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            rows[None], sums.values, self.weight.shape, is_coalesced=True, check_invariants=False
+        )
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """Return the embedding of tokens, (...) int32 or int64 -> (..., width): the module's forward after patching."""
@@ -134,30 +135,55 @@ class _LookUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        rows, values = _sum_by_row(grad, tokens, len(ctx.gradient.weight), ctx.padding)
-        return None, ctx.gradient.accumulate(rows, values), None, None
+        return None, ctx.gradient.accumulate(_RowSums(grad, tokens, len(ctx.gradient.weight), ctx.padding)), None, None
 
 
 _look_up: Callable[..., Tensor] = _LookUp.apply
 
 
-def _sum_by_row(grad: Tensor, ids: Tensor, size: int, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Return the rows that were looked up in a table of `size` rows, ascending, and their gradients, (rows,) int64 and
-    (rows, width), from the gradient of what was looked up, (..., width); the row `padding` gets none.
+class _RowSums:
+    """The gradients of the rows that were looked up in a table of `size` rows, without that of the row `padding`, from
+    the gradient of what was looked up, (..., width).
     """
-    kernels, ids, left_out = kernels_for(grad), ids.long().contiguous(), -1 if padding is None else padding
-    if kernels is None:
-        rows, places = torch.unique(ids, return_inverse=True)
-        values = torch.ops.aten.embedding_dense_backward(grad, places, len(rows), -1, False)
-        kept = rows != left_out
-        return rows[kept], values[kept]
-    order, starts, rows = (torch.empty(ids.numel() + 1, dtype=torch.int64) for _ in range(3))
-    found = torch.empty(1, dtype=torch.int64)
-    kernels.run("group_rows", grad.dtype, ids, order, starts, rows, found, ids.numel(), size, left_out)
-    rows = rows[: int(found)]
-    grad, values = grad.contiguous(), grad.new_empty(len(rows), grad.shape[-1])
-    kernels.run("sum_table_rows", grad.dtype, grad, order, starts, values, *values.shape)
-    return rows, values
+
+    def __init__(self, grad: Tensor, ids: Tensor, size: int, padding: int | None) -> None:
+        self._grad, ids, left_out = grad.contiguous(), ids.long().contiguous(), -1 if padding is None else padding
+        self._kernels = kernels_for(grad)
+        if self._kernels is None:
+            rows, self._order = torch.unique(ids, return_inverse=True)
+            self._kept = rows != left_out
+            self.rows = rows[self._kept]
+            return
+        self._order, self._starts, rows = (torch.empty(ids.numel() + 1, dtype=torch.int64) for _ in range(3))
+        found = torch.empty(1, dtype=torch.int64)
+        self._kernels.run(
+            "group_rows", grad.dtype, ids, self._order, self._starts, rows, found, ids.numel(), size, left_out
+        )
+        self.rows = rows[: int(found)]
+        """(rows,) int64, ascending, each once."""
+
+    @property
+    def values(self) -> Tensor:
+        """The gradients of these rows, (rows, width)."""
+        if self._kernels is None:
+            sums: Tensor = torch.ops.aten.embedding_dense_backward(self._grad, self._order, len(self._kept), -1, False)
+            return sums[self._kept]
+        values = self._grad.new_empty(len(self.rows), self._grad.shape[-1])
+        self._add_up(values, None)
+        return values
+
+    def write_to(self, table: Tensor) -> None:
+        """Write the gradients to these rows of a table of the gradient's dtype, (size, width)."""
+        if self._kernels is None:
+            table.index_copy_(0, self.rows, self.values)
+        else:
+            self._add_up(table, self.rows)
+
+    def _add_up(self, y: Tensor, places: Tensor | None) -> None:
+        assert self._kernels is not None
+        assert y.dtype == self._grad.dtype
+        arrays = (self._grad, self._order, self._starts, places, y)
+        self._kernels.run("sum_table_rows", y.dtype, *arrays, len(self.rows), y.shape[-1])
 
 
 class _SumOfRows(torch.autograd.Function):
@@ -178,11 +204,13 @@ class _SumOfRows(torch.autograd.Function):
             if not is_wanted:
                 grads.append(None)
                 continue
-            rows, values = _sum_by_row(grad, ids, len(table.weight), table.padding_idx)
+            sums = _RowSums(grad, ids, len(table.weight), table.padding_idx)
             if table.weight is owner.gradient.weight:
-                grads.append(owner.gradient.accumulate(rows, values))
+                grads.append(owner.gradient.accumulate(sums))
             else:
-                grads.append(torch.zeros_like(table.weight).index_copy_(0, rows, values))
+                gradient = torch.zeros_like(table.weight)
+                sums.write_to(gradient)
+                grads.append(gradient)
         return None, None, None, *grads
 
 
@@ -244,9 +272,11 @@ class FusedEmbeddings:
             total = self._add(words, *asked)
         if total is None:
             return kind.forward(self.module, *args, **kwargs)
-        norm = read_norm(self.module.LayerNorm)
+        norm, after = read_norm(self.module.LayerNorm), self.module.dropout
         assert norm is not None
-        return self.module.dropout(apply_norm(total, norm))
+        if type(after) is FastDropout and after.p < 1.0:
+            return apply_norm(total, norm, draw_mask(after.p, after.training))
+        return after(apply_norm(total, norm))
 
     def _can_run(self) -> bool:
         norm, tables = self.module.LayerNorm, self.tables

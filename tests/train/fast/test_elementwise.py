@@ -139,23 +139,27 @@ def test_add_norm(
 @given(
     shape=st.tuples(row_counts, widths) | st.tuples(st.just(2), st.just(3), widths),
     dtype=dtypes,
+    mask=st.sampled_from([NO_MASK, MASK]),
     parts=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0.0, 1.0])),
 )
-def test_apply_norm(shape: tuple[int, ...], dtype: torch.dtype, parts: tuple[bool, bool, bool, float]) -> None:
+def test_apply_norm(
+    shape: tuple[int, ...], dtype: torch.dtype, mask: Mask, parts: tuple[bool, bool, bool, float]
+) -> None:
     torch.manual_seed(shape[-1])
     norm = draw_norm(shape[-1], *parts)
     x, weights = torch.randn(shape).to(dtype).requires_grad_(), [torch.randn(shape).to(dtype)]
+    keep = kept_elements(mask, x.shape) * mask.scale if mask.threshold else torch.ones(())
     parameters = [p for p in (norm.weight, norm.bias) if p is not None]
 
     def exact(x: Tensor, *given: Tensor) -> tuple[Tensor]:
         rest = list(given)
         weight = rest.pop(0) if norm.weight is not None else None
-        return (exact_norm(x, norm, weight, rest.pop(0) if norm.bias is not None else None),)
+        return (exact_norm(x, norm, weight, rest.pop(0) if norm.bias is not None else None) * keep,)
 
     wanted = with_grads(exact, [t.detach().double().requires_grad_() for t in (x, *parameters)], [*weights])
     for way in each_way():
         with way:
-            found = with_grads(lambda x, *_: (apply_norm(x, norm),), [x, *parameters], [*weights])
+            found = with_grads(lambda x, *_: (apply_norm(x, norm, mask),), [x, *parameters], [*weights])
         assert found[0].dtype == dtype
         check(found, wanted, dtype)
 
