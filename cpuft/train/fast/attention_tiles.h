@@ -17,6 +17,8 @@ namespace {
 // The largest number of tokens of an example. Backward has two arrays of the square of this with 2 bytes each, which
 // take half of the second-level cache.
 constexpr int64_t MOST_TOKENS = 512;
+// The largest size of a head: working memory for 16 rows is on the stack.
+constexpr int64_t MOST_SIZE = 512;
 // If a sum of exponentials is between these, none of its large summands has been rounded to zero or to infinity.
 constexpr float LEAST_SUM = 1e-18f, MOST_SUM = 1e18f;
 // The lowest bias of a key, to which lower ones, also -inf, are raised; and the bias where there is no key.
@@ -26,7 +28,7 @@ constexpr float LOG2_E = 1.44269504088896341f;
 typedef uint64_t longs __attribute__((vector_size(64)));
 
 inline bool fits_tiles(const Heads &g) {
-    return HAS_TILES && g.size % COLS<bf16> == 0 && g.keys <= MOST_TOKENS && g.queries <= MOST_TOKENS && g.back < 0 &&
+    return HAS_TILES && g.size % COLS<bf16> == 0 && g.size <= MOST_SIZE && g.keys <= MOST_TOKENS && g.queries <= MOST_TOKENS && g.back < 0 &&
            g.ahead < 0 && !g.position_bias && (!g.bias || (g.bias_head == 0 && g.bias_query == 0));
 }
 
@@ -74,14 +76,63 @@ class KeptBits {
     }
 };
 
-// Copies all rows of a head, and fills up to `high` rows with zeros.
-inline void collect_all(Rows<const bf16> from, int64_t count, int64_t high, int64_t size, bf16 *to) {
-    for (int64_t t = 0; t < high; t++, to += size) {
-        const bf16 *row = t < count ? from[t] : nullptr;
-        for (int64_t j = 0; j < size; j += 2 * W)
-            _mm512_store_si512(to + j, row ? _mm512_loadu_si512(row + j) : _mm512_setzero_si512());
+// A left factor of a product; the stride is in words.
+struct Left {
+    const word *at;
+    int64_t stride;
+};
+
+// The rows of one head of an example as factors of products. They are read where they lie, unless some of them are
+// missing between others, or there is nothing behind the last one that could be read in place of padding.
+class Factors {
+    Rows<const bf16> from;
+    int64_t count, size;
+    const bf16 *first;  // the first row if all lie one after the other, else null
+    int64_t behind;     // the number of rows in memory after the first one
+
+    // Copies the rows from `begin` to `end`, and zeros in place of those that are missing.
+    void copy_rows(int64_t begin, int64_t end, bf16 *to) const {
+        for (int64_t t = begin; t < end; t++, to += size) {
+            const bf16 *row = t < count ? from[t] : nullptr;
+            for (int64_t j = 0; j < size; j += 2 * W)
+                _mm512_storeu_si512(to + j, row ? _mm512_loadu_si512(row + j) : _mm512_setzero_si512());
+        }
     }
-}
+
+  public:
+    // There are `in_memory` rows of all examples.
+    Factors(Rows<const bf16> rows, int64_t count, int64_t size, int64_t in_memory)
+        : from(rows), count(count), size(size), first(count ? rows[0] : nullptr), behind(0) {
+        if (!first) return;
+        behind = in_memory - (first - rows.at) / rows.stride;
+        if (rows[count - 1] != first + (count - 1) * rows.stride) first = nullptr;
+    }
+    // A left factor. Rows behind the last one are undefined up to row `high`. `room` is memory for so many.
+    Left as_left(int64_t high, bf16 *room) const {
+        if (first && high <= behind) return {words(first), from.stride / 2};
+        copy_rows(0, high, room);
+        return {words(room), size / 2};
+    }
+    // A right factor that is stored transposed: columns of `high` words, of which the last are zeros.
+    void turn(int64_t high, word *to) const {
+        alignas(64) bf16 room[W * MOST_SIZE];
+        for (int64_t t = 0; t < high; t += W) {
+            bool is_whole = first && t + W <= count;
+            if (!is_whole) copy_rows(t, t + W, room);
+            const word *rows = words(is_whole ? first + t * from.stride : room);
+            exchange(rows, (is_whole ? from.stride : size) / 2, to + t, high, W, size / 2);
+        }
+    }
+    // A right factor of which the rows are summed over, `high` rows with zeros for those that are missing.
+    void pair(int64_t high, word *to) const {
+        alignas(64) bf16 room[2 * MOST_SIZE];
+        for (int64_t t = 0; t < high; t += 2, to += size) {
+            bool is_whole = first && t + 2 <= count;
+            if (!is_whole) copy_rows(t, t + 2, room);
+            pair_row(is_whole ? first + t * from.stride : room, is_whole ? from.stride : size, to, size);
+        }
+    }
+};
 
 // The rows of the next example, which the second-level cache gets while this one is computed: whole rows from one end
 // to the other, as the hardware reads ahead. Head by head, they would be a cache line each.
@@ -101,10 +152,28 @@ class NextRows {
     }
 };
 
-// The number of the first head after those that `schedule(static)` gives to this thread, of `count` heads.
-inline int64_t end_of_share(int64_t count) {
-    int64_t next = omp_get_thread_num() + 1, threads = omp_get_num_threads();
-    return count / threads * next + std::min(next, count % threads);
+// The heads of all examples that this thread computes: those from number `begin` to `end`, where n * heads + h is the
+// number of head h of example n. All threads have about as much work, also if examples are sorted by their lengths.
+struct Share {
+    int64_t begin, end;
+};
+inline Share share_of(const Heads &g) {
+    // The work of a head: some of it for each token, the rest for each pair of tokens.
+    auto work = [&](int64_t n) {
+        int64_t used = Heads::count(g.key_places, n, g.keys);
+        return Heads::count(g.query_places, n, g.queries) * (filled_up(used, TALL) + TALL) + 1;
+    };
+    int64_t total = 0, done = 0, number = 0, thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    for (int64_t n = 0; n < g.batch; n++) total += g.heads * work(n);
+    Share share{0, g.batch * g.heads};
+    for (int64_t n = 0; n < g.batch; n++) {
+        int64_t of_head = work(n);
+        for (int64_t h = 0; h < g.heads; h++, number++, done += of_head) {
+            if (thread * total > done * threads) share.begin = number + 1;
+            if ((thread + 1) * total > done * threads) share.end = number + 1;
+        }
+    }
+    return share;
 }
 
 // What is added to the scores of the keys of an example, as a power of two.
@@ -114,6 +183,26 @@ inline void take_bias(const Heads &g, int64_t n, int64_t used, int64_t length, f
         int64_t m = std::max<int64_t>(0, lanes_of(j, used));
         vec b = bias && m ? get(bias + j, m) * LOG2_E : vec{};
         put(to + j, LANE < int32_t(m) ? (b < MASKED ? all(MASKED) : b) : all(MISSING), W);
+    }
+}
+
+// Writes `count` rows of sums to the rows of a head from `first` on, times `factors` unless that is null, and adds those
+// without the factors to `column_sums`, unless that is null.
+inline void write_sums(const float *sums, Rows<bf16> to, int64_t first, int64_t count, int64_t size,
+                       const float *factors, float *column_sums) {
+    for (int64_t j = 0; j < size; j += 2 * W) {
+        vec low{}, high{};
+        for (int64_t t = 0; t < count; t++) {
+            bf16 *row = to[first + t];
+            if (!row) continue;
+            vec a = read<vec>(sums + t * size + j), b = read<vec>(sums + t * size + j + W);
+            low += a, high += b;
+            if (factors) a *= factors[t], b *= factors[t];
+            _mm512_storeu_si512(row + j, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+        }
+        if (!column_sums) continue;
+        put(column_sums + j, read<vec>(column_sums + j) + low, W);
+        put(column_sums + j + W, read<vec>(column_sums + j + W) + high, W);
     }
 }
 
@@ -139,76 +228,72 @@ inline float write_exponentials(const float *s, const float *bias, const KeptBit
 
 inline void attend_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, const bf16 *v, bf16 *context, int threads) {
     const int64_t size = g.size, high = filled_up(g.queries, TALL), wide = filled_up(g.keys, TALL), across = size / 2;
+    const int64_t query_rows = g.rows(g.query_places, g.queries), key_rows = g.rows(g.key_places, g.keys);
     const float factor = g.factor * LOG2_E;
 #pragma omp parallel num_threads(threads)
     {
-        bf16 *queries, *rows, *exponentials;
+        bf16 *rows, *exponentials;
         word *keys, *values;
         float *bias, *scores, *sums, *shares;
         Arrays arrays;
         arrays.make([&](auto take) {
-            take(queries, high * size), take(rows, wide * size), take(exponentials, TALL * wide);
+            take(rows, high * size), take(exponentials, 2 * TALL * wide);
             take(keys, wide * across), take(values, wide * across), take(bias, wide);
             take(scores, 2 * TALL * wide), take(sums, 2 * TALL * size), take(shares, 2 * TALL);
         });
         KeptBits kept(g);
         Tiles<bf16> tiles;
-        const int64_t end = end_of_share(g.batch * g.heads);
-#pragma omp for collapse(2) schedule(static) nowait
-        for (int64_t n = 0; n < g.batch; n++)
-            for (int64_t h = 0; h < g.heads; h++) {
-                int64_t used = Heads::count(g.key_places, n, g.keys);
-                int64_t asked = Heads::count(g.query_places, n, g.queries), length = filled_up(used, TALL);
-                collect_all(g.key_rows(k, n, h / g.group()), used, length, size, rows);
-                exchange(words(rows), across, keys, length, length, across);
-                collect_all(g.key_rows(v, n, h / g.group()), used, length, size, rows);
-                pair_rows(rows, values, length, size);
-                collect_all(g.query_rows(q, g.query_stride, n, h), asked, filled_up(asked, TALL), size, queries);
-                take_bias(g, n, used, length, bias);
-                bool is_last = (n + 1) * g.heads >= end;
-                NextRows next(is_last ? nullptr : g.key_rows(k, n + 1, 0)[0], g.key_stride, g.heads);
-                NextRows next_written(is_last ? nullptr : g.query_rows(context, g.heads * size, n + 1, 0)[0],
-                                      g.heads * size, g.heads);
-                // The tiles multiply for the next block of queries while the exponentials of one are computed.
-                auto odd = [](int64_t first) { return first / TALL % 2; };
-                auto score = [&](int64_t first) {
-                    multiply<bf16>(words(queries + first * size), across, keys, length,
-                                   scores + odd(first) * TALL * wide, length, TALL, length, size);
-                };
-                auto finish = [&](int64_t first) {
-                    deliver(sums + odd(first) * TALL * size, size, g.query_rows(context, g.heads * size, n, h), first,
-                            std::min(TALL, asked - first), size, shares + odd(first) * TALL);
-                };
-                score(0);
-                for (int64_t first = 0; first < asked; first += TALL) {
-                    if (first + TALL < asked) score(first + TALL);
-                    int64_t count = std::min(TALL, asked - first);
-                    kept.fill(n, h, first, count);
-                    for (int64_t t = 0; t < count; t++) {
-                        next.ask<false>(h * asked + first + t, 1);
-                        next_written.ask<true>(h * asked + first + t, 1);
-                        const float *s = scores + odd(first) * TALL * wide + t * length;
-                        bf16 *to = exponentials + t * length;
-                        float total = write_exponentials<false>(s, bias, kept, t, length, factor, to);
-                        if (!(total > LEAST_SUM && total < MOST_SUM))
-                            total = write_exponentials<true>(s, bias, kept, t, length, factor, to);
-                        shares[odd(first) * TALL + t] = used ? g.scale / total : 0.0f;
-                    }
-                    multiply<bf16>(words(exponentials), length / 2, values, size, sums + odd(first) * TALL * size, size,
-                                   TALL, size, length);
-                    if (first) finish(first - TALL);
+        const Share share = share_of(g);
+        for (int64_t number = share.begin; number < share.end; number++) {
+            int64_t n = number / g.heads, h = number % g.heads;
+            int64_t used = Heads::count(g.key_places, n, g.keys);
+            int64_t asked = Heads::count(g.query_places, n, g.queries), length = filled_up(used, TALL);
+            Factors(g.key_rows(k, n, h / g.group()), used, size, key_rows).turn(length, keys);
+            Factors(g.key_rows(v, n, h / g.group()), used, size, key_rows).pair(length, values);
+            Factors query_factors(g.query_rows(q, g.query_stride, n, h), asked, size, query_rows);
+            Left queries = query_factors.as_left(filled_up(asked, TALL), rows);
+            take_bias(g, n, used, length, bias);
+            bool is_last = (n + 1) * g.heads >= share.end;
+            NextRows next(is_last ? nullptr : g.key_rows(k, n + 1, 0)[0], g.key_stride, g.heads);
+            NextRows next_written(is_last ? nullptr : g.query_rows(context, g.heads * size, n + 1, 0)[0],
+                                  g.heads * size, g.heads);
+            // The tiles multiply the scores of the next block of queries, and the probabilities of the one before,
+            // while the exponentials of one are computed: tiles wait for what has just been stored.
+            auto odd = [](int64_t first) { return first / TALL % 2; };
+            auto score = [&](int64_t first) {
+                multiply<bf16>(queries.at + first * queries.stride, queries.stride, keys, length,
+                               scores + odd(first) * TALL * wide, length, TALL, length, size);
+            };
+            auto look = [&](int64_t first) {
+                int64_t count = std::min(TALL, asked - first);
+                kept.fill(n, h, first, count);
+                for (int64_t t = 0; t < count; t++) {
+                    next.ask<false>(h * asked + first + t, 1);
+                    next_written.ask<true>(h * asked + first + t, 1);
+                    const float *s = scores + odd(first) * TALL * wide + t * length;
+                    bf16 *to = exponentials + odd(first) * TALL * wide + t * length;
+                    float total = write_exponentials<false>(s, bias, kept, t, length, factor, to);
+                    if (!(total > LEAST_SUM && total < MOST_SUM))
+                        total = write_exponentials<true>(s, bias, kept, t, length, factor, to);
+                    shares[odd(first) * TALL + t] = used ? g.scale / total : 0.0f;
                 }
-                if (asked) finish((asked - 1) / TALL * TALL);
+            };
+            auto mix = [&](int64_t first) {
+                multiply<bf16>(words(exponentials + odd(first) * TALL * wide), length / 2, values, size,
+                               sums + odd(first) * TALL * size, size, TALL, size, length);
+            };
+            auto finish = [&](int64_t first) {
+                write_sums(sums + odd(first) * TALL * size, g.query_rows(context, g.heads * size, n, h), first,
+                           std::min(TALL, asked - first), size, shares + odd(first) * TALL, nullptr);
+            };
+            score(0);
+            for (int64_t first = 0; first < asked + 2 * TALL; first += TALL) {
+                if (first + TALL < asked) score(first + TALL);
+                if (first >= 2 * TALL) finish(first - 2 * TALL);
+                if (first < asked) look(first);
+                if (first >= TALL && first - TALL < asked) mix(first - TALL);
             }
-    }
-}
-
-// Adds the sums of the columns of `count` rows.
-inline void add_rows(const float *rows, int64_t count, int64_t size, float *sums) {
-    for (int64_t j = 0; j < size; j += W) {
-        vec sum = read<vec>(sums + j);
-        for (int64_t t = 0; t < count; t++) sum += read<vec>(rows + t * size + j);
-        put(sums + j, sum, W);
+        }
     }
 }
 
@@ -221,44 +306,65 @@ struct KeyBits {
 };
 constexpr KeyBits KEY_BITS;
 
-// The scores of 16 queries with all keys, and the gradients of the probabilities after dropout, `wanted`: a vector for
-// each key, TALL numbers after that of the key before. The functions are inlined, because calls would read the members
-// again after each store.
-struct Column {
+// Numbers of TALL queries.
+struct Queries {
+    vec low, high;
+};
+
+// The scores of a block of queries with all keys, and the gradients of the probabilities after dropout, `wanted`: TALL
+// numbers for each key. The functions are inlined, because calls would read the members again after each store.
+struct Columns {
     float *__restrict scores;
     const float *wanted, *bias;
     const uint32_t *bits;  // for each 32 keys, those of TALL queries: the bit of a key is set if dropout keeps it
     int64_t keys;
 
-    vec kept(int64_t j, vec x) const {
-        __m512i of_queries = _mm512_loadu_si512(bits + j / 32 * TALL);
+    static Queries get(const float *p) { return {read<vec>(p), read<vec>(p + W)}; }
+    Queries kept(int64_t j, Queries x) const {
+        const uint32_t *of_queries = bits + j / 32 * TALL;
         __m512i of_key = _mm512_set1_epi32(int(KEY_BITS.of[j % 32]));
-        return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(of_queries, of_key), x);
+        __mmask16 low = _mm512_test_epi32_mask(_mm512_loadu_si512(of_queries), of_key);
+        __mmask16 high = _mm512_test_epi32_mask(_mm512_loadu_si512(of_queries + W), of_key);
+        return {_mm512_maskz_mov_ps(low, x.low), _mm512_maskz_mov_ps(high, x.high)};
     }
-    vec score(int64_t j, float factor) const { return read<vec>(scores + j * TALL) * factor + bias[j]; }
+    Queries score(int64_t j, float factor) const {
+        Queries s = get(scores + j * TALL);
+        return {s.low * factor + bias[j], s.high * factor + bias[j]};
+    }
     // Replaces the scores by their exponentials, or by those of what is left after each query's highest score has been
     // subtracted. Returns the sums of these, and `product`, of these times `wanted`.
-    template <bool SUBTRACTS> [[gnu::always_inline]] vec write_exponentials(float factor, vec &product) const {
-        vec tops = all(MISSING), total{}, weighted{};
+    template <bool SUBTRACTS> [[gnu::always_inline]] Queries write_exponentials(float factor, Queries &product) const {
+        Queries tops{all(MISSING), all(MISSING)}, total{}, weighted{};
         if (SUBTRACTS)
-            for (int64_t j = 0; j < keys; j++) tops = score(j, factor) > tops ? score(j, factor) : tops;
+            for (int64_t j = 0; j < keys; j++) {
+                Queries s = score(j, factor);
+                tops = {s.low > tops.low ? s.low : tops.low, s.high > tops.high ? s.high : tops.high};
+            }
         for (int64_t j = 0; j < keys; j++) {
-            vec a = exp2_of(SUBTRACTS ? score(j, factor) - tops : score(j, factor));
-            put(scores + j * TALL, a, W);
-            total += a;
-            weighted += a * kept(j, read<vec>(wanted + j * TALL));
+            Queries s = score(j, factor), w = kept(j, get(wanted + j * TALL));
+            if (SUBTRACTS) s = {s.low - tops.low, s.high - tops.high};
+            s = {exp2_of(s.low), exp2_of(s.high)};
+            put(scores + j * TALL, s.low, W);
+            put(scores + j * TALL + W, s.high, W);
+            total = {total.low + s.low, total.high + s.high};
+            weighted = {weighted.low + s.low * w.low, weighted.high + s.high * w.high};
         }
         product = weighted;
         return total;
     }
     // Writes the probabilities after dropout, and the gradients of the unscaled scores; rows are `stride` apart.
-    [[gnu::always_inline]] void write_slopes(const Heads &g, vec total, vec product, bf16 *dropped, bf16 *slopes,
-                                             int64_t stride) const {
-        vec share = g.scale / total, rate = share * g.factor, mean = product / total * rate;
+    [[gnu::always_inline]] void write_slopes(const Heads &g, Queries total, Queries product, bf16 *dropped,
+                                             bf16 *slopes, int64_t stride) const {
+        Queries share{g.scale / total.low, g.scale / total.high}, rate{share.low * g.factor, share.high * g.factor};
+        Queries mean{product.low / total.low * rate.low, product.high / total.high * rate.high};
+        auto write = [](bf16 *to, vec low, vec high) {
+            _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+        };
         for (int64_t j = 0; j < keys; j++) {
-            vec a = read<vec>(scores + j * TALL);
-            put(dropped + j * stride, kept(j, a * share), W);
-            put(slopes + j * stride, a * (kept(j, read<vec>(wanted + j * TALL)) * rate - mean), W);
+            Queries a = get(scores + j * TALL), w = kept(j, get(wanted + j * TALL));
+            Queries p = kept(j, {a.low * share.low, a.high * share.high});
+            write(dropped + j * stride, p.low, p.high);
+            write(slopes + j * stride, a.low * (w.low * rate.low - mean.low), a.high * (w.high * rate.high - mean.high));
         }
     }
 };
@@ -266,90 +372,94 @@ struct Column {
 inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad,
                                        bf16 *dq, bf16 *dk, bf16 *dv, float *column_sums, int threads) {
     const int64_t size = g.size, high = filled_up(g.queries, TALL), wide = filled_up(g.keys, TALL), across = size / 2;
+    const int64_t query_rows = g.rows(g.query_places, g.queries), key_rows = g.rows(g.key_places, g.keys);
     const float factor = g.factor * LOG2_E;
     ThreadSums lines(threads, column_sums ? 3 * g.heads * size : 0);
 #pragma omp parallel num_threads(threads)
     {
         // `_columns` and `_pairs` are right factors. Some arrays share their memory, so that most of it stays in the
         // first-level cache.
-        bf16 *rows, *keys, *values, *dropped, *slopes;
-        word *query_columns, *grad_columns, *query_pairs, *grad_pairs, *key_pairs;
+        bf16 *key_room, *value_room, *dropped, *slopes;
+        word *mixed, *query_columns, *grad_columns, *query_pairs, *grad_pairs, *key_pairs;
         float *bias, *scores, *wanted;
         uint32_t *bits;
         Arrays arrays;
         arrays.make([&](auto take) {
-            take(rows, std::max(high, wide) * std::max(size, TALL)), take(keys, wide * size), take(values, wide * size);
+            take(mixed, wide / 2 * TALL), take(key_room, wide * size), take(value_room, wide * size);
             take(dropped, wide * high), take(slopes, wide * high), take(query_columns, across * high);
             take(grad_columns, across * high), take(query_pairs, high * across), take(grad_pairs, high * across);
             take(key_pairs, wide * across), take(bias, wide), take(bits, wide);
             take(scores, wide * TALL), take(wanted, std::max(wide, TALL) * std::max(size, TALL));
         });
-        word *mixed = reinterpret_cast<word *>(rows), *slope_rows = reinterpret_cast<word *>(scores);
+        word *slope_rows = reinterpret_cast<word *>(scores);
         float *sums = wanted;
         KeptBits kept(g);
         float *mine = column_sums ? lines.of(omp_get_thread_num()) : nullptr;
         Tiles<bf16> tiles;
-        const int64_t end = end_of_share(g.batch * g.heads);
-#pragma omp for collapse(2) schedule(static) nowait
-        for (int64_t n = 0; n < g.batch; n++)
-            for (int64_t h = 0; h < g.heads; h++) {
-                int64_t used = Heads::count(g.key_places, n, g.keys);
-                int64_t asked = Heads::count(g.query_places, n, g.queries);
-                int64_t length = filled_up(used, TALL), tall = filled_up(asked, TALL);
-                auto prepare = [&](const bf16 *x, int64_t stride, word *columns, word *pairs) {
-                    collect_all(g.query_rows(x, stride, n, h), asked, tall, size, rows);
-                    exchange(words(rows), across, columns, tall, tall, across);
-                    pair_rows(rows, pairs, tall, size);
+        const Share share = share_of(g);
+        for (int64_t number = share.begin; number < share.end; number++) {
+            int64_t n = number / g.heads, h = number % g.heads;
+            int64_t used = Heads::count(g.key_places, n, g.keys);
+            int64_t asked = Heads::count(g.query_places, n, g.queries);
+            int64_t length = filled_up(used, TALL), tall = filled_up(asked, TALL);
+            auto prepare = [&](const bf16 *x, int64_t stride, word *columns, word *pairs) {
+                Factors factors(g.query_rows(x, stride, n, h), asked, size, query_rows);
+                factors.turn(tall, columns);
+                factors.pair(tall, pairs);
+            };
+            prepare(q, g.query_stride, query_columns, query_pairs);
+            prepare(grad, g.heads * size, grad_columns, grad_pairs);
+            Factors key_factors(g.key_rows(k, n, h), used, size, key_rows);
+            Left keys = key_factors.as_left(length, key_room);
+            Left values = Factors(g.key_rows(v, n, h), used, size, key_rows).as_left(length, value_room);
+            key_factors.pair(length, key_pairs);
+            take_bias(g, n, used, length, bias);
+            bool is_last = (n + 1) * g.heads >= share.end;
+            NextRows next(is_last ? nullptr : g.key_rows(k, n + 1, 0)[0], g.key_stride, g.heads);
+            NextRows next_grads(is_last ? nullptr : g.query_rows(grad, g.heads * size, n + 1, 0)[0], g.heads * size,
+                                g.heads);
+            NextRows next_written(is_last ? nullptr : g.key_rows(dk, n + 1, 0)[0], g.key_stride, g.heads);
+            for (int64_t first = 0; first < asked; first += TALL) {
+                int64_t count = std::min(TALL, asked - first);
+                auto score = [&] {
+                    multiply<bf16>(keys.at, keys.stride, query_columns + first, tall, scores, TALL, length, TALL,
+                                   size);
                 };
-                prepare(q, g.query_stride, query_columns, query_pairs);
-                prepare(grad, g.heads * size, grad_columns, grad_pairs);
-                collect_all(g.key_rows(v, n, h), used, length, size, values);
-                collect_all(g.key_rows(k, n, h), used, length, size, keys);
-                pair_rows(keys, key_pairs, length, size);
-                take_bias(g, n, used, length, bias);
-                bool is_last = (n + 1) * g.heads >= end;
-                NextRows next(is_last ? nullptr : g.key_rows(k, n + 1, 0)[0], g.key_stride, g.heads);
-                NextRows next_grads(is_last ? nullptr : g.query_rows(grad, g.heads * size, n + 1, 0)[0], g.heads * size,
-                                    g.heads);
-                NextRows next_written(is_last ? nullptr : g.key_rows(dk, n + 1, 0)[0], g.key_stride, g.heads);
-                for (int64_t first = 0; first < asked; first += TALL) {
-                    int64_t count = std::min(TALL, asked - first);
-                    multiply<bf16>(words(keys), across, query_columns + first, tall, scores, TALL, length, TALL, size);
-                    multiply<bf16>(words(values), across, grad_columns + first, tall, wanted, TALL, length, TALL, size);
-                    kept.fill(n, h, first, count);
-                    for (int64_t key = 0; key < length; key += 32)
-                        for (int64_t t = 0; t < count; t++) bits[key + t] = kept.of(t, key);
-                    next.ask<false>(h * asked + first, count);
-                    next_grads.ask<false>(h * asked + first, count);
-                    next_written.ask<true>(h * asked + first, count);
-                    for (int64_t half = 0; half < TALL; half += W) {
-                        Column column{scores + half, wanted + half, bias, bits + half, used};
-                        vec product, total = column.write_exponentials<false>(factor, product);
-                        if (most_of(total > LEAST_SUM && total < MOST_SUM ? vec{} : all(1.0f))) {
-                            multiply<bf16>(words(keys), across, query_columns + first, tall, scores, TALL, length,
-                                           TALL, size);
-                            total = column.write_exponentials<true>(factor, product);
-                        }
-                        column.write_slopes(g, total, product, dropped + first + half, slopes + first + half, tall);
-                    }
-                    // What another example left there may be infinite, and would be multiplied by zeros.
-                    for (int64_t j = used; j < length; j++)
-                        std::memset(slopes + j * tall + first, 0, TALL * sizeof(bf16));
-                    for (int64_t j = 0; j < length; j += 2)
-                        pair_row(slopes + j * tall + first, tall, mixed + j / 2 * TALL, TALL);
-                    exchange(mixed, TALL, slope_rows, length / 2, length / 2, TALL);
-                    multiply<bf16>(slope_rows, length / 2, key_pairs, size, sums, size, TALL, size, length);
-                    if (mine) add_rows(sums, count, size, mine + h * size);
-                    deliver(sums, size, g.query_rows(dq, g.query_stride, n, h), first, count, size);
+                score();
+                multiply<bf16>(values.at, values.stride, grad_columns + first, tall, wanted, TALL, length, TALL,
+                               size);
+                kept.fill(n, h, first, count);
+                for (int64_t key = 0; key < length; key += 32)
+                    for (int64_t t = 0; t < count; t++) bits[key + t] = kept.of(t, key);
+                next.ask<false>(h * asked + first, count);
+                next_grads.ask<false>(h * asked + first, count);
+                next_written.ask<true>(h * asked + first, count);
+                Columns columns{scores, wanted, bias, bits, used};
+                Queries product, total = columns.write_exponentials<false>(factor, product);
+                auto is_far = [](vec x) { return x > LEAST_SUM && x < MOST_SUM ? vec{} : all(1.0f); };
+                if (most_of(is_far(total.low) + is_far(total.high))) {
+                    score();
+                    total = columns.write_exponentials<true>(factor, product);
                 }
-                auto finish = [&](const bf16 *left, const word *right, bf16 *to, int64_t column) {
-                    multiply<bf16>(words(left), tall / 2, right, size, sums, size, length, size, tall);
-                    if (mine) add_rows(sums, used, size, mine + (column * g.heads + h) * size);
-                    deliver(sums, size, g.key_rows(to, n, h), 0, used, size);
-                };
-                finish(slopes, query_pairs, dk, 1);
-                finish(dropped, grad_pairs, dv, 2);
+                columns.write_slopes(g, total, product, dropped + first, slopes + first, tall);
+                // What another example left there may be infinite, and would be multiplied by zeros.
+                for (int64_t j = used; j < length; j++)
+                    std::memset(slopes + j * tall + first, 0, TALL * sizeof(bf16));
+                for (int64_t j = 0; j < length; j += 2)
+                    pair_row(slopes + j * tall + first, tall, mixed + j / 2 * TALL, TALL);
+                exchange(mixed, TALL, slope_rows, length / 2, length / 2, TALL);
+                multiply<bf16>(slope_rows, length / 2, key_pairs, size, sums, size, TALL, size, length);
+                write_sums(sums, g.query_rows(dq, g.query_stride, n, h), first, count, size, nullptr,
+                           mine ? mine + h * size : nullptr);
             }
+            auto finish = [&](const bf16 *left, const word *right, bf16 *to, int64_t column) {
+                multiply<bf16>(words(left), tall / 2, right, size, sums, size, length, size, tall);
+                write_sums(sums, g.key_rows(to, n, h), 0, used, size, nullptr,
+                           mine ? mine + (column * g.heads + h) * size : nullptr);
+            };
+            finish(slopes, query_pairs, dk, 1);
+            finish(dropped, grad_pairs, dv, 2);
+        }
     }
     lines.add_to(column_sums, 0, size_t(3 * g.heads * size));
 }

@@ -76,6 +76,12 @@ struct Heads {
     int64_t most_seen(int64_t count, int64_t step) const {
         return has_window() ? std::min(keys, count + back + ahead + step) : keys;
     }
+    // The number of rows of all examples, of which the places are ascending, for `length` positions in each.
+    int64_t rows(const int64_t *places, int64_t length) const {
+        int64_t last = batch * length;
+        while (places && last > 0 && places[last - 1] < 0) last--;
+        return places && last > 0 ? places[last - 1] + 1 : last;
+    }
     // The number of tokens of an example up to the last one that has a row.
     static int64_t count(const int64_t *places, int64_t n, int64_t length) {
         int64_t last = length;

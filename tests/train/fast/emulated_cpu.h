@@ -155,6 +155,7 @@ template <class... Words> __m512i set32(Words... words) {
 #define _mm256_mask_storeu_epi16(p, mask, x) emulated::store_masked<uint16_t>(p, mask, x)
 #define _mm512_storeu_ps(p, x) emulated::store_masked<float>(p, 0xffffu, x)
 #define _mm512_store_si512(p, x) emulated::store_masked<float>(p, 0xffffu, x)
+#define _mm512_storeu_si512(p, x) emulated::store_masked<float>(p, 0xffffu, x)
 #define _mm512_stream_si512(p, x) emulated::store_masked<float>(p, 0xffffu, x)
 #define _mm512_loadu_si512(p) emulated::load_masked<__m512i, float>(0xffffu, p)
 #define _mm512_setzero_si512() __m512i{}

@@ -195,13 +195,15 @@ def test_whole_heads(size: int, longest: int, queries: int, shift: float, mask: 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
-def test_whole_heads_repeat_bit_by_bit(threads: int) -> None:
+@pytest.mark.parametrize("lengths", [(50, 50, 50, 50, 50), (1, 2, 9, 33, 50), (50, 1, 1, 2, 1)], ids=str)
+def test_whole_heads_repeat_bit_by_bit(threads: int, lengths: tuple[int, ...]) -> None:
     need_kernels()
-    packed = torch.randn(5 * 50, 3 * 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    grid = Grid.of(5, 50, torch.cat([50 * example + torch.arange(one) for example, one in enumerate(lengths)]))
+    packed = torch.randn(grid.tokens, 3 * 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     results, before = [], torch.get_num_threads()
     for count in (1, threads, threads):
         torch.set_num_threads(count)
-        context = attention(None, packed, None, Heads(2, 32, 0.2), MASK, Grid(5, 50))
+        context = attention(None, packed, None, Heads(2, 32, 0.2), MASK, grid)
         results.append((context, *torch.autograd.grad(context, packed, context)))
     torch.set_num_threads(before)
     for other in results[1:]:
