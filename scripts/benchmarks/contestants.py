@@ -81,7 +81,7 @@ def collate(rows: list[Row], length: int = 0) -> dict[str, Tensor]:
     def pad(lists: list[list[int]]) -> Tensor:
         return torch.from_numpy(np.array([one + [0] * (longest - len(one)) for one in lists]))
 
-    names = [name for name in ("input_ids", "token_type_ids") if name in rows[0]]
+    names: list[str] = [name for name in ("input_ids", "token_type_ids") if name in rows[0]]
     inputs = {name: pad([row[name] for row in rows]) for name in names}
     mask = pad([[1] * len(row["input_ids"]) for row in rows])
     return {**inputs, "attention_mask": mask, "labels": torch.tensor([row["label"] for row in rows])}

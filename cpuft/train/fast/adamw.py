@@ -10,8 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import repeat
-from operator import contains
 from typing import Any
 
 import torch
@@ -255,7 +253,7 @@ class FusedStep(MasterStep):
         """Return the kernels; None without any, or if a gradient is sparse or of a bf16 parameter without a master."""
         for parameter in _list_parameters(self):
             if (grad := parameter.grad) is not None:
-                is_fp32 = parameter.dtype == torch.float32 or any(map(contains, self.masters, repeat(parameter)))
+                is_fp32 = parameter.dtype == torch.float32 or any(parameter in one for one in self.masters)
                 if grad.is_sparse or not is_fp32:
                     return None
         return kernels_for(torch.empty(0))

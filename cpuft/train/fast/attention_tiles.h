@@ -76,12 +76,14 @@ class KeptBits {
     }
 };
 
-// The rows of one head of an example as factors of products. They are read where they lie, unless some of them are
-// missing between others, or there is nothing behind the last one that could be read in place of padding.
+// A left factor of a product; the stride is in words.
 struct Left {
     const word *at;
-    int64_t stride;  // in words
+    int64_t stride;
 };
+
+// The rows of one head of an example as factors of products. They are read where they lie, unless some of them are
+// missing between others, or there is nothing behind the last one that could be read in place of padding.
 class Factors {
     Rows<const bf16> from;
     int64_t count, size;

@@ -59,7 +59,7 @@ class EmbeddingGradient:
         return grad if (rows := self.rows) is None else grad.index_select(0, rows)
 
     def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
-        """Return (vocabulary,) uint8, to read only: 0 only if gradient and moments are 0, else 1; None if unknown."""
+        """Return (vocabulary,) uint8, to read only: 0 only where gradient and moments are 0, else 1; None if unknown."""
         if (rows := self.rows) is None:
             self._touched = None
             return None
@@ -166,7 +166,7 @@ class _RowSums:
     def values(self) -> Tensor:
         """The gradients of these rows, (rows, width)."""
         if self._kernels is None:
-            sums = torch.ops.aten.embedding_dense_backward(self._grad, self._order, len(self._kept), -1, False)
+            sums: Tensor = torch.ops.aten.embedding_dense_backward(self._grad, self._order, len(self._kept), -1, False)
             return sums[self._kept]
         values = self._grad.new_empty(len(self.rows), self._grad.shape[-1])
         self._add_up(values, None)

@@ -117,9 +117,9 @@ STEPS = (
 RATE, MOST_STEPS = 1e-2, 5
 
 
-def make_whole_gradient(model: Any, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def make_whole_gradient(model: Any, sums: Any) -> torch.Tensor:
     """What stands in for EmbeddingGradient.accumulate: a new tensor with all rows."""
-    return torch.zeros_like(model.get_input_embeddings().weight).index_copy_(0, rows, values)
+    return torch.zeros_like(model.get_input_embeddings().weight).index_copy_(0, sums.rows, sums.values)
 
 
 def make(kind: str, by_rows: bool, decay: float = 0.0, precision: str = "auto") -> tuple[Any, Any]:
