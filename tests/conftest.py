@@ -30,7 +30,7 @@ GLUE = Path(__file__).parents[2] / "shared" / "data" / "glue"
 TEXTS = GLUE.with_name("text")
 PEERS = Path(__file__).parents[2] / "shared" / "peers"
 
-REAL_NAMES = {"run_cpuft", "mpirun", "spawn", "Popen", "executable", "simulate", "cluster", "world"}
+REAL_NAMES = {"run_cpuft", "mpirun", "fork_ranks", "spawn", "Popen", "executable", "simulate", "cluster", "world"}
 """Whatever a test mentions, or takes as a fixture, that starts cpuft, ranks, another Python or a cluster."""
 REAL_FOLDERS = ("bench/", "train/fast/")
 """Whose tests train, or compile what trains."""
