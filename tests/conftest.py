@@ -29,6 +29,8 @@ DATA = Path(__file__).parent / "data"
 GLUE = Path(__file__).parents[2] / "shared" / "data" / "glue"
 TEXTS = GLUE.with_name("text")
 PEERS = Path(__file__).parents[2] / "shared" / "peers"
+COMPILE_ONCE = str(Path(__file__).with_name("compile-once"))
+"""g++, which remembers what it has compiled: kernels take 20 s of a core for each class of CPUs."""
 
 REAL_NAMES = {"run_cpuft", "mpirun", "fork_ranks", "spawn", "Popen", "executable", "simulate", "cluster", "world"}
 """Whatever a test mentions, or takes as a fixture, that starts cpuft, ranks, another Python or a cluster."""
