@@ -154,17 +154,18 @@ def own_cache(tmp_path: Path) -> Iterator[None]:
 
 def list_children() -> set[str]:
     """Command lines of all processes that cpuft or mpirun started and that still run."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            try:
-                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                uses = f"TEST_OF={os.getpid()}\0" in (entry / "environ").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            # multiprocessing keeps one tracker of its own as long as this process lives.
-            if uses and words and "multiprocessing.resource_tracker" not in words:
-                found.add(f"{entry.name} {words}")
+    found, own = set(), f"TEST_OF={os.getpid()}\0".encode()
+    for name in filter(str.isdecimal, os.listdir("/proc")):  # without Path: this is done after each test
+        try:
+            with open(f"/proc/{name}/environ", "rb", buffering=0) as file:
+                if own not in file.read():
+                    continue
+            words = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        # multiprocessing keeps one tracker of its own as long as this process lives.
+        if int(name) != os.getpid() and words and "multiprocessing.resource_tracker" not in words:
+            found.add(f"{name} {words}")
     return found
 
 
