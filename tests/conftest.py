@@ -29,8 +29,10 @@ DATA = Path(__file__).parent / "data"
 GLUE = Path(__file__).parents[2] / "shared" / "data" / "glue"
 TEXTS = GLUE.with_name("text")
 PEERS = Path(__file__).parents[2] / "shared" / "peers"
+COMPILE_ONCE = str(Path(__file__).with_name("compile-once"))
+"""g++, which remembers what it has compiled: kernels take 20 s of a core for each class of CPUs."""
 
-REAL_NAMES = {"run_cpuft", "mpirun", "spawn", "Popen", "executable", "simulate", "cluster", "world"}
+REAL_NAMES = {"run_cpuft", "mpirun", "fork_ranks", "spawn", "Popen", "executable", "simulate", "cluster", "world"}
 """Whatever a test mentions, or takes as a fixture, that starts cpuft, ranks, another Python or a cluster."""
 REAL_FOLDERS = ("bench/", "train/fast/")
 """Whose tests train, or compile what trains."""
@@ -152,17 +154,18 @@ def own_cache(tmp_path: Path) -> Iterator[None]:
 
 def list_children() -> set[str]:
     """Command lines of all processes that cpuft or mpirun started and that still run."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            try:
-                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                uses = f"TEST_OF={os.getpid()}\0" in (entry / "environ").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            # multiprocessing keeps one tracker of its own as long as this process lives.
-            if uses and words and "multiprocessing.resource_tracker" not in words:
-                found.add(f"{entry.name} {words}")
+    found, own = set(), f"TEST_OF={os.getpid()}\0".encode()
+    for name in filter(str.isdecimal, os.listdir("/proc")):  # without Path: this is done after each test
+        try:
+            with open(f"/proc/{name}/environ", "rb", buffering=0) as file:
+                if own not in file.read():
+                    continue
+            words = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        # multiprocessing keeps one tracker of its own as long as this process lives.
+        if int(name) != os.getpid() and words and "multiprocessing.resource_tracker" not in words:
+            found.add(f"{name} {words}")
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 from cpuft.errors import describe_path_error, find_full_disk
 from tests.conftest import run_cpuft, run_shell
 from tests.provision.simulated import needs_root
+from tests.train.tiny import save_tiny
 
 DEMO = "--task=demo --max-train-samples=64 --max-steps=2"
 
@@ -47,7 +48,7 @@ def test_a_disk_that_fills_up_is_no_bad_input(number: int) -> None:
 def test_a_record_that_finds_no_room_ends_the_rank_with_74() -> None:
     options = "--task=demo --max-train-samples=16 --max-steps=2 --max-length=16 --save-model=False --checkpoint-every=0"
     full = "mkdir run && mount -t tmpfs -o size=4k none run && head -c 4096 /dev/zero > run/filler 2>/dev/null"
-    done = run_shell(f"{full}; python -m cpuft.train --run-dir=run {options}")
+    done = run_shell(f"{full}; python -m cpuft.train --run-dir=run {options} --model={save_tiny(Path('tiny'))}")
     assert done.returncode == 74
     said = f"cpuft: error: no space is left on the disk of run/record.jsonl on host {socket.gethostname()}: make room"
     assert done.stderr.splitlines()[-1].startswith(said)

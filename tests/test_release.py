@@ -35,6 +35,7 @@ from scripts.release_checks import (
     list_compiled,
     list_sources,
 )
+from tests.conftest import COMPILE_ONCE
 
 COMPILED = list_compiled(platform.machine())
 
@@ -74,7 +75,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / "source" / name)
     code = f"from setuptools.build_meta import build_wheel; build_wheel({str(folder)!r})"
-    environ = os.environ | {"CPUFT_RELEASE": "1"}
+    environ = os.environ | {"CPUFT_RELEASE": "1", "CXX": COMPILE_ONCE}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=folder / "source", env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -91,7 +91,7 @@ UNHEARD = pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&1 | head -1"])
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_a_run_that_nobody_listens_to_goes_on(streams: str) -> None:
     words = " ".join(f"--{name} {value}" for name, value in DEMO.items() if name != "save-model")
-    words += f" --model {save_tiny(Path('tiny'))}"
+    words += f" --model {save_tiny(Path('tiny'))} --backend gloo"
     done = run_shell(f"cpuft launch --np 2 --no-save-model --run-dir run {words} {streams}")
     assert done.returncode == 0, [path.read_text() for path in Path("run/logs").iterdir()]
     assert read_record("run").footer is not None

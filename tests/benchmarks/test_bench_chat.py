@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.bench_chat import write_conversations
+from scripts.benchmarks.bench_chat import main, write_conversations
 
 
 def read_lengths(texts: str) -> list[int]:
@@ -54,6 +54,10 @@ def test_a_turn_of_cpuft_alone_has_a_speed_and_no_ratio() -> None:
         (("--max-length", "30"), "--max-length must be at least 60, about two questions with their answers"),
     ],
 )
-def test_options_without_sense_are_one_line(words: tuple[str, ...], message: str) -> None:
-    done = run(*words)
-    assert (done.returncode, done.stderr) == (2, f"bench-chat: {message}\n")
+def test_options_without_sense_are_one_line(
+    words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench-chat", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"bench-chat: {message}\n")

@@ -9,7 +9,7 @@ import pytest
 
 from cpuft.rank.process import FAILED_MARK, parse_missing_ranks
 from tests.comm.loss import DEADLINE_SECONDS
-from tests.comm.ranks import mpirun
+from tests.comm.ranks import fork_ranks, mpirun
 
 LIMIT_SECONDS = 10.0
 
@@ -33,7 +33,8 @@ OTHERS = tuple(
     ),
 )
 def test_losing_a_rank_ends_the_run_and_names_it(backend: str, how: str) -> None:
-    run = mpirun(3, "tests.comm.loss", backend, how, "1", seconds=60)
+    start_ranks = fork_ranks if backend == "gloo" else mpirun
+    run = start_ranks(3, "tests.comm.loss", backend, how, "1", seconds=60)
     ended = time.time()
     begun = re.search(r"losing ([\d.]+)", run.stdout)
     assert begun, run.stdout
@@ -50,7 +51,7 @@ def test_losing_a_rank_ends_the_run_and_names_it(backend: str, how: str) -> None
 @pytest.mark.parametrize("lost", (0, pytest.param(1, marks=pytest.mark.proof)))
 def test_a_stopped_rank_is_named_and_no_other(lost: int) -> None:
     """Also rank 0, which relays the messages of all ranks."""
-    run = mpirun(3, "tests.comm.loss", "gloo", "stop", str(lost), seconds=60)
+    run = fork_ranks(3, "tests.comm.loss", "gloo", "stop", str(lost), seconds=60)
     assert run.returncode != 0
     found = re.findall(r"^cpuft comm: rank (\d): .*; did not arrive: (.*?)\. Next", run.stdout, re.MULTILINE)
     others = sorted({"0", "1", "2"} - {str(lost)})

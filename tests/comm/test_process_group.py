@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comm.ranks import mpirun
+from tests.comm.ranks import fork_ranks, mpirun
 
 pytestmark = pytest.mark.real
 MIN_CASES = {"ccl": 460, "mpi": 460, "gloo": 250}
@@ -26,7 +26,8 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The backend and number of ranks of a start, and what its ranks have written."""
     backend, ranks, place = request.param
     folder = tmp_path_factory.mktemp("grid")
-    run = mpirun(ranks, "tests.comm.grid", backend, str(folder), *place, seconds=120)
+    start_ranks = fork_ranks if backend == "gloo" else mpirun
+    run = start_ranks(ranks, "tests.comm.grid", backend, str(folder), *place, seconds=120)
     assert run.returncode == 0, run.stdout[-3000:]
     return backend, ranks, folder
 

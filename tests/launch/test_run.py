@@ -327,7 +327,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 )
 def test_a_stopped_launch_leaves_no_process_and_a_record_that_reads(number: int, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cpuft", "launch", "--np", "2", "--run-dir", "run", "--epochs", "500"]
-    command += ["--model", save_tiny(tmp_path / "tiny"), "--max-length", "32"]
+    command += ["--model", save_tiny(tmp_path / "tiny"), "--max-length", "32", "--backend", "gloo"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     path = Path("run/record.jsonl")
     wait_until(lambda: path.exists() and path.read_text().count('"kind": "step"') >= 2)

@@ -25,7 +25,7 @@ from cpuft.train.model import check_weights, find_model
 from cpuft.train.objective.table import make_objective
 from cpuft.train.run_warnings import find_early_warnings
 from cpuft.train.setup import find_unused_parameters, try_model
-from tests.comm.ranks import mpirun
+from tests.comm.ranks import fork_ranks
 from tests.train.architectures import SIZES, save_architecture
 from tests.train.tiny import make_config, save_tokenizer
 
@@ -33,7 +33,7 @@ from tests.train.tiny import make_config, save_tokenizer
 def train_on_two_ranks(folder: Path, *wanted: tuple[str, str]) -> dict[str, dict[str, Any]]:
     """What became of each training, by "name precision"; the same on both ranks."""
     (folder / "wanted.json").write_text(json.dumps(wanted), encoding="utf-8")
-    done = mpirun(2, "tests.train.architectures", str(folder), seconds=280, XDG_CACHE_HOME=str(folder / "cache"))
+    done = fork_ranks(2, "tests.train.architectures", str(folder), seconds=280, XDG_CACHE_HOME=str(folder / "cache"))
     assert done.returncode == 0, done.stdout[-3000:]
     first, second = (json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
     assert first == second

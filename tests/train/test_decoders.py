@@ -22,7 +22,7 @@ from cpuft.train.data.show import format_summary, summarize
 from cpuft.train.evaluate import evaluate
 from cpuft.train.fast import stack
 from cpuft.train.fast.layers import run_layer
-from tests.comm.ranks import mpirun
+from tests.comm.ranks import fork_ranks
 from tests.train.decoder_ranks import learn, make_setup
 from tests.train.decoders import (
     CHATML,
@@ -305,7 +305,7 @@ def test_a_resumed_run_goes_on_to_the_bit(task: str, tmp_path: Path) -> None:
 def train_on_two_ranks(folder: Path, configs: dict[str, TrainConfig]) -> dict[str, Any]:
     """What became of each training."""
     (folder / "wanted.json").write_text(json.dumps({name: asdict(one) for name, one in configs.items()}))
-    done = mpirun(2, "tests.train.decoder_ranks", str(folder), seconds=280)
+    done = fork_ranks(2, "tests.train.decoder_ranks", str(folder), seconds=280)
     assert done.returncode == 0, done.stdout[-3000:]
     return dict(json.loads((folder / "found.json").read_text()))
 

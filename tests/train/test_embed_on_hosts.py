@@ -20,27 +20,11 @@ from cpuft.errors import CpuftError
 from cpuft.train.embed_on_hosts import CHECK, check_request, refuse_other_models
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.write_embeddings import write_embeddings
-from tests.comm.ranks import MPIRUN, settings
+from tests.comm.ranks import fork_ranks
 from tests.train.tiny import save_tiny
 
 pytestmark = pytest.mark.usefixtures("plain_processes")
 TEXTS = [f"a cat number {number} \u00e9 " * (number % 5) for number in range(5000)]
-RANK = """
-# Only rank 0 is told which file it is.
-import os, sys
-from cpuft.train import embed_on_hosts, embedder
-own, calls = embedder.Embedder.embed_encoded, []
-def fail(*words):
-    calls.append(words)
-    if len(calls) == 2:
-        raise MemoryError("a rank without memory")
-    return own(*words)
-if os.environ["PMI_RANK"] == os.environ.get("FAILING_RANK"):
-    embedder.Embedder.embed_encoded = fail
-if os.environ["PMI_RANK"] != "0":
-    sys.argv.append("--file=none")
-embed_on_hosts.main()
-"""
 
 
 @pytest.fixture
@@ -53,15 +37,7 @@ def request_(tmp_path: Path) -> PredictConfig:
 
 
 def run_ranks(request: PredictConfig, ranks: int, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [str(MPIRUN), "-iface", "lo", "-host", "localhost", "-n", str(ranks), sys.executable, "-c", RANK]
-    return subprocess.run(
-        [*command, *format_arguments(request)],
-        env=settings(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
+    return fork_ranks(ranks, "tests.train.embedding_ranks", *format_arguments(request), seconds=120, **variables)
 
 
 def write_in_one_process(request: PredictConfig, output: str) -> None:
@@ -75,7 +51,7 @@ def test_two_ranks_write_the_file_of_one_process(request_: PredictConfig) -> Non
     """There are more windows than the ranks have at a time. Rank 1 does not see the file."""
     done = run_ranks(request_, 2)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("5000 texts embedded, ")
+    assert "5000 texts embedded, " in done.stdout
     write_in_one_process(request_, "one.npy")
     assert Path("ranks/vectors.npy").read_bytes() == Path("one.npy").read_bytes()
     assert np.load("one.npy").shape == (5000, 32)

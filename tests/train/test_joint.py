@@ -20,7 +20,6 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 
-from cpuft.config.fields import format_arguments
 from cpuft.config.train import TrainConfig
 from cpuft.judge.predictions import read_predictions
 from cpuft.rank.world import World
@@ -36,8 +35,8 @@ from cpuft.train.objective.embeddings import EmbeddingObjective
 from cpuft.train.objective.table import make_objective
 from cpuft.train.passes import Clock
 from cpuft.train.setup import TrainingSetup
-from tests.conftest import run_cpuft
 from tests.train.pairs import make_config, write_pairs
+from tests.train.test_mixed_ranks import start
 from tests.train.tiny import make_config as make_task_config
 
 ALONE = World(0, 1, 0, 1)
@@ -135,13 +134,9 @@ def test_with_gradient_caching_both_passes_draw_the_same_dropout_masks(tmp_path:
     assert not torch.equal(seen[0], seen[4])
 
 
-def launch(config: TrainConfig, ranks: int, run: str, *options: str) -> tuple[Record, dict[str, torch.Tensor]]:
-    usual = format_arguments(TrainConfig(task=config.task))
-    changed = [one for one in format_arguments(config) if one not in usual]
-    flags = {"--symmetric-loss=True": "--symmetric-loss", "--gather-negatives=False": "--no-gather-negatives"}
-    arguments = [f"--task={config.task}", *(flags.get(one, one) for one in changed)]
-    done = run_cpuft("launch", *arguments, "--np", str(ranks), "--run-dir", run, "--no-check", *options)
-    assert done.returncode == 0, done.stderr
+def train_on(ranks: int, config: TrainConfig, run: str) -> tuple[Record, dict[str, torch.Tensor]]:
+    done = start(Path(), {run: config}, ranks=ranks)
+    assert done.returncode == 0, done.stdout
     return read_record(run), load_file(f"{run}/model/model.safetensors")
 
 
@@ -157,7 +152,7 @@ def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(way: dict[str
     # 40 examples in batches of 16: the third update has 8. Without clipping, a gradient that is too small shows.
     exact: dict[str, Any] = {"max_grad_norm": 0.0, "grad_compression": "none", "precision": "fp32"}
     config = make_config(tmp_path, **way, **exact, backend="gloo", max_steps=4)
-    two, weights_of_two = launch(config, 2, "two")
+    two, weights_of_two = train_on(2, config, "two")
     one = make_setup(replace(config, batch_size=16))
     losses = [line.loss for line in train(one)]
     assert [line.loss for line in two.steps] == pytest.approx(losses, rel=1e-4)
@@ -185,7 +180,7 @@ def test_two_ranks_of_which_one_has_more_micro_batches_learn_what_one_rank_learn
     exact: dict[str, Any] = {"max_grad_norm": 0.0, "grad_compression": "none", "precision": "fp32"}
     config = make_config(tmp_path, **exact, backend="gloo", max_steps=4)
     config = replace(config, train_file=write_pairs(tmp_path / "uneven.csv", 25))
-    two, weights = launch(replace(config, micro_batch=4), 2, "two")
+    two, weights = train_on(2, replace(config, micro_batch=4), "two")
     losses, weights_of_one = learn(replace(config, batch_size=16))
     assert [line.loss for line in two.steps] == pytest.approx(losses, rel=1e-4)
     for name, value in weights.items():
@@ -195,8 +190,8 @@ def test_two_ranks_of_which_one_has_more_micro_batches_learn_what_one_rank_learn
 @pytest.mark.proof
 def test_negatives_of_the_own_rank_only_make_another_loss(tmp_path: Path) -> None:
     config = make_config(tmp_path, backend="gloo", max_steps=2)
-    gathered, _ = launch(config, 2, "gathered")
-    alone, _ = launch(replace(config, gather_negatives=False), 2, "alone")
+    gathered, _ = train_on(2, config, "gathered")
+    alone, _ = train_on(2, replace(config, gather_negatives=False), "alone")
     assert alone.steps[0].loss < gathered.steps[0].loss - 0.1
 
 

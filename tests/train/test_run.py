@@ -24,7 +24,7 @@ from cpuft.train.exchange.compression_choice import choose_compression
 from cpuft.train.objective.table import make_objective
 from cpuft.train.reporter import TrainingResult, average_phases, make_footer, merge_steps
 from cpuft.train.run import choose_earlier_backend, find_products, finish, read_earlier_measurements
-from tests.comm.ranks import mpirun
+from tests.comm.ranks import fork_ranks
 from tests.records import make_record, make_steps
 from tests.train.exchange.test_compression_choice import PREPARED
 
@@ -70,7 +70,7 @@ def test_checkpoints_are_removed_at_the_end_unless_the_launcher_fetches_the_run(
 
 
 def test_a_disk_that_is_slower_than_the_time_limit_of_messages_ends_no_run() -> None:
-    done = mpirun(2, "tests.train.slow_disk")
+    done = fork_ranks(2, "tests.train.slow_disk")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("has finished") == 2
 

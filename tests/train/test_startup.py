@@ -16,6 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.model import describe_load_failure, find_model
 from cpuft.train.startup import find_hub_problem
+from tests.train.tiny import save_tiny
 
 _REPORT = """
 import gc, sys
@@ -33,7 +34,7 @@ __main__.main()
 
 def test_before_its_first_step_a_rank_imports_nothing_of_other_models_and_collects_no_garbage(tmp_path: Path) -> None:
     words = ["--task=demo", "--max-steps=1", "--max-train-samples=32", "--max-length=16", "--save-model=false"]
-    words.append("--progress=lines")
+    words += ["--progress=lines", f"--model={save_tiny(tmp_path / 'tiny')}"]
     command = [sys.executable, "-c", _REPORT, *words, f"--run-dir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr.count("step 1/1")) == (0, 1), done.stderr

@@ -20,7 +20,7 @@ from cpuft.comm.compression.powersgd import RANK, Matrices, PowerSGD, _split, or
 from cpuft.compiler import find_compiler, read_cpu_flags
 from cpuft.kernels import Kernels, build, plain_torch, use_kernels
 from tests.comm.compression.feedback import Bucket
-from tests.comm.ranks import mpirun
+from tests.comm.ranks import fork_ranks
 
 
 def gather(unsent: list[torch.Tensor], generator: torch.Generator) -> Matrices:
@@ -207,7 +207,7 @@ def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, float]]]:
     folder: Path = tmp_path_factory.mktemp("feedback")
-    run = mpirun(request.param, "tests.comm.compression.feedback", str(folder), seconds=60)
+    run = fork_ranks(request.param, "tests.comm.compression.feedback", str(folder), seconds=60)
     assert run.returncode == 0, run.stdout[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 

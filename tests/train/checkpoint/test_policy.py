@@ -21,7 +21,7 @@ from cpuft.train.checkpoint.policy import DEFAULT_TIME_SHARE, is_due
 from cpuft.train.checkpoint.resume import describe_other_job, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks
-from tests.comm.ranks import mpirun
+from tests.comm.ranks import fork_ranks
 from tests.records import make_steps
 from tests.train.checkpoint.training import CONFIG, HEADER, compare, go, go_on, make_loop, make_writer
 
@@ -153,7 +153,7 @@ def test_on_one_rank_the_rest_is_the_same_to_the_bit(tmp_path: Path, dropout: fl
 def test_other_numbers_of_ranks_go_on_with_the_same_rows_and_losses(tmp_path: Path) -> None:
     found = {}
     for size in (3, 2):
-        done = mpirun(size, "tests.train.checkpoint.training", str(tmp_path), str(tmp_path / "kept"), seconds=120)
+        done = fork_ranks(size, "tests.train.checkpoint.training", str(tmp_path), str(tmp_path / "kept"), seconds=120)
         assert done.returncode == 0, done.stdout[-3000:]
         found[size] = [json.loads((tmp_path / f"{rank}-of-{size}.json").read_text()) for rank in range(size)]
     found[1] = [{"0.0": compare(ALONE, tmp_path / "kept" / "0.0", 0.0)}]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import BertConfig, BertForSequenceClassification
 
 from cpuft import comm
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
@@ -159,6 +158,8 @@ def of_late_rows(rank: int) -> dict[str, float]:
     It is the distance of the word embeddings from those of a fast path that handles all rows, as a share of what the
     updates have changed. All gradients are clipped, so that their norm must have all rows.
     """
+    from transformers import BertConfig, BertForSequenceClassification  # hosts.py does not need it
+
     untyped: Any = data_parallel
     ends, told = [], untyped.set_gradient_rows
     for tell in (lambda *given: None, told):

@@ -1,7 +1,8 @@
 """Run by mpirun: a small BERT whose optimizer is whole on each rank, or shared out.
 
-Usage: sharded.py FOLDER KEPT STEPS. Writes FOLDER/RANK-of-SIZE.json: by way, what both have come to, and what a
-run does that goes on from the checkpoint in KEPT; where there is none, the one shared out makes it there after five.
+Usage: sharded.py FOLDER KEPT STEPS [GOES_ON]. Writes FOLDER/RANK-of-SIZE.json: by way, what both have come to, and
+with a fourth word what a run does that goes on from the checkpoint in KEPT; where there is none, the one shared out
+makes it there after five.
 """
 
 from __future__ import annotations
@@ -166,14 +167,14 @@ def packed_layers_stay_packed(loop: TrainingSetup) -> bool:
     return bool(inside.value.weight.data_ptr() == first.data_ptr() + 2 * first.nbytes)
 
 
-def compare(world: World, folder: Path, root: Path, way: str, steps: int) -> dict[str, Any]:
+def compare(world: World, folder: Path, root: Path, way: str, steps: int, goes_on: bool) -> dict[str, Any]:
     kept = root.exists()
     dist.barrier()
     whole = go(make_loop(world, way, "none", steps))
     loop = make_loop(world, way, "optimizer", steps)
     shared = go(loop, None if kept else root)
     dist.barrier()
-    ways = ("none", "optimizer") if steps > KEPT_AFTER else ()
+    ways = ("none", "optimizer") if goes_on else ()
     resumed = {shard: go_on(world, way, shard, steps, root) for shard in ways}
     found = {"off": furthest(shared, whole), "packed": packed_layers_stay_packed(loop)}
     found["saved"] = saves_whole(loop, shared["weights"], folder / f"{way}-of-{world.size}")
@@ -186,7 +187,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     comm.start("gloo", timeout_seconds=60)
     own, (folder, kept), steps = parse_world(os.environ), map(Path, sys.argv[1:3]), int(sys.argv[3])
-    found = {name: compare(own, folder, kept / name, name, steps) for name in WAYS}
+    found = {name: compare(own, folder, kept / name, name, steps, len(sys.argv) > 4) for name in WAYS}
     told = found | {"gives back": gives_back_masters(), "in place": sums_lie_with_gradients()}
     (folder / f"{own.rank}-of-{own.size}.json").write_text(json.dumps(told))
     dist.barrier()

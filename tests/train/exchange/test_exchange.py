@@ -14,7 +14,7 @@ from cpuft.train.exchange.compression_choice import make_levels
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
-from tests.comm.ranks import mpirun
+from tests.comm.ranks import fork_ranks
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer
 
 
@@ -67,7 +67,7 @@ def test_the_gradient_of_the_word_embedding_is_not_written_whole_between_updates
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    run = mpirun(2, "tests.train.exchange.ranks", str(tmp_path), seconds=60)
+    run = fork_ranks(2, "tests.train.exchange.ranks", str(tmp_path), seconds=60)
     assert run.returncode == 0, run.stdout[-3000:]
     both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for found in (one["gradients"] for one in both):
@@ -106,7 +106,7 @@ def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factor
 
 
 def test_two_hosts_of_two_ranks_train_alike_and_repeatably(tmp_path: Path) -> None:
-    run = mpirun(4, "tests.train.exchange.hosts", str(tmp_path))
+    run = fork_ranks(4, "tests.train.exchange.hosts", str(tmp_path))
     assert run.returncode == 0, run.stdout[-3000:]
     for rank, found in enumerate(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)):
         assert list(found) == ["int8", "powersgd"]

@@ -10,7 +10,7 @@ import pytest
 
 from cpuft.rank.world import World
 from cpuft.train.exchange.base import Exchange
-from tests.comm.ranks import mpirun
+from tests.comm.ranks import fork_ranks
 from tests.train.exchange.sharded import KEPT_AFTER, go, go_on, make_loop
 
 ALONE = World(0, 1, 0, 1)
@@ -18,9 +18,10 @@ STEPS = 10
 Found = list[dict[str, Any]]
 
 
-def run(ranks: int, folder: Path, steps: int) -> Found:
+def run(ranks: int, folder: Path, steps: int, *goes_on: str) -> Found:
     """What each rank has found."""
-    done = mpirun(ranks, "tests.train.exchange.sharded", str(folder), str(folder / "kept"), str(steps), seconds=540)
+    words = (str(folder), str(folder / "kept"), str(steps), *goes_on)
+    done = fork_ranks(ranks, "tests.train.exchange.sharded", *words, seconds=540)
     assert done.returncode == 0, done.stdout[-3000:]
     return [json.loads((folder / f"{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 
@@ -54,21 +55,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def three(folder: Path) -> Found:
     """Their checkpoint is what all others go on from."""
-    return run(3, folder, STEPS)
+    return run(3, folder, STEPS, "goes on")
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path, three: Found) -> Found:
-    return run(2, folder, STEPS)
+    return run(2, folder, STEPS, "goes on")
 
 
 @pytest.mark.real
-def test_two_and_three_ranks_train_as_with_a_whole_optimizer(two: Found, three: Found) -> None:
-    for found in (two, three):
-        check_training(found, "fp32", 1e-5)
-        check_training(found, "bf16", 2e-3)
-        check_training(found, "rows", 1e-5)
-        assert found[0]["rows"]["shared"]["sent"][-1] < found[0]["fp32"]["shared"]["sent"][-1]
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_train_as_with_a_whole_optimizer(ranks: int, tmp_path: Path) -> None:
+    found = run(ranks, tmp_path, STEPS)
+    check_training(found, "fp32", 1e-5)
+    check_training(found, "bf16", 2e-3)
+    check_training(found, "rows", 1e-5)
+    assert found[0]["rows"]["shared"]["sent"][-1] < found[0]["fp32"]["shared"]["sent"][-1]
 
 
 @pytest.mark.proof

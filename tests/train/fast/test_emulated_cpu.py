@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from cpuft.comm.compression.powersgd import Matrices, orthonormalise
-from cpuft.compiler import SOURCES, find_compiler
+from cpuft.compiler import SOURCES
 from cpuft.kernels import Kernels, kernels_for, use_kernels
 from cpuft.train.fast import products
 from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
+from tests.conftest import COMPILE_ONCE
 from tests.train.fast.encoders import relative_error
 from tests.train.fast.test_attention import MASK, check_whole_heads
 from tests.train.fast.test_gradient_places import check_places
@@ -30,11 +31,10 @@ HEADER = Path(__file__).with_name("emulated_cpu.h")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     if platform.machine() != "x86_64":
         pytest.skip("only x86-64 runs this code, and AVX2 is among what is compared")
-    compiler, library = find_compiler({}), tmp_path_factory.mktemp("emulated") / "kernels.so"
-    assert compiler is not None
+    library = tmp_path_factory.mktemp("emulated") / "kernels.so"
     # As with -O3, products and sums are joined, on which powersgd relies.
     flags = ["-march=haswell", "-include", str(HEADER), "-O2", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-w"]
-    subprocess.run([compiler, *flags, SOURCES[0], "-o", library], check=True)
+    subprocess.run([COMPILE_ONCE, *flags, SOURCES[0], "-o", library], check=True)
     return Kernels(library)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cpuft import kernels as kernels_module
-from cpuft.compiler import find_compiler, read_cpu_flags
+from cpuft.compiler import TARGETS, compile_target, find_compiler, native_options, read_cpu_flags
 from cpuft.errors import CpuftError
 from cpuft.hardware import compiler_target
 from cpuft.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
@@ -24,6 +25,7 @@ from cpuft.train.fast.elementwise import Mask, Norm, add_norm, dropout_add_norm,
 from cpuft.train.fast.int8_products import multiply, quantise_rows
 from cpuft.train.fast.projection import column_sums
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
+from tests.conftest import COMPILE_ONCE
 from tests.train.fast.encoders import relative_error
 from tests.train.fast.test_first_token import check as check_first_token_half
 
@@ -53,8 +55,15 @@ FOR_PROOFS = ("skylake-avx512", "sandybridge", "x86-64")
 
 @functools.cache
 def build_for(processor: str) -> Kernels:
+    """Kernels for a processor: those of a release, if it has them with the same options."""
     compiler = shutil.which("g++")
     assert compiler, "tests of kernels need g++"
+    options = native_options(processor)
+    for target in TARGETS:
+        if target.options == options:
+            with tempfile.NamedTemporaryFile(suffix=".so") as file:
+                Path(file.name).write_bytes(compile_target(COMPILE_ONCE, target))
+                return Kernels(Path(file.name))
     return Kernels(build(compiler, processor))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from cpuft.errors import CpuftError
-from cpuft.kernels import plain_torch
-from cpuft.rank.script import flush_and_exit, keep_forever
 from cpuft.train.fast.acceleration import accelerate
+from tests.comm.ranks import fork_ranks
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, relative_error
 
 KEYS = {
@@ -75,31 +72,6 @@ def test_the_trainer_saves_and_resumes(tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict()[KEY], through.model.state_dict()[KEY], atol=0, rtol=0)
 
 
-def _ddp_rank(rank: int, folder: str, kernels: bool, kind: str) -> None:
-    with contextlib.nullcontext() if kernels else plain_torch():
-        _train_as_rank(rank, folder, kind)
-
-
-def _train_as_rank(rank: int, folder: str, kind: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    keep_forever(dist.group.WORLD)  # as cpuft.rank.script does
-    model = make_model(kind)
-    model, optimizer = accelerate(model, make_optimizer(model), precision="bf16")
-    # As the Trainer does: it looks for parameters without gradients, and its optimizer's state is loaded once more.
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer.load_state_dict(optimizer.state_dict())
-    half = {name: value[rank::2] for name, value in make_batch((9, 7, 9, 7)).items()}
-    for _ in range(2):
-        wrapped(**half).loss.backward()
-        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.save(wrapped.state_dict(), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-    flush_and_exit(0)
-
-
 @pytest.mark.parametrize(
     ("kernels", "kind"),
     [
@@ -111,9 +83,8 @@ def _train_as_rank(rank: int, folder: str, kind: str) -> None:
 )
 def test_two_ranks_agree_and_train_as_one(tmp_path: Path, kernels: bool, kind: str) -> None:
     """Without kernels, too: a host without a compiler is one of them."""
-    ranks = spawn(_ddp_rank, (str(tmp_path), kernels, kind), nprocs=2, join=False, daemon=True)  # type: ignore[no-untyped-call]
-    # The first to end, then the other.
-    assert ranks.join(timeout=120) or ranks.join(timeout=30)
+    done = fork_ranks(2, "tests.train.fast.ddp_ranks", str(tmp_path), kind, "kernels" if kernels else "")
+    assert done.returncode == 0, done.stdout
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     model = make_model(kind)
     model, optimizer = accelerate(model, make_optimizer(model), precision="bf16")

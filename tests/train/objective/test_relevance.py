@@ -31,7 +31,7 @@ from cpuft.train.objective.table import make_objective
 from cpuft.train.predict import predict
 from cpuft.train.setup import TrainingSetup
 from tests.train.rerank import list_rows, make_config, write_csv
-from tests.train.test_joint import launch
+from tests.train.test_joint import train_on
 from tests.train.tiny import learn, save_tiny
 from tests.train.tokens import make_tokens
 
@@ -182,8 +182,8 @@ def test_another_activation_is_refused(tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(tmp_path: Path) -> None:
     config = make_config(tmp_path, backend="gloo", max_steps=8, max_grad_norm=0.0, grad_compression="none")
-    two, weights_of_two = launch(config, 2, "two")
-    one, weights_of_one = launch(replace(config, batch_size=32), 1, "one")
+    two, weights_of_two = train_on(2, config, "two")
+    one, weights_of_one = train_on(1, replace(config, batch_size=32), "one")
     assert [line.loss for line in two.steps] == pytest.approx([line.loss for line in one.steps], rel=1e-4)
     assert two.metrics == pytest.approx(one.metrics, abs=1e-3)
     for name, value in weights_of_one.items():
