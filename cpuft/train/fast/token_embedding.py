@@ -59,7 +59,7 @@ class EmbeddingGradient:
         return grad if (rows := self.rows) is None else grad.index_select(0, rows)
 
     def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
-        """Return (vocabulary,) uint8, to read only: 0 only where gradient and moments are 0, else 1; None if unknown."""
+        """Return (vocabulary,) uint8, to read only: 0 only where gradient and moments are 0; None if unknown."""
         if (rows := self.rows) is None:
             self._touched = None
             return None
