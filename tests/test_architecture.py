@@ -161,7 +161,8 @@ def test_only_execute_starts_processes(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_no_public_function_returns_a_private_type(name: str) -> None:
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    outer = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))]
+    outer: list[ast.Module | ast.ClassDef] = [tree]
+    outer += [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     functions = [node for one in outer for node in one.body if isinstance(node, ast.FunctionDef)]
     returned = {one.name: ast.unparse(one.returns) for one in functions if one.returns and not one.name.startswith("_")}
     private = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name.startswith("_")]
