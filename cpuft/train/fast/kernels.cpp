@@ -438,9 +438,10 @@ void adamw(float *const *master, bf16 *const *compute, const G *const *grad, flo
            int threads) {
     std::vector<Adam> settings;
     for (int64_t k = 0; k < count; k++) {
-        double number = *steps[k] += 1.0f;
-        double step = rates[0] / (1.0 - std::pow(rates[1], number));
-        double root = std::pow(1.0 - std::pow(rates[2], number), -0.5);
+        // pow of doubles would need glibc 2.29, but the wheel promises 2.28; that of long doubles needs no new one.
+        auto power = [](long double x, long double exponent) { return double(std::pow(x, exponent)); };
+        long double number = *steps[k] += 1.0f;
+        double step = rates[0] / (1.0 - power(rates[1], number)), root = power(1.0 - power(rates[2], number), -0.5L);
         settings.push_back({float(1.0 - rates[1]), float(1.0 - rates[2]), eps, shrink, pull, float(step), float(root),
                             gain});
     }
