@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cpuft.errors import CpuftError
+from cpuft.rank.process import end_with_parent
 from cpuft.tasks import TASKS
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.sources import parse_glue_tsv
@@ -410,6 +411,7 @@ class Contestant:
 
 
 def _serve(name: str, workload: Workload, pipe: Connection) -> None:
+    end_with_parent()  # a benchmark that is killed must not go on in the background
     torch.set_num_threads(workload.threads)
     model, turn = CONTESTANTS[name](workload)
     pipe.send("ready")
