@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -24,6 +25,7 @@ from hypothesis import settings as trials
 
 from cpuft.files import cache_path
 from cpuft.hosts.topology import HostFacts
+from tests.provision.simulated import needs_root
 
 DATA = Path(__file__).parent / "data"
 GLUE = Path(__file__).parents[2] / "shared" / "data" / "glue"
@@ -34,10 +36,8 @@ COMPILE_ONCE = str(Path(__file__).with_name("compile-once"))
 
 REAL_NAMES = {"run_cpuft", "mpirun", "fork_ranks", "spawn", "Popen", "executable", "simulate", "cluster", "world"}
 """Whatever a test mentions, or takes as a fixture, that starts cpuft, ranks, another Python or a cluster."""
-REAL_FOLDERS = ("bench/", "train/fast/")
+REAL_FOLDERS = ("train/fast/",)
 """Whose tests train, or compile what trains."""
-CLUSTER_FOLDERS = ("launch/", "doctor/", "hosts/", "provision/", "schedulers/", "test_")
-"""Whose real tests make simulated clusters, mounts or daemons of their own: only one of them runs at a time."""
 
 needs_texts = pytest.mark.skipif(not TEXTS.is_dir(), reason=f"no books beside the checkout ({TEXTS})")
 needs_glue = pytest.mark.skipif(not GLUE.is_dir(), reason=f"no GLUE download beside the checkout ({GLUE})")
@@ -100,31 +100,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `real` what scripts/test quick leaves out; whatever asks for root, cores or data is among it."""
+    """Mark as `real` what scripts/test quick leaves out, which is whatever asks for root, cores or data, and as
+    `clusters` what makes simulated hosts: only one of these runs at a time.
+    """
     for item in items:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        trains_here = path == "test_pages.py" and not item.get_closest_marker("skipif")
-        if path.startswith(CLUSTER_FOLDERS) and not trains_here:
+        if needs_root.mark in item.iter_markers():
             item.add_marker("clusters")
         if isinstance(item, pytest.Function) and (
-            path.startswith(REAL_FOLDERS)
+            item.path.relative_to(Path(__file__).parent).as_posix().startswith(REAL_FOLDERS)
             or item.get_closest_marker("skipif")
-            or REAL_NAMES & {*item.fixturenames, *names_used(inspect.unwrap(item.function), set())}
+            or REAL_NAMES & {*item.fixturenames, *names_used(inspect.unwrap(item.function))}
         ):
             item.add_marker("real")
 
 
-def names_used(function: FunctionType, seen: set[str]) -> set[str]:
+@functools.cache
+def names_used(function: FunctionType) -> frozenset[str]:
     """All names in the code of a function, and of the functions of tests/ that it calls."""
-    codes = [function.__code__]
-    for code in codes:
-        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        for name in {*code.co_names, *code.co_freevars} - seen:
-            seen.add(name)
-            used = function.__globals__.get(name)
-            if isinstance(used, FunctionType) and used.__module__.startswith(("tests", "scripts")):
-                names_used(used, seen)
-    return seen
+    names, functions = set[str](), [function]
+    for one in functions:
+        codes = [one.__code__]
+        for code in codes:
+            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            for name in {*code.co_names, *code.co_freevars} - names:
+                names.add(name)
+                used = one.__globals__.get(name)
+                if isinstance(used, FunctionType) and used.__module__.startswith(("tests", "scripts")):
+                    functions.append(used)
+    return frozenset(names)
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ class Cut(transfer._Pipe):
 @pytest.fixture(autouse=True)
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides have them; a host's process has those of a user."""
-    if "move" in names_used(inspect.unwrap(request.function), set()):
+    if "move" in names_used(inspect.unwrap(request.function)):
         monkeypatch.setattr(transfer, "BLOCK", 16)
         monkeypatch.setattr(transfer, "STALLED_SECONDS", 5.0)
 
