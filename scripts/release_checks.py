@@ -1,4 +1,4 @@
-"""What scripts/release checks: `files SDIST WHEEL...`, `speed FOLDER` of its runs, `publish FOLDER` before an upload.
+"""What scripts/release checks: `files SDIST WHEEL...`, and `publish FOLDER` before an upload.
 
 Each prints what it found, and ends with exit code 1 if it is not as it should be. `bill FILE ARCHIVE...` completes the
 list of packages that cyclonedx-py has made.
@@ -22,9 +22,6 @@ from cpuft.files import hash_file
 ROOT = Path(__file__).parents[1]
 MAX_BYTES = 10_000_000
 """Size that no file of a release may reach."""
-MIN_SPEED = 0.95
-"""Least speed without a compiler, as a share of the speed with kernels that the host has compiled for itself. Both are
-the same code; two runs on a shared machine differ by some per cent."""
 GLIBC = 28
 """A wheel must run with glibc 2.28, which torch's own wheels need."""
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
@@ -90,31 +87,6 @@ def check_files(sdist: Path, *wheels: Path) -> list[str]:
     return faults
 
 
-def check_speed(folder: Path) -> list[str]:
-    """Compare the runs `without-*` and `with-*` (a compiler) in `folder`; return a line for each fault.
-
-    All runs must have used the kernels, and the speed without a compiler must be at least `MIN_SPEED` of that with one.
-    Each update counts with its shortest time of all runs of a kind, because other programs only make it longer; those
-    of the runs' first quarter do not count.
-    """
-    seconds: dict[str, list[list[float]]] = {"without": [], "with": []}
-    faults = []
-    for path in sorted(folder.glob("with*-*/record.jsonl")):
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if lines[0]["kernels"] != "compiled":
-            faults.append(f"{path.parent.name} has used no kernels")
-        steps = [line["step_seconds"] for line in lines if line["kind"] == "step"]
-        seconds[path.parent.name.partition("-")[0]].append(steps[len(steps) // 4 :])
-    if not all(seconds.values()):
-        return [*faults, f"{folder} does not have runs of both kinds"]
-    without, compiled = (sum(map(min, zip(*runs))) for runs in seconds.values())
-    share = compiled / without
-    print(
-        f"seconds: {without:.2f} without a compiler, {compiled:.2f} with kernels compiled here: {share:.3f} the speed"
-    )
-    return faults + [f"without a compiler, the speed is {share:.3f} of that with one"] * (share < MIN_SPEED)
-
-
 def complete_bill(bill: Path, *archives: Path, root: Path = ROOT) -> None:
     """Make cpuft the subject of a list of installed packages (CycloneDX), with its archives' hashes and its commit."""
     content = json.loads(bill.read_text(encoding="utf-8"))
@@ -163,7 +135,6 @@ if __name__ == "__main__":
     kind, *paths = sys.argv[1:]
     checks: dict[str, Callable[..., list[str] | None]] = {
         "files": check_files,
-        "speed": check_speed,
         "bill": complete_bill,
         "publish": find_obstacles,
     }
