@@ -13,7 +13,7 @@ from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.comm.compression.local_sgd import LocalSGD
 from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.fast.adamw import fp32_weights
+from cpuft.train.fast.master_weights import fp32_weights
 
 
 class LocalSGDExchange(Exchange):

@@ -13,7 +13,7 @@ from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.compression_choice import make_levels
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE
 from tests.comm.ranks import fork_ranks
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer
 
