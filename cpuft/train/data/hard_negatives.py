@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuft.config.mine import MineConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import cache_folder, hash_file, list_files, write_atomically
@@ -134,14 +135,15 @@ def _mine(
         numbers = np.load(path, allow_pickle=False)
     if numbers is None:
         from cpuft.train.embedder import Embedder
-        from cpuft.train.mine import MiningRules, mine_negatives  # imports torch
+        from cpuft.train.mine import mine_negatives  # imports torch
 
         name = config.mining_model or config.model
         where = f"{_counted_queries(len(queries))} among {counted(len(documents), 'document')}"
         print(f"finding hard negatives for {where} with {name}", file=sys.stderr, flush=True)
         embedder = Embedder(model, pooling=pooling)
         asked, positives = zip(*pairs)
-        found = mine_negatives(embedder, asked, positives, corpus, count, MiningRules(relative_margin=RELATIVE_MARGIN))
+        rules = MineConfig(negatives=count, relative_margin=RELATIVE_MARGIN)
+        found = mine_negatives(embedder, asked, positives, corpus, rules)
         places = {text: number for number, text in enumerate(documents)}
         numbers = np.full((len(queries), count), -1, np.int64)
         for row, query in zip(numbers, queries):
