@@ -12,7 +12,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,8 +155,8 @@ class Header:
     started: str
     """UTC, ISO 8601."""
     products: dict[str, Any] = field(default_factory=dict)
-    """Kernel and measured speed of matrix products on rank 0, as `cpuft.train.precision.measure_products` returns them:
-    `kernel` (oneDNN's name of the implementation, or empty), `teraflops` in `precision`, and `fp32_teraflops`."""
+    """Measured speed of matrix products on rank 0, as `cpuft.train.precision.measure_products` returns it: `teraflops`
+    in `precision`, and `fp32_teraflops`."""
     independent: bool = False
     """Whether this run measured the ideal: all ranks trained at the same time, each on its share of the examples, and
     exchanged nothing."""
@@ -382,7 +382,6 @@ Line = (
     | Footer
     | MeasuredHeader
     | Measurement
-    | Link
 )
 _KINDS: dict[str, type[Line]] = {
     "header": Header,
@@ -395,7 +394,6 @@ _KINDS: dict[str, type[Line]] = {
     "footer": Footer,
     "measured": MeasuredHeader,
     "backend": Measurement,
-    "link": Link,
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 
@@ -534,20 +532,10 @@ class EarlierMeasurements:
     """The backend that `auto` chose; "" if nothing was measured, because --backend was given or there was one rank."""
     gradients: str = ""
     """The compression level that was chosen by measuring; "" if none was (`Header.gradients`)."""
-    products: dict[str, Any] = field(default_factory=dict)
-    """Kernel and speed of matrix products (`Header.products`)."""
-    products_of: tuple[str, ...] = ()
-    """What `products` was measured with (`describe_products`): the speed is reused only where this is equal."""
 
 
 def read_measurements(header: Header) -> EarlierMeasurements:
     """Return what the first start of a run has measured, from the header of its record."""
     was_given = header.options.get("backend") != "auto" or header.world_size == 1
     backend = "" if was_given else header.backend
-    of = describe_products(header.cpu_model, header.cpu_flags, header.precision, header.versions.get("torch", ""))
-    return EarlierMeasurements(header.world_size, backend, header.gradients, header.products, of)
-
-
-def describe_products(cpu_model: str, cpu_flags: Sequence[str], precision: str, torch_version: str) -> tuple[str, ...]:
-    """Return in one tuple what the speed of matrix products depends on, with the flags among DECIDING_FLAGS."""
-    return (cpu_model, *cpu_flags, precision, torch_version)
+    return EarlierMeasurements(header.world_size, backend, header.gradients)

@@ -13,7 +13,6 @@ import importlib.util
 import io
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -291,22 +290,17 @@ class _MaskedText(io.TextIOWrapper):
         return len(text)
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this process when the rank that started it has ended, even if a library never returns."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
 def main() -> None:
     """Follow the record in RUN_DIR and send it to the trackers NAMES, until its footer or the end of the rank."""
+    from cpuft.rank.process import end_with_parent  # which only Linux has, as the ranks
+
     names, run_dir = sys.argv[1:]
+    end_with_parent()  # even if a library never returns
     os.nice(19)
     sys.stdout, sys.stderr = (
         _MaskedText(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
         for stream in (sys.stdout, sys.stderr)
     )
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     send(follow(Path(run_dir) / FILE_NAME), parse_trackers(names), Path(run_dir))
 
 

@@ -6,7 +6,7 @@ of the other hosts. Tests compare the estimate with what autograd keeps, and scr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -122,7 +122,7 @@ def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -
 
 
 def _is_fast(shape: ModelShape, config: TrainConfig) -> bool:
-    return shape.may_be_fast and config.engine == "torch" and config.fast_path and not config.compile
+    return shape.may_be_fast and config.engine == "torch" and config.fast_path
 
 
 def _maps_weights(config: TrainConfig) -> bool:
@@ -324,36 +324,20 @@ def _describe_shortage(shortage: Shortage) -> str:
 
 
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
-    """Return the first advice that makes the run fit: options, more hosts or adapters; else a smaller model."""
-    for text, changes, hosts in _list_advice(config, memory):
-        if not find_shortage(replace(config, **changes), replace(memory, hosts=hosts), estimate):
-            return text
-    return "take a smaller model, or hosts with more memory"
-
-
-def _list_advice(
-    config: TrainConfig, memory: RunMemory
-) -> Iterator[tuple[str, dict[str, Any], tuple[HostMemory, ...]]]:
-    """Yield what `suggest_changes` tries, in its order: the text, new values of options, and the hosts."""
-    smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
-    found = list_changes(config, 1 if memory.independent else ranks)
-    if config.lora_rank > 0 and not config.compile and config.base_precision != "int8":
+    """Return the options that make the run fit, the cheapest in time first, and adapters last; else other advice."""
+    found = list_changes(config, 1 if memory.independent else sum(host.ranks for host in memory.hosts))
+    if config.lora_rank > 0 and config.base_precision != "int8":
         for narrow in ({"base_precision": "bf16"}, {"base_precision": "int8"}):
             found += [narrow, narrow | {"gradient_checkpointing": True}]
-    yield from ((f"add {_format_options(changes)}", changes, memory.hosts) for changes in found)
-    count = ranks
-    while count <= 64:
-        smaller: dict[str, Any] = {"batch_size": max(1, config.batch_size * ranks // count)}
-        for changes in (smaller, *[smaller | {"shard": "optimizer"}] * _can_shard(config, count)):
-            options = _format_options({"np": count} | changes)
-            text = f"take {count} hosts like {smallest.host} with one rank each: {options}"
-            yield text, changes, (HostMemory(smallest.host, 1, smallest.free_bytes),) * count
-        count *= 2
-    adapters: dict[str, Any] = {"lora_rank": DEFAULT_LORA_RANK, "gradient_checkpointing": True}
     may_adapt = find_task(config.task, config.causal).kind in DECODER_KINDS and not config.from_config
     if may_adapt and config.lora_rank <= 0:
-        text = f"add {_format_options(adapters)}, which trains adapters instead of all weights"
-        yield text, adapters, memory.hosts
+        found.append({"lora_rank": DEFAULT_LORA_RANK, "gradient_checkpointing": True})
+    for changes in found:
+        if not find_shortage(replace(config, **changes), memory, estimate):
+            options = " ".join(f"--{name} {value}" for name, value in changes.items())
+            end = ", which trains adapters instead of all weights" * ("lora_rank" in changes)
+            return f"add {options.replace('_', '-').replace(' True', '')}{end}"
+    return "take a smaller model, more hosts with a smaller --batch-size each, or hosts with more memory"
 
 
 def _can_shard(config: TrainConfig, ranks: int) -> bool:
@@ -378,7 +362,3 @@ def list_changes(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
     every = product(*([(0.0, {}), *choice] for choice in choices))
     combined = sorted(every, key=lambda some: sum(cost for cost, _ in some))
     return [{name: new for _, changes in some for name, new in changes.items()} for some in combined[1:]]
-
-
-def _format_options(changes: dict[str, Any]) -> str:
-    return " ".join(f"--{name} {value}" for name, value in changes.items()).replace("_", "-").replace(" True", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ _LOG = "trackers.err"
 
 
 @contextmanager
-def run_trackers(names: str, run_dir: str, users_run_dir: str, warn: Callable[[str], None]) -> Iterator[None]:
+def run_trackers(names: str, run_dir: str, warn: Callable[[str], None]) -> Iterator[None]:
     """Run `cpuft.trackers` beside the training, on the first rank; empty `names` run none.
 
     At the end, this waits less than a second until the trackers have the whole record, and shows a warning if they do
@@ -29,11 +28,10 @@ def run_trackers(names: str, run_dir: str, users_run_dir: str, warn: Callable[[s
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
         if process.returncode != 0:
-            command = shlex.join(["cpuft", "report", users_run_dir or "RUN", "--to", names])
             what = "do not have the whole record" if process.returncode is None else "have failed"
             warn(
                 f"warning: the trackers {names} {what} (see logs/{_LOG} of the run): when they answer again, "
-                f"send it with {command}{'' if users_run_dir else ', where RUN is the folder of the run'}"
+                f"send it with cpuft report RUN --to {names}, where RUN is the folder of the run"
             )
     finally:
         if process:

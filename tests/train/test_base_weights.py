@@ -244,7 +244,6 @@ def test_weights_are_quantised_to_the_nearest_number() -> None:
     [
         ({"task": "files", "lora_rank": 0}, "add --lora-rank 16, or leave --base-precision int8 out"),
         ({"lora_rank": 0}, "all weights are trained: add --lora-rank 16, or leave --base-precision int8 out"),
-        ({"task": "mrpc", "lora_rank": 4, "compile": True}, "not tested with --compile: leave out one of them"),
     ],
 )
 def test_options_that_exclude_it_are_refused(change: dict[str, Any], message: str) -> None:
@@ -258,7 +257,7 @@ def test_options_that_exclude_it_are_refused(change: dict[str, Any], message: st
 def test_a_small_model_whose_weights_are_all_trained_is_told_what_to_give(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="bf16", lora_rank=-1)
     with pytest.raises(
-        CpuftError, match=r"trains all weights, because .*: add --lora-rank 16, or leave --base-precision bf16 out"
+        CpuftError, match=r"all weights are trained: add --lora-rank 16, or leave --base-precision bf16 out"
     ):
         choose_lora(config)
 
@@ -284,6 +283,13 @@ def test_all_files_of_a_divided_model_are_read(tmp_path: Path) -> None:
     files[0].unlink()
     with pytest.raises(CpuftError, match=rf"lacks the weights file {files[0].name}: copy or download"):
         find_weight_files(config.model)
+
+
+@pytest.mark.parametrize("index", ["{", '{"weight_map": 1}', '{"weight_map": {"a": 1}}', "{}"])
+def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CpuftError, match=r"model.safetensors.index.json is damaged \(.*\): copy or download the model"):
+        find_weight_files(str(tmp_path))
 
 
 def load_classifier(config: TrainConfig) -> Any:

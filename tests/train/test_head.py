@@ -59,11 +59,15 @@ def save_head(folder: Path, names: Sequence[str], kind: str = "AutoModelForSeque
 @pytest.mark.parametrize(
     "names, labels, message",
     [
-        (("pos", "neg"), ("neg", "pos"), "each output of the head of "),
+        (("pos", "neg"), ("neg", "pos"), "its outputs for neg, pos are taken for neg, pos"),
         (("a", "m", "z"), ("a", "z"), "its outputs for m are left out"),
         (("z", "a"), ("a", "new", "z"), "its outputs for new are new and untrained"),
-        (("cat", "dog"), ("green", "red"), "was trained for other labels (cat, dog): the model gets a new, untrained"),
-        (("LABEL_0", "LABEL_1"), ("no", "yes"), "its labels LABEL_0, LABEL_1 are taken for no, yes, in this order"),
+        (
+            ("cat", "dog"),
+            ("green", "red"),
+            "for green, red are new and untrained; its outputs for cat, dog are left",
+        ),
+        (("LABEL_0", "LABEL_1"), ("no", "yes"), "its outputs for LABEL_0, LABEL_1 are taken for no, yes"),
     ],
 )
 def test_a_head_follows_the_names_of_its_labels(

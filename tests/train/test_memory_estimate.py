@@ -201,12 +201,13 @@ PARTS = "(checkpoint's copy 1.3 GB, activations 1.2 GB, process 0.9 GB)"
             host_memory(4.0, ranks=2),
             {"checkpoint_every": 0.0, "gradient_checkpointing": True, "batch_size": 1},
             "n1 has 4.0 GB free, and its 2 ranks need 4.9 GB (moments 1.8 GB, process 1.5 GB, masters 0.7 GB): "
-            "take 2 hosts like n1 with one rank each: --np 2 --batch-size 1",
+            "take a smaller model, more hosts with a smaller --batch-size each, or hosts with more memory",
         ),
         (
             host_memory(0.2),
             {},
-            f"n1 has 0.2 GB free, and its rank needs 5.1 GB {PARTS}: take a smaller model, or hosts with more memory",
+            f"n1 has 0.2 GB free, and its rank needs 5.1 GB {PARTS}: take a smaller model, more hosts with a smaller "
+            "--batch-size each, or hosts with more memory",
         ),
     ],
 )
@@ -334,19 +335,11 @@ def test_independent_ranks_write_no_checkpoints() -> None:
         (2.11, "add --gradient-checkpointing"),
         (2.06, "add --batch-size 16 --gradient-accumulation 2 --gradient-checkpointing"),
         (1.5, "add --batch-size 16 --gradient-accumulation 2 --checkpoint-every 0"),
-        (0.9, "take a smaller model, or hosts with more memory"),
+        (0.9, "take a smaller model, more hosts with a smaller --batch-size each, or hosts with more memory"),
     ],
 )
 def test_the_cheapest_changes_are_suggested(free: float, advice: str) -> None:
     assert suggest_changes(TrainConfig(), host_memory(free), estimate_gigabytes) == advice
-
-
-def test_more_hosts_share_the_batch() -> None:
-    def only_rows_count(config: TrainConfig, ranks: int, writes_checkpoints: bool) -> dict[str, int]:
-        return {"activations": config.batch_size * config.gradient_accumulation * GB}
-
-    advice = suggest_changes(TrainConfig(), host_memory(9.0, ranks=2), only_rows_count)
-    assert advice == "take 8 hosts like n1 with one rank each: --np 8 --batch-size 8"
 
 
 def test_changes_leave_the_updates_as_they_are() -> None:

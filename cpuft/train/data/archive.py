@@ -95,23 +95,16 @@ def _hash_examples(tokens: Tokens) -> NDArray[np.uint64]:
 class ValidationRows:
     """What is kept of the rows of a validation split as they were read."""
 
-    text_bytes: NDArray[np.uint8]
-    """The beginnings of the rows' texts in UTF-8, one after another."""
-    text_ends: NDArray[np.int64]
-    """Where each text ends in `text_bytes`, shape (rows, texts of a row). These may be only the first rows, or none."""
+    texts: NDArray[np.uint8]
+    """The beginnings of the texts of the first rows, or of none: a JSON list of lists, in UTF-8."""
     slice_numbers: NDArray[np.int32]
     """Number of each row's value of --slice-by in `slice_values`, shape (rows,); (0,) without --slice-by."""
     slice_values: tuple[str, ...] = ()
 
     def list_texts(self, rows: NDArray[np.int64]) -> list[list[str] | None]:
         """Return the beginnings of the texts of each of these rows, and None for rows whose texts are not kept."""
-        begins = np.append(0, self.text_ends.ravel())[:-1].reshape(self.text_ends.shape)
-
-        def read(row: int) -> list[str]:
-            spans = zip(begins[row], self.text_ends[row])
-            return [self.text_bytes[begin:end].tobytes().decode(errors="replace") for begin, end in spans]
-
-        return [read(row) if row < len(begins) else None for row in rows]
+        kept = load(list[list[str]], parse_json(self.texts.tobytes().decode()))
+        return [kept[row] if row < len(kept) else None for row in rows]
 
 
 @dataclass(frozen=True)
@@ -155,7 +148,7 @@ class Prepared:
     """What is kept of the rows of each validation split; empty if `rows` is."""
 
 
-_ROW_ARRAYS = ("text_bytes", "text_ends", "slice_numbers")
+_ROW_ARRAYS = ("texts", "slice_numbers")
 
 
 def write_prepared(
@@ -209,8 +202,6 @@ def read_prepared(path: str) -> Prepared:
             )
             for name, values in meta["slice_values"].items()
         }
-        for name, kept in rows.items():
-            _check_rows(kept, len(validation[name]))
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in meta["fields"].items()
         }
@@ -231,8 +222,7 @@ _ARRAY_TYPES: dict[str, tuple[tuple[type[np.generic], int], ...]] = {
     "offsets": ((np.int64, 1),),
     "labels": ((np.float32, 1), (np.float32, 2), (np.int32, 1), (np.int32, 2), (np.int8, 1)),
     "token_kinds": ((np.int8, 1),),
-    "text_bytes": ((np.uint8, 1),),
-    "text_ends": ((np.int64, 2),),
+    "texts": ((np.uint8, 1),),
     "slice_numbers": ((np.int32, 1),),
 }
 """Element types and numbers of axes that the arrays of an archive may have, by the last part of their names."""
@@ -242,29 +232,10 @@ def _check_tokens(tokens: Tokens) -> Tokens:
     offsets, size = tokens.offsets, len(tokens.ids)
     if not len(offsets) or offsets[0] or offsets[-1] != size or (np.diff(offsets) < 0).any():
         raise ValueError("the examples' offsets do not fit the token ids")
-    if tokens.labels.dtype == np.int32 and tokens.labels.ndim == 2:
-        return _check_judgements(tokens)
-    if len(tokens.types) not in (0, size) or len(tokens.labels) not in (0, size, len(tokens)):
+    is_judged = tokens.labels.dtype == np.int32 and tokens.labels.ndim == 2  # a retrieval set
+    if len(tokens.types) not in (0, size) or not (is_judged or len(tokens.labels) in (0, size, len(tokens))):
         raise ValueError("token types or labels are not as many as tokens or examples")
     return tokens
-
-
-def _check_judgements(tokens: Tokens) -> Tokens:
-    judgements = tokens.labels
-    if judgements.shape[1] != 3 or not len(judgements) or judgements.min() < 0:
-        raise ValueError("the judgements of the retrieval set are damaged")
-    queries = int(judgements[:, 0].max()) + 1
-    if queries + int(judgements[:, 1].max()) >= len(tokens):
-        raise ValueError("the judgements of the retrieval set name texts that are not there")
-    return tokens
-
-
-def _check_rows(rows: ValidationRows, count: int) -> None:
-    ends, numbers = rows.text_ends, rows.slice_numbers
-    if len(ends) > count or (np.diff(ends.ravel(), prepend=0) < 0).any() or ends.max(initial=0) > len(rows.text_bytes):
-        raise ValueError("the ends of the validation rows' texts are damaged")
-    if len(numbers) not in (0, count) or not all(0 <= number < len(rows.slice_values) for number in np.unique(numbers)):
-        raise ValueError("the values of the validation rows are damaged")
 
 
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:

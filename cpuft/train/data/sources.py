@@ -406,15 +406,16 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
     # Words, tags, single labels, and texts of embedding models and rerankers must not be empty; other texts may.
     needs_all = task.kind in ("tags", *SENTENCE_TRANSFORMERS_KINDS)
     needed = {name for name in needs_list if needs_all or (name == task.label and task.kind != "labels")}
-    is_empty, rows = True, iter(table.rows)
-    for where, row in rows:
+    is_empty = True
+    for where, row in table.rows:
         for name in task.texts if is_empty else ():
             if isinstance(cell := row.get(name), str) and _PRINTED_WORDS.fullmatch(cell.strip()):
                 raise CpuftError(describe_printed_list(where, name, cell))
         is_empty = False
         for name, is_list in needs_list.items():
             if name not in row or (name in needed and not _has_text(row[name])):
-                raise CpuftError(_describe_gap(where, name, task, rows))
+                others = ", or leave out rows with --skip-unlabelled" * (name == task.label)
+                raise CpuftError(f"{where} has no {name!r}: correct or remove that line{others}")
             if isinstance(row[name], list) != is_list:
                 form = "a list" if is_list else "one text"
                 raise CpuftError(f"{where}: {name!r} must be {form}, as in the other lines: correct that line")
@@ -425,16 +426,6 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
         yield where, row
     if is_empty:
         raise CpuftError(describe_empty(table.source))
-
-
-def _describe_gap(where: str, name: str, task: Task, rows: Iterator[Row]) -> str:
-    """Return the message for a cell that is missing. `rows` are those after it, whose labels are counted."""
-    if name != task.label:
-        return f"{where} has no {name!r}: correct or remove that line"
-    others = sum(not _has_text(row.get(name, "")) for _, row in rows)
-    several = f", and {counted(others, 'later line')} {'has' if others == 1 else 'have'} none" if others else ""
-    what = "those lines" if others else "that line"
-    return f"{where} has no {name!r}{several}: correct or remove {what}, or leave out rows with --skip-unlabelled"
 
 
 def _has_text(cell: Cell) -> bool:

@@ -17,7 +17,7 @@ from cpuft.train.fast.master_weights import fp32_weights
 
 
 class LocalSGDExchange(Exchange):
-    """Average the ranks' parameters, or their fp32 masters, when `plan_averages` says so. Making it is collective, and
+    """Average the ranks' parameters, or their fp32 masters, every N updates. Making it is collective, and
     raises CpuftError for a `--grad-compression` that cannot send changes of parameters.
     """
 

@@ -53,7 +53,6 @@ def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
             texts=len(prepared.texts),
             matryoshka=parse_dimensions(config.matryoshka),
             temperature=config.temperature if config.temperature > 0 else usual,
-            symmetric=config.symmetric_loss,
         )
     if objective is ScoredPairs:
         dimensions = parse_dimensions(config.matryoshka)
