@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.files import hash_text
@@ -49,11 +49,6 @@ class Tracker(abc.ABC):
     values. All methods may raise whatever the library raises.
     """
 
-    package: ClassVar[str]
-    """Python module that is there if the tracker is installed."""
-    extra: ClassVar[str]
-    """Extra of setup.cfg that installs it."""
-
     @abc.abstractmethod
     def __init__(self, run: TrackedRun) -> None:
         """Begin or continue the tracked run."""
@@ -75,8 +70,6 @@ class Tracker(abc.ABC):
 class TensorBoard(Tracker):
     """Event files in the folder `tensorboard` of the run."""
 
-    package, extra = "tensorboard", "tensorboard"
-
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -97,8 +90,6 @@ class TensorBoard(Tracker):
 
 class MLflow(Tracker):
     """A run in the experiment `cpuft`, or MLFLOW_EXPERIMENT_NAME, of the server of MLFLOW_TRACKING_URI."""
-
-    package, extra = "mlflow", "mlflow"
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow.tracking import MlflowClient
@@ -153,8 +144,6 @@ class _QueueingTracker(Tracker):
 class WeightsAndBiases(_QueueingTracker):
     """A run in the project `cpuft`, or WANDB_PROJECT. With WANDB_MODE=offline its files stay in the run's folder."""
 
-    package, extra = "wandb", "wandb"
-
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
@@ -172,8 +161,6 @@ class WeightsAndBiases(_QueueingTracker):
 class Trackio(_QueueingTracker):
     """A run in the project `cpuft` of Trackio's database on this host, or TRACKIO_PROJECT."""
 
-    package, extra = "trackio", "trackio"
-
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
@@ -189,7 +176,7 @@ TRACKERS: dict[str, type[Tracker]] = {
     "wandb": WeightsAndBiases,
     "trackio": Trackio,
 }
-"""Values of --report-to."""
+"""Values of --report-to: names of the packages, and of the extras that install these."""
 
 
 def parse_trackers(text: str) -> list[str]:
@@ -204,10 +191,9 @@ def parse_trackers(text: str) -> list[str]:
 def check_trackers(text: str, environ: Mapping[str, str]) -> None:
     """Raise CpuftError if a tracker in the list is unknown, is not installed, or lacks an environment variable."""
     for name in parse_trackers(text):
-        tracker = TRACKERS[name]
-        if importlib.util.find_spec(tracker.package) is None:
-            raise CpuftError(f"the tracker {name} is not installed: {install_command(tracker.extra)}")
-        tracker.check_settings(environ)
+        if importlib.util.find_spec(name) is None:
+            raise CpuftError(f"the tracker {name} is not installed: {install_command(name)}")
+        TRACKERS[name].check_settings(environ)
 
 
 def values_of(line: Line) -> dict[str, float]:

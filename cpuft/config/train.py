@@ -492,6 +492,17 @@ class TrainConfig:
         return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)
 
 
+TRAINING_INPUTS = (
+    "model",
+    "from_config",
+    "tokenizer",
+    "data_dir",
+    "train_file",
+    "validation_file",
+    "mining_model",
+    "chat_template",
+)
+"""Training options that may name files of the user's machine."""
 EVALUATION_ONLY = ("slice_by", "examples")
 """Training options that change nothing about the training, only what is kept of its evaluation."""
 CHANGEABLE_ON_RESUME = (

@@ -79,11 +79,11 @@ class Layer(NamedTuple):
 
 
 def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> Layer:
-    """Return the bytes of one layer's activations: of transformers' own as measured; a fast one keeps inputs of
+    """Return the bytes of one layer's activations: of a decoder's own layer as measured; a fast one keeps inputs of
     products and norms, queries, keys and values, also before their norms, and what the activation's gradient needs.
     """
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
-    tokens, positions, pairs = batch.tokens, batch.positions, batch.positions * batch.length
+    tokens, positions = batch.tokens, batch.positions
     relative, distances = shape.relative_embeddings, 2 * batch.length - 1
     if _is_fast(shape, config) and shape.norms:  # fast.layers, pre-norm
         ends, packed = shape.norms - 2, shape.query + 2 * shape.key
@@ -100,25 +100,14 @@ def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -
         again = (2 * size * (hidden + inner) + 8) * tokens
         scratch = size * (3 * hidden + inner) * tokens
         return Layer(kept, kept if batch.reads_all_tokens else last, (4 * size * hidden + 8) * tokens, again, scratch)
-    inputs = 4 * hidden * positions
-    # Autocast's copy of the weights.
+    # Layers of transformers' own. With bf16, autocast's copy of the weights.
     weights = 2 * shape.linear_parameters // shape.layers if size == 2 and not _maps_weights(config) else 0
-    if shape.norms:
-        norm = 4 if config.lora_rank > 0 else 8  # with its result before it is scaled, where norms are trained
-        widths = hidden * (shape.norms * norm + (8 if size == 4 else 10)) + 4 * size * inner
-        widths += (shape.query + shape.key) * (2 * size + norm * shape.norms_heads)
-        has_mask = config.pack or tokens < positions
-        kept = widths * positions + size * pairs * has_mask + weights
-        return Layer(kept, kept, inputs, 2 * kept, 0)
-    scores, masks = pairs * shape.heads, 2 * shape.has_dropout
-    kept = (size * ((4 + masks) * hidden + 2 * inner) + 16 * hidden + 16) * positions + size * (1 + masks) * scores
-    if relative:  # products with all relative embeddings, and the numbers by which they are gathered
-        kept += size * (
-            (2 * shape.heads * relative + hidden) * positions + 2 * (batch.examples + 1) * relative * hidden
-        )
-        kept += scores * 5 // 4
-    kept += weights
-    return Layer(kept, kept, inputs, kept, 4 * max(2 * inner * positions, 3 * scores - 2 * inner * positions))
+    norm = 4 if config.lora_rank > 0 else 8  # with its result before it is scaled, where norms are trained
+    widths = hidden * (shape.norms * norm + (8 if size == 4 else 10)) + 4 * size * inner
+    widths += (shape.query + shape.key) * (2 * size + norm * shape.norms_heads)
+    has_mask = config.pack or tokens < positions
+    kept = widths * positions + size * positions * batch.length * has_mask + weights
+    return Layer(kept, kept, 4 * hidden * positions, 2 * kept, 0)
 
 
 def _is_fast(shape: ModelShape, config: TrainConfig) -> bool:
@@ -134,16 +123,9 @@ def measure_activations(shape: ModelShape, config: TrainConfig, batch: LargestBa
     that there is at a time, and what gradient checkpointing leaves unusable in the heap. `shape` has layers.
     """
     layer = measure_layer(shape, config, batch)
-    if shape.norms:
-        copies = 3  # of the embeddings and around the last norm
-    elif _is_fast(shape, config):
-        copies = 1 + batch.reads_all_tokens
-    else:
-        copies = 1 + shape.has_dropout + (config.precision != "bf16")  # also a mask, and the head's input in fp32
+    copies = 3 if shape.norms else 1 + batch.reads_all_tokens  # of the embeddings and around the last norm
     kept = (4 * copies * shape.hidden + 24) * batch.positions + layer.last
     kept += (layer.inputs if config.gradient_checkpointing else layer.kept) * (shape.layers - 1)
-    if config.gradient_checkpointing and shape.relative_embeddings and not _is_fast(shape, config):
-        kept += 8 * (batch.examples + 1) * batch.length**2  # the mask of each pair, and the number of its embedding
     most = kept + max(layer.scratch, head_bytes(shape, config, batch.targets))
     if not config.gradient_checkpointing:
         return kept, most, 0
@@ -207,8 +189,8 @@ def estimate_rank(
     shared weights, masters, moments, gradients, activations, checkpoint's copy, buffers and process.
 
     A part that is not needed is 0. `checkpoint's copy` is of the state while this rank writes a checkpoint, and
-    `process` is the interpreter, libraries and gaps in the heap. With `shape.layers` 0, activations are not estimated.
-    The precision of `config` is fp32, bf16 or int8.
+    `process` is the interpreter, libraries and gaps in the heap. Activations are not estimated with `shape.layers` 0,
+    and of encoders without the fast path. The precision of `config` is fp32, bf16 or int8.
     """
     size, adapts = 2 if config.precision == "bf16" else 4, config.lora_rank > 0
     weight_size = size if _is_fast(shape, config) else 4
@@ -230,15 +212,13 @@ def estimate_rank(
     trained, shards = linears + others, ranks if config.shard == "optimizer" else 1
     train, evaluation = find_batches(prepared, config, ranks)
     activations = gaps = 0
-    if shape.layers:
+    if shape.layers and (shape.norms or _is_fast(shape, config)):
         _, activations, gaps = measure_activations(shape, config, train)
         activations += shape.linear_parameters * (
             config.precision == "int8"
         )  # backward needs the weights in 8 bits, too
-        # Without gradients, there are the activations of one layer at a time; in eager attention two copies of scores.
+        # Without gradients, there are the activations of one layer at a time.
         widths = 3 * shape.query + 2 * shape.key + (3 if shape.norms else 2) * shape.inner
-        if not shape.norms and not _is_fast(shape, config):
-            widths = max(widths, 7 * shape.hidden + 2 * evaluation.length * shape.heads)
         evaluating = (12 * shape.hidden + size * widths) * evaluation.positions
         evaluating += head_bytes(shape, config, evaluation.targets, trains=False)
         activations = max(activations, evaluating)
@@ -279,7 +259,7 @@ class Shortage(NamedTuple):
 
 def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
     """Raise CpuftError if 90 % of the estimate does not fit into a host's free memory, with what would make the run
-    fit. Activations of models that the fast path does not know are not counted.
+    fit. Activations of encoders that do not train with the fast path are not counted.
     """
     shape, config = find_shape(config, prepared.vocab_size), replace(config, precision=memory.precision)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import time
@@ -24,11 +23,9 @@ def read_cpu() -> Cpu:
     return cpu._replace(flags=effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", "")))
 
 
-def autocast(precision: str) -> contextlib.AbstractContextManager[object]:
-    """Return the context of a forward pass: autocast on the CPU for `bf16`, otherwise one that changes nothing."""
-    if precision == "bf16":
-        return torch.autocast("cpu", torch.bfloat16)
-    return contextlib.nullcontext()
+def autocast(precision: str) -> torch.autocast:
+    """Return the context of a forward pass: autocast to bf16 on the CPU for `bf16`, otherwise none."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
 def measure_products(precision: str) -> dict[str, float]:

@@ -33,24 +33,16 @@ from tests.train.fast.encoders import DEBERTA
 from tests.train.kept import SIZES, count_kept, make_encoder, make_full_batch
 from tests.train.tokens import make_tokens
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "fast": {},
-    "plain": {"fast_path": False},
-    "recomputing": {"gradient_checkpointing": True},
-    "plain recomputing": {"fast_path": False, "gradient_checkpointing": True},
-}
-"""Options by what they are called here."""
 
-
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(("length", "layers", "dropout"), [(128, 3, 0.1), (64, 2, 0.1), (128, 3, 0.0)])
 def test_activations_are_those_that_autograd_keeps(
-    engine: str, precision: str, length: int, layers: int, dropout: float
+    again: bool, precision: str, length: int, layers: int, dropout: float
 ) -> None:
-    config = TrainConfig(precision=precision, dropout=dropout, **ENGINES[engine])
+    config = TrainConfig(precision=precision, dropout=dropout, gradient_checkpointing=again)
     model = make_encoder(layers, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
-    shape = read_encoder_shape(model.config.to_dict(), dropout)
+    shape = read_encoder_shape(model.config.to_dict())
     assert shape
     batch = LargestBatch(4, length, 4 * length)
     kept, most, gaps = measure_activations(shape, config, batch)
@@ -59,15 +51,15 @@ def test_activations_are_those_that_autograd_keeps(
     assert (gaps > 0) == config.gradient_checkpointing
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(("length", "dropout"), [(128, 0.1), (64, 0.0)])
-def test_activations_of_disentangled_attention(engine: str, precision: str, length: int, dropout: float) -> None:
-    config = TrainConfig(precision=precision, dropout=dropout, **ENGINES[engine])
+def test_activations_of_disentangled_attention(again: bool, precision: str, length: int, dropout: float) -> None:
+    config = TrainConfig(precision=precision, dropout=dropout, gradient_checkpointing=again)
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     settings = DebertaV2Config(num_hidden_layers=3, **SIZES, **rates, **DEBERTA | {"position_buckets": 64})
     model = DebertaV2ForSequenceClassification(settings).train()
-    shape, batch = read_encoder_shape(settings.to_dict(), dropout), LargestBatch(4, length, 4 * length)
+    shape, batch = read_encoder_shape(settings.to_dict()), LargestBatch(4, length, 4 * length)
     assert shape
     kept, _, _ = measure_activations(shape, config, batch)
     assert kept == pytest.approx(count_kept(model, make_full_batch(4, length), config), rel=0.08, abs=20_000)
@@ -95,7 +87,7 @@ def test_activations_of_an_unknown_architecture_are_left_out() -> None:
     assert (found["weights"], found["moments"], found["activations"]) == (4040, 8080, 0)
 
 
-BERT = ModelShape(85_054_464, 24_428_544, 12, 768, 3072, 768, 768, 12, 30522)
+BERT = ModelShape(85_054_464, 24_428_544, 12, 768, 3072, 768, 768, 30522)
 
 
 def make_prepared(rows: int, length: int, kind: str = "class") -> Prepared:

@@ -10,29 +10,15 @@ from typing import Any
 
 import cpuft
 from cpuft.config.fields import option_names
-from cpuft.config.train import EVALUATION_ONLY, TrainConfig
+from cpuft.config.train import EVALUATION_ONLY, TRAINING_INPUTS, TrainConfig
 from cpuft.errors import counted
 from cpuft.files import hash_text
 from cpuft.record import BaselineLine, EvaluationLine, Footer, Header, format_baseline, format_line
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?", re.ASCII)
-_LEFT_OUT = (
-    "task",
-    "model",
-    "from_config",
-    "tokenizer",
-    "data_dir",
-    "train_file",
-    "validation_file",
-    "mining_model",
-    "chat_template",
-    "report_to",
-    "save_model",
-    "checkpoint_every",
-    "comm_timeout",
-    *EVALUATION_ONLY,
-)
+_WITHOUT_EFFECT = ("report_to", "save_model", "checkpoint_every", "comm_timeout", *EVALUATION_ONLY)
+_LEFT_OUT = ("task", *TRAINING_INPUTS, *_WITHOUT_EFFECT)
 """Options that the recipe does not show: they are elsewhere in the card, name local files, or change no weight."""
 
 

@@ -78,6 +78,11 @@ def hash_sequences(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArra
     return hashes
 
 
+def count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
+    """Return how many of these labels, class numbers or UNTAGGED, each class has; shape (classes,)."""
+    return np.bincount(labels[labels != UNTAGGED].astype(np.int64), minlength=classes)
+
+
 def count_repeated(train: Tokens, validation: Tokens) -> int:
     """Return how many validation examples have the tokens of a training example."""
     return int(np.isin(_hash_examples(validation), _hash_examples(train)).sum())

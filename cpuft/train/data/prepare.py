@@ -40,6 +40,7 @@ from cpuft.train.data.archive import (
     UNTAGGED,
     Prepared,
     Tokens,
+    count_classes,
     count_repeated,
     explain_cache_failures,
     read_prepared,
@@ -503,8 +504,7 @@ def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
     if prepared.kind == "labels":
         counts, what = labels.sum(0).astype(int).tolist(), "classes, of which an example may have several"
     else:
-        known = labels[labels != UNTAGGED].astype(int)
-        counts = np.bincount(known, minlength=len(prepared.labels)).tolist()
+        counts = count_classes(labels, len(prepared.labels)).tolist()
         what = "tags of words" if prepared.kind == "tags" else "classes"
     common = sorted(zip(prepared.labels, counts), key=lambda one: -one[1])[:_MAX_LISTED_LABELS]
     shown = prepared.labels if len(prepared.labels) <= _MAX_LISTED_LABELS else [label for label, _ in common]

@@ -375,12 +375,10 @@ def _choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ..
     others = [name for name in table.columns if name != label]
     if not others:
         raise CpuftError(f"{table.source} has no column but {label!r}: give a file that also has a column of texts")
-    is_one = len(others) == 1
-    which = "the column of the texts" if is_one else "the column of the texts, or the two columns of pairs of texts,"
-    listed = "" if is_one else f" (the file has {list_names(others)})"
     raise CpuftError(
-        f"no column of {table.source} is named text, sentence or sentence1: name {which} with --text-columns, "
-        f"for example --text-columns {shlex.quote(find_longest_column(table, others))}{listed}{hint_header(others)}"
+        f"no column of {table.source} is named text, sentence or sentence1 (it has {list_names(others)}): name the "
+        f"column of the texts, or the two columns of pairs, with --text-columns, for example --text-columns "
+        f"{shlex.quote(find_longest_column(table, others))}{hint_header(others)}"
     )
 
 

@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config.table_files import DELIMITERS, TableOptions
+from cpuft.config.table_files import DELIMITERS
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer, split_paths
@@ -34,7 +34,7 @@ from cpuft.train.data.columnar import (
     read_columnar,
     read_dataset,
 )
-from cpuft.train.data.delimited import Dialect, advise_conversion, choose_dialect, split_rows
+from cpuft.train.data.delimited import Dialect, TableOptions, advise_conversion, choose_dialect, split_rows
 from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 Row = tuple[str, dict[str, Cell]]

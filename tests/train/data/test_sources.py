@@ -210,13 +210,13 @@ def test_the_users_json_lines(tmp_path: Path) -> None:
         ),
         (
             "body,label\na,1\n",
-            "train.csv is named text, sentence or sentence1: name the column of the texts with --text-columns, for "
-            "example --text-columns body",
+            "train.csv is named text, sentence or sentence1 (it has body): name the column of the texts, or the two "
+            "columns of pairs, with --text-columns, for example --text-columns body",
         ),
         (
             "to be,b,label\na,b,1\n",
-            "name the column of the texts, or the two columns of pairs of texts, with --text-columns, for example "
-            "--text-columns 'to be' (the file has to be, b)",
+            "(it has to be, b): name the column of the texts, or the two columns of pairs, with --text-columns, for "
+            "example --text-columns 'to be'",
         ),
         ("label\na\n", "train.csv has no column but 'label': give a file that also has a column of texts"),
         ("text,label\na,1\nb\n", "train.csv, line 3 has 1 column, but the header has 2: correct that line"),
