@@ -14,7 +14,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ def send_record(run: str, names: Sequence[str]) -> None:
         raise CpuftError(f"{run} was not sent to {', '.join(names)} ({reason}): try again when it answers") from None
 
 
-def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Line]:
+def follow(path: Path) -> Iterator[Line]:
     """Yield the lines of a record as they are written; the footer, for which it waits without a limit, is the last."""
     with path.open("rb") as file:
         rest = b""
@@ -265,7 +265,7 @@ def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[
                     yield line
                     if isinstance(line, Footer):
                         return
-            sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
 
 class _MaskedText(io.TextIOWrapper):

@@ -14,7 +14,7 @@ from cpuft.config.fields import parse_arguments
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.train.data.chat import Message, find_end_of_turn, is_conversation, parse_messages, render, set_chat_template
-from cpuft.train.data.sources import get_id
+from cpuft.train.data.sources import get_text
 from cpuft.train.data.tables import (
     JSON_SUFFIXES,
     find_column,
@@ -97,10 +97,8 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
         find_column(table.columns, request.id_column, table.source)
     prompts = []
     for where, row in table.rows:
-        text = row.get(column, "")
-        if not isinstance(text, str) or not text.strip():
-            raise CpuftError(f"{where} has no text in {column!r}: correct or remove that line")
-        own = get_id(row, request.id_column, where) if request.id_column else ""
+        text = get_text(row, column, where, may_be_blank=False)
+        own = get_text(row, request.id_column, where) if request.id_column else ""
         prompts.append(Prompt(where, text, [{"role": "user", "content": text}] if is_chat else [], own))
     if not prompts:
         raise CpuftError(f"{request.file} has no rows: give a file with at least one prompt")
@@ -120,7 +118,7 @@ def _read_conversations(request: PredictConfig) -> list[Prompt]:
             messages = messages[:-1]
         if not messages:
             raise CpuftError(f"{where} has no message to answer: correct or remove that line")
-        own = get_id(parse_json_cells(line, where), request.id_column, where) if request.id_column else ""
+        own = get_text(parse_json_cells(line, where), request.id_column, where) if request.id_column else ""
         prompts.append(Prompt(where, json.dumps(messages, ensure_ascii=False), messages, own))
     return prompts
 

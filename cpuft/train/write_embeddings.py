@@ -32,6 +32,7 @@ from cpuft.embedding_files import name_embeddings
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import write_atomically
 from cpuft.rank.process import end_with_parent
+from cpuft.train.data.sources import get_text
 from cpuft.train.data.tables import Table, find_column, read_tables
 from cpuft.train.data.write_tables import check_pyarrow
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
@@ -166,15 +167,10 @@ def read_windows(
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
     for where, cells in table.rows:
         is_empty = False
-        for name in (column, id_column) if id_column else (column,):
-            if not isinstance(cells.get(name), str):
-                raise CpuftError(
-                    f"{where} has no text in the column {name!r}: correct that row, or name another column"
-                )
-        texts.append(prompt + str(cells[column]))
+        texts.append(prompt + get_text(cells, column, where))
         size += len(texts[-1])
         if id_column:
-            ids.append(str(cells[id_column]))
+            ids.append(get_text(cells, id_column, where))
         if len(texts) == limit or size >= limit * _TEXT_CHARACTERS:
             yield Window(texts, ids)
             texts, ids, size = [], [], 0

@@ -19,6 +19,7 @@ from cpuft.config.mine import MineConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.train.data.embedding_pairs import choose_pair_columns
+from cpuft.train.data.sources import get_text
 from cpuft.train.data.tables import find_column, read_tables
 from cpuft.train.data.write_tables import Column, check_output, write_table
 from cpuft.train.embedding_form import find_embedding_model, read_form
@@ -52,10 +53,7 @@ def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
     anchors, positives = list[str](), list[str]()
     for where, cells in table.rows:
         for name, texts in zip(columns, (anchors, positives)):
-            text = cells.get(name)
-            if not isinstance(text, str) or not text.strip():
-                raise CpuftError(f"{where} has no text in the column {name!r}: correct that row, or leave it out")
-            texts.append(text)
+            texts.append(get_text(cells, name, where, may_be_blank=False))
     if not anchors:
         raise CpuftError(f"{table.source} has no rows: give a file with pairs of texts")
     return anchors, positives

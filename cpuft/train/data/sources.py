@@ -466,24 +466,23 @@ def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True, id_c
         cells = [row[name] for name in task.texts]
         examples.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))
         if id_column:
-            examples.ids.append(get_id(row, id_column, where))
+            examples.ids.append(get_text(row, id_column, where))
         labels = split_label(row[task.label], task) if has_labels else []
         numbers = [known[label] if label in known else parse_label(label, task, where) for label in labels]
         examples.labels.append(tuple(map(int, numbers)) if several else numbers[0] if has_labels else 0.0)
     return examples
 
 
-def get_id(row: Mapping[str, Cell], id_column: str, where: str) -> str:
-    """Return the text in the row's column `id_column`, perhaps "". CpuftError: the column is missing or has a list."""
-    if not isinstance(cell := row.get(id_column), str):
-        raise CpuftError(f"{where} has no text in the column {id_column!r}: correct that row, or name another column")
+def get_text(row: Mapping[str, Cell], column: str, where: str, may_be_blank: bool = True) -> str:
+    """Return the text in a column of a row. CpuftError: the column is missing there, has a list or, unless it
+    `may_be_blank`, has no text.
+    """
+    cell = row.get(column)
+    if not isinstance(cell, str) or not (may_be_blank or cell.strip()):
+        raise CpuftError(
+            f"{where} has no text in the column {column!r}: correct or remove that row, or name another column"
+        )
     return cell
-
-
-# The demo: do both sentences of a pair tell the same event?
-#
-# Synonyms, voice and word order are random. In half of the pairs two facts differ: agent, action, place or time. So
-# neither length nor grammar tells the label, shared words alone mislead, and an untrained head is near chance.
 
 
 def _make_demo_examples(count: int, seed: int) -> Examples:
