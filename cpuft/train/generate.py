@@ -17,6 +17,7 @@ from cpuft.train.data.chat import Message, find_end_of_turn, is_conversation, pa
 from cpuft.train.data.sources import get_text
 from cpuft.train.data.tables import (
     JSON_SUFFIXES,
+    choose_column,
     find_column,
     get_suffix,
     list_json_lines,
@@ -83,16 +84,7 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
     if is_chat and not request.text_columns and (found := _read_conversations(request)):
         return found
     table = read_tables(request.file, "--file", request)
-    wanted = [name.strip() for name in request.text_columns.split(",")] if request.text_columns else _PROMPT_COLUMNS
-    if request.text_columns and len(wanted) > 1:
-        raise CpuftError(f"--text-columns names {len(wanted)} columns: name only that of the prompts")
-    column = next((name for name in wanted if name in table.columns), "")
-    if not column:
-        has = ", ".join(table.columns)
-        raise CpuftError(
-            f"{request.file} has no column {' or '.join(wanted)} (its columns are {has}): name the column of the "
-            f"prompts with --text-columns"
-        )
+    column = choose_column(table, request.text_columns, usual=_PROMPT_COLUMNS)
     if request.id_column:
         find_column(table.columns, request.id_column, table.source)
     prompts = []

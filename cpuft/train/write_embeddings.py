@@ -33,7 +33,7 @@ from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import write_atomically
 from cpuft.rank.process import end_with_parent
 from cpuft.train.data.sources import get_text
-from cpuft.train.data.tables import Table, find_column, read_tables
+from cpuft.train.data.tables import Table, choose_column, find_column, read_tables
 from cpuft.train.data.write_tables import check_pyarrow
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.startup import resume_garbage_collection, run_as_process
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 _WINDOW_TEXTS, _TEXT_CHARACTERS = 8192, 2048
 """Most texts of a window, of which those of similar length are computed together, and about their characters."""
-_USUAL_COLUMNS = ("text", "sentence", "document", "query", "question")
 _PROGRESS_SECONDS = 10.0
 _PROMPT_NAME = re.compile(r"\w+", re.ASCII)
 
@@ -122,23 +121,6 @@ def choose_embeddings_file(request: PredictConfig) -> Path:
     path = name_embeddings(request)
     check_pyarrow(path)
     return path
-
-
-def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> str:
-    """Return the column of the texts: `wanted`, else a usual name, else the only column; `option` names it in messages.
-    Raises CpuftError: there is no such column, or `wanted` names several.
-    """
-    if "," in wanted and wanted not in table.columns:
-        raise CpuftError(f"{option} {wanted!r:.80}: name one column, as each text has an embedding of its own")
-    if wanted:
-        find_column(table.columns, wanted, table.source)
-        return wanted
-    usual = [name for name in _USUAL_COLUMNS if name in table.columns]
-    if not usual and len(table.columns) != 1:
-        raise CpuftError(
-            f"{table.source} has the columns {', '.join(table.columns)}: name the one of the texts with {option}"
-        )
-    return usual[0] if usual else table.columns[0]
 
 
 def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:

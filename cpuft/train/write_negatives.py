@@ -20,14 +20,13 @@ from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.train.data.embedding_pairs import choose_pair_columns
 from cpuft.train.data.sources import get_text
-from cpuft.train.data.tables import find_column, read_tables
+from cpuft.train.data.tables import choose_column, find_column, read_tables
 from cpuft.train.data.write_tables import Column, check_output, write_table
 from cpuft.train.embedding_form import find_embedding_model, read_form
 from cpuft.train.startup import run_as_process
 from cpuft.train.write_embeddings import (
     Computer,
     Window,
-    choose_column,
     make_progress,
     open_npy,
     read_windows,

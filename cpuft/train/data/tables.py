@@ -466,6 +466,28 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
     return columns.index(name)
 
 
+_USUAL_TEXTS = ("text", "sentence", "document", "query", "question")
+
+
+def choose_column(
+    table: Table, wanted: str, option: str = "--text-columns", usual: Sequence[str] = _USUAL_TEXTS
+) -> str:
+    """Return the column of the texts: `wanted`, else the first of `usual` names, else the only column; `option` names
+    it in messages. Raises CpuftError: there is no such column, or `wanted` names several.
+    """
+    if "," in wanted and wanted not in table.columns:
+        raise CpuftError(f"{option} {wanted!r:.80}: name one column, as each text is taken by itself")
+    if wanted:
+        find_column(table.columns, wanted, table.source)
+        return wanted
+    known = [name for name in usual if name in table.columns]
+    if not known and len(table.columns) != 1:
+        raise CpuftError(
+            f"{table.source} has the columns {', '.join(table.columns)}: name the one of the texts with {option}"
+        )
+    return known[0] if known else table.columns[0]
+
+
 def split_names(text: str) -> tuple[str, ...]:
     """Return the names between the commas of a text, without spaces around them, also empty ones; () for ""."""
     return tuple(name.strip() for name in text.split(",")) if text else ()
