@@ -377,7 +377,7 @@ def test_columns_of_one_name_are_told_apart_and_refused_only_where_they_are_used
     config = write_rows(tmp_path, "text,label,id,id", (f"a{one},{one % 2},x,y" for one in range(9)))
     assert read_data(config).task.labels == ("0", "1")
     config = write_rows(tmp_path, "text,label,text", (f"a{one},{one % 2},b{one % 3}" for one in range(9)))
-    with pytest.raises(CpuftError, match=r"the file has text \(column 1\), text \(column 3\)"):
+    with pytest.raises(CpuftError, match=r"it has text \(column 1\), text \(column 3\)"):
         read_data(config)
     named = read_data(replace(config, text_columns="text (column 3)"))
     assert set(named.train.list_texts()) <= {"b0", "b1", "b2"}
