@@ -18,7 +18,7 @@ def run_trackers(names: str, run_dir: str, warn: Callable[[str], None]) -> Itera
     """Run `cpuft.trackers` beside the training, on the first rank; empty `names` run none.
 
     At the end, this waits less than a second until the trackers have the whole record, and shows a warning if they do
-    not or have failed. `users_run_dir` is the run's folder on the machine of `cpuft launch`; empty if it is not known.
+    not or have failed.
     """
     process = _start(names, run_dir, warn) if names else None
     try:

@@ -221,18 +221,6 @@ def read_prepared(path: str) -> Prepared:
         raise CpuftError(f"{path} is not prepared data ({error!r}): remove it, and start again") from None
 
 
-_ARRAY_TYPES: dict[str, tuple[tuple[type[np.generic], int], ...]] = {
-    "ids": ((np.int32, 1),),
-    "types": ((np.int8, 1),),
-    "offsets": ((np.int64, 1),),
-    "labels": ((np.float32, 1), (np.float32, 2), (np.int32, 1), (np.int32, 2), (np.int8, 1)),
-    "token_kinds": ((np.int8, 1),),
-    "texts": ((np.uint8, 1),),
-    "slice_numbers": ((np.int32, 1),),
-}
-"""Element types and numbers of axes that the arrays of an archive may have, by the last part of their names."""
-
-
 def _check_tokens(tokens: Tokens) -> Tokens:
     offsets, size = tokens.offsets, len(tokens.ids)
     if not len(offsets) or offsets[0] or offsets[-1] != size or (np.diff(offsets) < 0).any():
@@ -246,8 +234,8 @@ def _check_tokens(tokens: Tokens) -> Tokens:
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the JSON object in the array `meta` of a NumPy archive, and its other arrays by name, as read-only maps.
 
-    Raises ValueError: an array is compressed, or has a name or type that prepared data does not have; for a missing or
-    damaged file, the libraries' exceptions pass through.
+    Raises ValueError: an array is compressed or has objects; for a missing or damaged file, the libraries' exceptions
+    pass through.
     """
     with np.load(path, allow_pickle=False) as archive:
         meta = load(dict[str, Any], parse_json(str(archive["meta"])))
@@ -263,9 +251,7 @@ def _map_array(path: str, archive: Any, name: str) -> Any:
         np.lib.format.read_magic(file)
         shape, by_columns, kind = np.lib.format.read_array_header_1_0(file)
         # A memory map would take the bytes of an object array for pointers, and compressed ones for numbers.
-        allowed_types = _ARRAY_TYPES.get(name.rpartition(".")[2], ())
-        if not any(kind == allowed and len(shape) == axes for allowed, axes in allowed_types):
-            raise ValueError(f"array {name!r:.60} of type {kind!s:.60} and {len(shape)} axes does not belong here")
-        if by_columns or archive.zip.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"array {name!r:.60} is compressed, or not stored row by row")
+        is_compressed = archive.zip.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED
+        if kind.hasobject or by_columns or is_compressed:
+            raise ValueError(f"array {name!r:.60} has objects, is compressed, or is not stored row by row")
         return np.memmap(path, kind, "r", file.tell(), shape) if np.prod(shape) else np.zeros(shape, kind)
