@@ -61,11 +61,6 @@ class Tracker(abc.ABC):
     def finish(self) -> None:
         """Send what is left, and mark the run as complete."""
 
-    @classmethod
-    def check_settings(cls, environ: Mapping[str, str]) -> None:
-        """Raise CpuftError if an environment variable that this tracker needs is missing; by default it needs none."""
-        return
-
 
 class TensorBoard(Tracker):
     """Event files in the folder `tensorboard` of the run."""
@@ -118,15 +113,6 @@ class MLflow(Tracker):
     def finish(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._run)
-
-    @classmethod
-    def check_settings(cls, environ: Mapping[str, str]) -> None:
-        """Raise CpuftError without MLFLOW_TRACKING_URI: MLflow would write to the folder in which the rank runs."""
-        if not environ.get("MLFLOW_TRACKING_URI"):
-            raise CpuftError(
-                "the tracker mlflow needs the address of its server: set MLFLOW_TRACKING_URI, for example to "
-                "http://server:5000 or sqlite:////home/me/mlflow.db"
-            )
 
 
 class _QueueingTracker(Tracker):
@@ -193,7 +179,12 @@ def check_trackers(text: str, environ: Mapping[str, str]) -> None:
     for name in parse_trackers(text):
         if importlib.util.find_spec(name) is None:
             raise CpuftError(f"the tracker {name} is not installed: {install_command(name)}")
-        TRACKERS[name].check_settings(environ)
+        if name == "mlflow" and not environ.get("MLFLOW_TRACKING_URI"):
+            # MLflow would write to the folder in which the rank runs.
+            raise CpuftError(
+                "the tracker mlflow needs the address of its server: set MLFLOW_TRACKING_URI, for example to "
+                "http://server:5000 or sqlite:////home/me/mlflow.db"
+            )
 
 
 def values_of(line: Line) -> dict[str, float]:
