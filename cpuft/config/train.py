@@ -343,13 +343,6 @@ class TrainConfig:
         choices=("auto", "fp32", "bf16", "int8"),
         rare=True,
     )
-    padding: str = speed_option(
-        "dynamic",
-        "dynamic: examples of similar length are in one batch, which is padded to its longest example. max_length: "
-        "examples are in random order, and all are padded to --max-length",
-        choices=("dynamic", "max_length"),
-        rare=True,
-    )
     engine: str = speed_option(
         "torch",
         "Training engine: torch is cpuft's own. To compare speeds, ipex (Intel Extension for PyTorch), deepspeed "

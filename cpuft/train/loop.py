@@ -165,9 +165,8 @@ def _set_learning_rate(setup: TrainingSetup, update: int) -> float:
 
 def _plan_all_updates(setup: TrainingSetup) -> Iterator[tuple[int, Indices]]:
     """Yield the epoch and the examples of every update, from the first one on."""
-    config, tokens = setup.config, setup.prepared.train
-    grouped = is_grouped(config.padding, setup.prepared.kind)
-    return plan_updates(tokens, setup.global_batch, config.seed, setup.updates, grouped)
+    prepared = setup.prepared
+    return plan_updates(prepared.train, setup.global_batch, setup.config.seed, setup.updates, is_grouped(prepared.kind))
 
 
 def _run_untimed_pass(setup: TrainingSetup, done: int) -> None:

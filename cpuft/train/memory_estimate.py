@@ -21,7 +21,7 @@ from cpuft.errors import CpuftError
 from cpuft.host_memory import HostMemory, RunMemory
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TEXT_KINDS, find_task
 from cpuft.train.data.archive import Prepared
-from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
+from cpuft.train.data.order import count_updates, is_grouped, plan_epoch, select_for_rank
 from cpuft.train.model_shape import ModelShape, find_shape
 
 SHARED_BYTES = 250_000_000
@@ -158,12 +158,11 @@ def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[L
     """
     lengths, texts = prepared.train.lengths, 1
     if prepared.kind in EMBEDDING_KINDS:
-        texts, longest = len(prepared.texts), min(config.max_length, int(lengths.max()))
-        rows = config.micro_batch or config.batch_size
-        config = replace(config, batch_size=rows, gradient_accumulation=1, padding="max_length", max_length=longest)
+        texts, rows = len(prepared.texts), config.micro_batch or config.batch_size
+        config = replace(config, batch_size=rows, gradient_accumulation=1)
     size = config.batch_size * config.gradient_accumulation * ranks
     updates = count_updates(len(lengths), size, config.epochs, config.max_steps)
-    plans = plan_epoch(lengths, size, config.seed, 0, config.padding == "dynamic")[: max(1, updates)]
+    plans = plan_epoch(lengths, size, config.seed, 0, is_grouped(prepared.kind))[: max(1, updates)]
     batches = [lengths[select_for_rank(examples, 0, ranks)[: config.batch_size]] for examples in plans]
     largest = max(batches, key=lambda batch: int(batch.sum()))
     evaluated = np.sort(np.concatenate([tokens.lengths for tokens in prepared.validation.values()]))[::-1]
@@ -178,7 +177,7 @@ def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[L
         reads_all_tokens, tokens = prepared.kind in ("tags", *TEXT_KINDS, *EMBEDDING_KINDS), int(lengths.sum())
         return LargestBatch(len(lengths) * texts, length, tokens, reads_all_tokens, round(share * tokens))
 
-    length = config.max_length if config.padding == "max_length" else int(largest.max())
+    length = int(largest.max()) if is_grouped(prepared.kind) else min(config.max_length, int(lengths.max()))
     return describe(largest, length, texts), describe(evaluated, int(evaluated[0]), 1)
 
 

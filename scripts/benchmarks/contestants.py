@@ -321,7 +321,7 @@ def _predictor(workload: Workload) -> tuple[Any, Turn]:
     model, rows = load(workload)
     patch_model(model)
     tokens, precision = make_tokens(rows), "bf16" if has_bf16_products() else "fp32"
-    objective = Classification(("0", "1"), (), 0, 0)
+    objective = Classification(("0", "1"), (), 0)
 
     def turn() -> tuple[int, float]:
         start = time.perf_counter()

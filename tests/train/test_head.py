@@ -89,7 +89,7 @@ def test_a_head_follows_the_names_of_its_labels(
 
 def test_a_head_of_adapters_follows_them_too(tmp_path: Path) -> None:
     base, folder = save_tiny(tmp_path / "tiny"), tmp_path / "run"
-    first = Classification(("neg", "pos"), ("accuracy",), 0, 0)
+    first = Classification(("neg", "pos"), ("accuracy",), 0)
     trained = first.load_model(TrainConfig(model=base, lora_rank=2))
     save_model(trained, base, str(folder))
     wanted = next(
@@ -103,7 +103,7 @@ def test_a_head_of_adapters_follows_them_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["roberta", "bart", "xlnet", "gpt2", "llama", "deberta-v2"])
 def test_heads_of_other_architectures_follow_them(kind: str, tmp_path: Path) -> None:
     source = save_architecture(tmp_path / kind, kind)
-    first = Classification(("neg", "pos"), ("accuracy",), 0, 0)
+    first = Classification(("neg", "pos"), ("accuracy",), 0)
     trained = first.load_model(TrainConfig(model=source)).eval()
     trained.save_pretrained(source)
     model = replace(first, labels=("pos", "other", "neg")).load_model(TrainConfig(model=source)).eval()
@@ -113,5 +113,5 @@ def test_heads_of_other_architectures_follow_them(kind: str, tmp_path: Path) -> 
 
 
 def test_a_model_without_a_head_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Classification(("no", "yes"), ("accuracy",), 0, 0).load_model(TrainConfig(model=save_tiny(tmp_path)))
+    Classification(("no", "yes"), ("accuracy",), 0).load_model(TrainConfig(model=save_tiny(tmp_path)))
     assert capsys.readouterr().err == ""

@@ -80,7 +80,7 @@ class EmbeddingObjective(Objective):
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
         """Return the padded batch of these examples: the first texts of all, then all second texts, and so on."""
         lengths, places, order = self._find_texts(tokens, examples)
-        mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
+        mask = np.arange(lengths.max()) < lengths[:, None]
         ids = pad(tokens.ids[places], mask, self.pad_id)
         inputs = {"input_ids": ids[order], "attention_mask": torch.from_numpy(mask[order]).long()}
         return Batch(inputs, self.make_labels(tokens, examples, mask), int(lengths.sum()))

@@ -33,7 +33,7 @@ def draw(examples: int, texts: int, seed: int = 0, hidden: int = 12) -> torch.Te
 
 
 def make_pairs(**settings: Any) -> Pairs:
-    return Pairs((), ("ndcg@10",), 0, 0, **settings)
+    return Pairs((), ("ndcg@10",), 0, **settings)
 
 
 def compare(own: torch.Tensor, theirs: torch.Tensor, embeddings: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def test_contrastive_losses_are_those_of_sentence_transformers(texts: int, dimen
 def test_losses_of_scores_are_those_of_sentence_transformers(name: str, theirs: Any) -> None:
     embeddings, scores = draw(7, 2), torch.tensor([0.1, 0.9, 0.5, 0.5, 0.0, 1.0, 0.7])
     cosines = torch.nn.functional.cosine_similarity(embeddings[:, 0], embeddings[:, 1])
-    own = ScoredPairs((), (), 0, 0, loss=name).joint_losses(cosines[:, None], scores)
+    own = ScoredPairs((), (), 0, loss=name).joint_losses(cosines[:, None], scores)
     compare(
         own, theirs(NO_MODEL).compute_loss_from_embeddings([embeddings[:, 0], embeddings[:, 1]], scores), embeddings
     )
@@ -71,7 +71,7 @@ def test_losses_of_scores_are_those_of_sentence_transformers(name: str, theirs: 
 
 def test_scores_that_are_all_equal_have_a_loss_of_0_with_a_gradient() -> None:
     cosines = torch.tensor([[0.5], [0.7]], requires_grad=True)
-    losses = ScoredPairs((), (), 0, 0).joint_losses(cosines, torch.ones(2))
+    losses = ScoredPairs((), (), 0).joint_losses(cosines, torch.ones(2))
     torch.autograd.backward(losses.sum())
     assert losses.tolist() == [0.0, 0.0]
     assert cosines.grad is not None
