@@ -1,18 +1,14 @@
 """Trackers: send the record of a run to TensorBoard, MLflow, Weights & Biases or Trackio (`--report-to`).
 
-    python -m cpuft.trackers NAMES RUN_DIR
-
-follows the record of a run that is training. The first rank starts it as a process of its own, so that a tracker that
-fails, or waits for its server, never disturbs the training. `cpuft report RUN --to NAMES` sends a record afterwards.
+The process of `cpuft.train.tracking` follows the record of a run that is training. `cpuft report RUN --to NAMES` sends
+a record afterwards.
 """
 
 from __future__ import annotations
 
 import abc
 import importlib.util
-import io
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -257,29 +253,3 @@ def follow(path: Path) -> Iterator[Line]:
                     if isinstance(line, Footer):
                         return
             time.sleep(_POLL_SECONDS)
-
-
-class _MaskedText(io.TextIOWrapper):
-    """Standard output or error without passwords and tokens, which libraries may show in warnings and errors."""
-
-    def write(self, text: str) -> int:
-        super().write(mask_secrets(text, os.environ))
-        return len(text)
-
-
-def main() -> None:
-    """Follow the record in RUN_DIR and send it to the trackers NAMES, until its footer or the end of the rank."""
-    from cpuft.rank.process import end_with_parent  # which only Linux has, as the ranks
-
-    names, run_dir = sys.argv[1:]
-    end_with_parent()  # even if a library never returns
-    os.nice(19)
-    sys.stdout, sys.stderr = (
-        _MaskedText(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
-        for stream in (sys.stdout, sys.stderr)
-    )
-    send(follow(Path(run_dir) / FILE_NAME), parse_trackers(names), Path(run_dir))
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,6 @@ from cpuft.tasks import TASKS
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.validation_rows import make_validation_rows
 from cpuft.train.evaluate import KeptPredictions
-from cpuft.train.objective import labels as label_objectives
 from cpuft.train.objective.base import Objective, Predictions
 from cpuft.train.objective.table import make_objective
 from cpuft.train.saved_predictions import save_predictions
@@ -64,8 +63,7 @@ def draw(*shape: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("classes, has_all", [(3, True), (101, False)])
-def test_classes_of_two_splits(classes: int, has_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(label_objectives, "_PROBABILITIES_AT_ONCE", 3 * classes)  # parts of three rows
+def test_classes_of_two_splits(classes: int, has_all: bool, tmp_path: Path) -> None:
     names = tuple(f"class {number}" for number in range(classes))
     labels = [GENERATOR.integers(0, classes, ROWS).astype(np.float32) for _ in range(2)]
     prepared = make_prepared("class", names, ("accuracy", "f1_macro"), *labels)
