@@ -213,7 +213,7 @@ def test_what_a_model_cannot_compute_is_refused_in_one_line(tmp_path: Path) -> N
     with pytest.raises(CpuftError) as caught:
         try_model(model, objective, config, prepared, "fp32")
     assert str(caught.value).startswith(
-        f"BartForSequenceClassification of {folder} cannot compute a batch of two examples ("
+        f"BartForSequenceClassification of {folder} cannot compute a batch of two examples in fp32 ("
     )
     assert str(caught.value).endswith("): give another --model")
 
