@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
@@ -53,7 +52,20 @@ class GradientSizes:
 
 
 @dataclass(frozen=True)
-class MeasuredHeader:
+class Line:
+    """A line of a file; `kind` names its class there."""
+
+    kinds: ClassVar[dict[str, type[Line]]] = {}
+    """All classes of lines by their kind."""
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        Line.kinds[kind] = cls
+
+
+@dataclass(frozen=True)
+class MeasuredHeader(Line, kind="measured"):
     """First line of a file of measurements."""
 
     what: str
@@ -63,7 +75,7 @@ class MeasuredHeader:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Line, kind="backend"):
     """One collective of one backend on one message size; bandwidths are those of nccl-tests (doc/PERFORMANCE.md)."""
 
     backend: str
@@ -130,7 +142,7 @@ class RecordedRank:
 
 
 @dataclass(frozen=True)
-class Header:
+class Header(Line, kind="header"):
     """First line of a record: what was trained, where, and with which options and versions."""
 
     task: str
@@ -155,8 +167,8 @@ class Header:
     started: str
     """UTC, ISO 8601."""
     products: dict[str, Any] = field(default_factory=dict)
-    """Kernel and measured speed of matrix products on rank 0, as `cpuft.train.precision.measure_products` returns them:
-    `kernel` (oneDNN's name of the implementation, or empty), `teraflops` in `precision`, and `fp32_teraflops`."""
+    """Measured speed of matrix products on rank 0, as `cpuft.train.precision.measure_products` returns it: `teraflops`
+    in `precision`, and `fp32_teraflops`."""
     independent: bool = False
     """Whether this run measured the ideal: all ranks trained at the same time, each on its share of the examples, and
     exchanged nothing."""
@@ -182,7 +194,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class StepLine:
+class StepLine(Line, kind="step"):
     """One update. Seconds are those of rank 0; samples and tokens are the sums over all ranks."""
 
     step: int
@@ -207,7 +219,7 @@ class StepLine:
 
 
 @dataclass(frozen=True)
-class ResumedLine:
+class ResumedLine(Line, kind="resumed"):
     """The run was resumed. The lines after this one ran on these ranks, with the options of the header."""
 
     step: int
@@ -229,7 +241,7 @@ class ResumedLine:
 
 
 @dataclass(frozen=True)
-class InterruptedLine:
+class InterruptedLine(Line, kind="interrupted"):
     """The run stopped early, after a checkpoint of this update."""
 
     step: int
@@ -241,7 +253,7 @@ class InterruptedLine:
 
 
 @dataclass(frozen=True)
-class EvaluationLine:
+class EvaluationLine(Line, kind="evaluation"):
     """Metrics of one evaluation on a validation split."""
 
     step: int
@@ -251,7 +263,7 @@ class EvaluationLine:
 
 
 @dataclass(frozen=True)
-class BaselineLine:
+class BaselineLine(Line, kind="baseline"):
     """What simple counts of words reach on the same validation examples without a model."""
 
     name: str
@@ -283,7 +295,7 @@ class GradientTime:
 
 
 @dataclass(frozen=True)
-class LayerTimesLine:
+class LayerTimesLine(Line, kind="layer_times"):
     """When the gradients of a step become ready, as scripts/record-layer-times has measured on one rank. All times are
     medians over the measured updates, and sums over the passes of an update, of this rank without waiting.
     """
@@ -300,7 +312,7 @@ class LayerTimesLine:
 
 
 @dataclass(frozen=True)
-class Footer:
+class Footer(Line, kind="footer"):
     """Last line of a complete run: its totals."""
 
     train_seconds: float
@@ -371,38 +383,9 @@ def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:
     return steps[len(steps) // 10 :]
 
 
-Line = (
-    Header
-    | StepLine
-    | ResumedLine
-    | InterruptedLine
-    | EvaluationLine
-    | BaselineLine
-    | LayerTimesLine
-    | Footer
-    | MeasuredHeader
-    | Measurement
-    | Link
-)
-_KINDS: dict[str, type[Line]] = {
-    "header": Header,
-    "step": StepLine,
-    "resumed": ResumedLine,
-    "interrupted": InterruptedLine,
-    "evaluation": EvaluationLine,
-    "baseline": BaselineLine,
-    "layer_times": LayerTimesLine,
-    "footer": Footer,
-    "measured": MeasuredHeader,
-    "backend": Measurement,
-    "link": Link,
-}
-_NAMES = {cls: kind for kind, cls in _KINDS.items()}
-
-
 def format_line(line: Line) -> str:
     """Return the line as one JSON object without a newline: `{"kind": "step", "step": 1, ...}`."""
-    return json.dumps({"kind": _NAMES[type(line)]} | dataclasses.asdict(line), allow_nan=True)
+    return json.dumps({"kind": line.kind} | dataclasses.asdict(line), allow_nan=True)
 
 
 class Writer:
@@ -503,9 +486,9 @@ def _parse_line(text: str) -> Line:
     kind = load(str, values.pop("kind", None), "its kind")
     if kind in ("header", "measured") and values.get("format") != FORMAT:
         raise ValueError(f"format {values.get('format')!r:.60}, this version reads {FORMAT}")
-    if kind not in _KINDS:
+    if kind not in Line.kinds:
         raise ValueError(f"kind {kind[:60]!r} is unknown")
-    return load(_KINDS[kind], values)
+    return load(Line.kinds[kind], values)
 
 
 def read_record(run_dir: str) -> Record:
@@ -516,10 +499,7 @@ def read_record(run_dir: str) -> Record:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         found = f"{run_dir} holds no {FILE_NAME}" if Path(run_dir).exists() else f"there is no folder {run_dir}"
-        run = Path(os.path.normpath(f"{run_dir}/.."))
         below = sorted(Path(run_dir).glob(f"*/{FILE_NAME}"), key=lambda one: one.stat().st_mtime)
-        if (run / FILE_NAME).is_file():
-            raise CpuftError(f"{run_dir} is a part of the run in {run}: give {run}") from None
         example = below[-1].parent if below else "runs/mrpc-np2"
         raise CpuftError(f"{found}: give the folder of an earlier run, for example {example}") from None
     return parse_record(text, str(path))
@@ -534,20 +514,10 @@ class EarlierMeasurements:
     """The backend that `auto` chose; "" if nothing was measured, because --backend was given or there was one rank."""
     gradients: str = ""
     """The compression level that was chosen by measuring; "" if none was (`Header.gradients`)."""
-    products: dict[str, Any] = field(default_factory=dict)
-    """Kernel and speed of matrix products (`Header.products`)."""
-    products_of: tuple[str, ...] = ()
-    """What `products` was measured with (`describe_products`): the speed is reused only where this is equal."""
 
 
 def read_measurements(header: Header) -> EarlierMeasurements:
     """Return what the first start of a run has measured, from the header of its record."""
     was_given = header.options.get("backend") != "auto" or header.world_size == 1
     backend = "" if was_given else header.backend
-    of = describe_products(header.cpu_model, header.cpu_flags, header.precision, header.versions.get("torch", ""))
-    return EarlierMeasurements(header.world_size, backend, header.gradients, header.products, of)
-
-
-def describe_products(cpu_model: str, cpu_flags: Sequence[str], precision: str, torch_version: str) -> tuple[str, ...]:
-    """Return in one tuple what the speed of matrix products depends on, with the flags among DECIDING_FLAGS."""
-    return (cpu_model, *cpu_flags, precision, torch_version)
+    return EarlierMeasurements(header.world_size, backend, header.gradients)

@@ -1,24 +1,19 @@
 """Trackers: send the record of a run to TensorBoard, MLflow, Weights & Biases or Trackio (`--report-to`).
 
-    python -m cpuft.trackers NAMES RUN_DIR
-
-follows the record of a run that is training. The first rank starts it as a process of its own, so that a tracker that
-fails, or waits for its server, never disturbs the training. `cpuft report RUN --to NAMES` sends a record afterwards.
+The process of `cpuft.train.tracking` follows the record of a run that is training. `cpuft report RUN --to NAMES` sends
+a record afterwards.
 """
 
 from __future__ import annotations
 
 import abc
 import importlib.util
-import io
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.files import hash_text
@@ -50,11 +45,6 @@ class Tracker(abc.ABC):
     values. All methods may raise whatever the library raises.
     """
 
-    package: ClassVar[str]
-    """Python module that is there if the tracker is installed."""
-    extra: ClassVar[str]
-    """Extra of setup.cfg that installs it."""
-
     @abc.abstractmethod
     def __init__(self, run: TrackedRun) -> None:
         """Begin or continue the tracked run."""
@@ -67,16 +57,9 @@ class Tracker(abc.ABC):
     def finish(self) -> None:
         """Send what is left, and mark the run as complete."""
 
-    @classmethod
-    def check_settings(cls, environ: Mapping[str, str]) -> None:
-        """Raise CpuftError if an environment variable that this tracker needs is missing; by default it needs none."""
-        return
-
 
 class TensorBoard(Tracker):
     """Event files in the folder `tensorboard` of the run."""
-
-    package, extra = "tensorboard", "tensorboard"
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -98,8 +81,6 @@ class TensorBoard(Tracker):
 
 class MLflow(Tracker):
     """A run in the experiment `cpuft`, or MLFLOW_EXPERIMENT_NAME, of the server of MLFLOW_TRACKING_URI."""
-
-    package, extra = "mlflow", "mlflow"
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow.tracking import MlflowClient
@@ -129,15 +110,6 @@ class MLflow(Tracker):
         """Mark the run as finished."""
         self._client.set_terminated(self._run)
 
-    @classmethod
-    def check_settings(cls, environ: Mapping[str, str]) -> None:
-        """Raise CpuftError without MLFLOW_TRACKING_URI: MLflow would write to the folder in which the rank runs."""
-        if not environ.get("MLFLOW_TRACKING_URI"):
-            raise CpuftError(
-                "the tracker mlflow needs the address of its server: set MLFLOW_TRACKING_URI, for example to "
-                "http://server:5000 or sqlite:////home/me/mlflow.db"
-            )
-
 
 class _QueueingTracker(Tracker):
     """A tracker whose library has a run that queues values and sends them in the background."""
@@ -153,8 +125,6 @@ class _QueueingTracker(Tracker):
 
 class WeightsAndBiases(_QueueingTracker):
     """A run in the project `cpuft`, or WANDB_PROJECT. With WANDB_MODE=offline its files stay in the run's folder."""
-
-    package, extra = "wandb", "wandb"
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -173,8 +143,6 @@ class WeightsAndBiases(_QueueingTracker):
 class Trackio(_QueueingTracker):
     """A run in the project `cpuft` of Trackio's database on this host, or TRACKIO_PROJECT."""
 
-    package, extra = "trackio", "trackio"
-
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
@@ -190,7 +158,7 @@ TRACKERS: dict[str, type[Tracker]] = {
     "wandb": WeightsAndBiases,
     "trackio": Trackio,
 }
-"""Values of --report-to."""
+"""Values of --report-to: names of the packages, and of the extras that install these."""
 
 
 def parse_trackers(text: str) -> list[str]:
@@ -205,10 +173,14 @@ def parse_trackers(text: str) -> list[str]:
 def check_trackers(text: str, environ: Mapping[str, str]) -> None:
     """Raise CpuftError if a tracker in the list is unknown, is not installed, or lacks an environment variable."""
     for name in parse_trackers(text):
-        tracker = TRACKERS[name]
-        if importlib.util.find_spec(tracker.package) is None:
-            raise CpuftError(f"the tracker {name} is not installed: {install_command(tracker.extra)}")
-        tracker.check_settings(environ)
+        if importlib.util.find_spec(name) is None:
+            raise CpuftError(f"the tracker {name} is not installed: {install_command(name)}")
+        if name == "mlflow" and not environ.get("MLFLOW_TRACKING_URI"):
+            # MLflow would write to the folder in which the rank runs.
+            raise CpuftError(
+                "the tracker mlflow needs the address of its server: set MLFLOW_TRACKING_URI, for example to "
+                "http://server:5000 or sqlite:////home/me/mlflow.db"
+            )
 
 
 def values_of(line: Line) -> dict[str, float]:
@@ -269,7 +241,7 @@ def send_record(run: str, names: Sequence[str]) -> None:
         raise CpuftError(f"{run} was not sent to {', '.join(names)} ({reason}): try again when it answers") from None
 
 
-def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Line]:
+def follow(path: Path) -> Iterator[Line]:
     """Yield the lines of a record as they are written; the footer, for which it waits without a limit, is the last."""
     with path.open("rb") as file:
         rest = b""
@@ -280,35 +252,4 @@ def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[
                     yield line
                     if isinstance(line, Footer):
                         return
-            sleep(_POLL_SECONDS)
-
-
-class _MaskedText(io.TextIOWrapper):
-    """Standard output or error without passwords and tokens, which libraries may show in warnings and errors."""
-
-    def write(self, text: str) -> int:
-        super().write(mask_secrets(text, os.environ))
-        return len(text)
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this process when the rank that started it has ended, even if a library never returns."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def main() -> None:
-    """Follow the record in RUN_DIR and send it to the trackers NAMES, until its footer or the end of the rank."""
-    names, run_dir = sys.argv[1:]
-    os.nice(19)
-    sys.stdout, sys.stderr = (
-        _MaskedText(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
-        for stream in (sys.stdout, sys.stderr)
-    )
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    send(follow(Path(run_dir) / FILE_NAME), parse_trackers(names), Path(run_dir))
-
-
-if __name__ == "__main__":
-    main()
+            time.sleep(_POLL_SECONDS)

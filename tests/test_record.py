@@ -100,9 +100,6 @@ def test_files(tmp_path: Path) -> None:
         CpuftError, match=rf"holds no record.jsonl: give the folder of an earlier run, .*{tmp_path}/run$"
     ):
         read_record(str(tmp_path))
-    (tmp_path / "run/model").mkdir()
-    with pytest.raises(CpuftError, match=rf"/model is a part of the run in {tmp_path}/run: give {tmp_path}/run$"):
-        read_record(str(tmp_path / "run/model"))
 
 
 def test_measurements_read_back(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -49,7 +50,6 @@ def write_record(folder: Path) -> Path:
 class Listening(Tracker):
     """Remembers what it gets, in `heard`."""
 
-    package, extra = "json", "none"
     heard: list[tuple[int, dict[str, float]]]
     keys: list[str]
 
@@ -114,13 +114,13 @@ def test_lists_of_trackers() -> None:
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TRACKERS["wandb"], "package", "no_such_package")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CpuftError, match=r"the tracker wandb is not installed: .* pip install .*\[wandb\]"):
         check_trackers("wandb", {})
 
 
 def test_mlflow_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TRACKERS["mlflow"], "package", "json")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     check_trackers("mlflow", {"MLFLOW_TRACKING_URI": "http://server"})
     with pytest.raises(CpuftError, match="set MLFLOW_TRACKING_URI, for example to"):
         check_trackers("mlflow", {})
@@ -174,7 +174,7 @@ def test_the_error_of_a_tracker_shows_no_password(settings: dict[str, str], tmp_
 
 def test_the_log_of_a_tracker_shows_no_password(settings: dict[str, str], tmp_path: Path) -> None:
     write_record(tmp_path / "run")
-    command = [sys.executable, "-m", "cpuft.trackers", "mlflow", "run"]
+    command = [sys.executable, "-m", "cpuft.train.tracking", "mlflow", "run"]
     done = subprocess.run(
         command, env=os.environ | settings, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60, check=False
     )

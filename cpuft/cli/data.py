@@ -44,7 +44,7 @@ def show(dry_run: bool, as_json: bool, baseline: bool, static_model: str, **valu
     """Show columns, labels, lengths and duplicates of the data that a training would use.
 
     The options are those of cpuft launch, and the examples are read and tokenised in the same way: the columns that are
-    used, the examples of each class, a histogram of the lengths in tokens, how many examples --max-length cuts, how
+    used, the examples of each class, the lengths in tokens, how many examples --max-length cuts, how
     many validation examples are training examples, too, labels that only validation examples have, and the share of
     tokens that the tokenizer does not know. What cpuft launch would refuse or what harms a training is named at the
     end. With --baseline, it also tells what the metric would be without a training.

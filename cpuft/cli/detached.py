@@ -12,7 +12,7 @@ import click
 from cpuft.cli.common import say
 from cpuft.cli.options import FieldOption, complete_runs, given_options, make_options, pick
 from cpuft.config.launch import LaunchConfig
-from cpuft.config.train import TrainConfig
+from cpuft.config.train import TRAINING_INPUTS, TrainConfig
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def move(
         plan_start,
         start_detached,
     )
-    from cpuft.launch.inputs import TRAINING_INPUTS, LaunchNote, list_input_paths
+    from cpuft.launch.inputs import LaunchNote, list_input_paths
     from cpuft.plans import format_comment, format_plan
     from cpuft.secret_variables import secrets_for_ranks
 

@@ -14,7 +14,7 @@ _WEIGHTS = "it keeps the fp32 weights to itself"
 _SHARDS = "it shards the optimizer state itself"
 _UNTESTED = "this combination is not tested"
 _NO_CHECKPOINTS = "it writes no checkpoints, in which the best weights are kept"
-_OWN_LAYERS = {"fast_path": _LAYERS, "compile": _LAYERS, "lora_rank": _LAYERS, "gradient_checkpointing": _UNTESTED}
+_OWN_LAYERS = {"fast_path": _LAYERS, "lora_rank": _LAYERS, "gradient_checkpointing": _UNTESTED}
 UNSUPPORTED_BY_ENGINE = {
     "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS, "save_best": _NO_CHECKPOINTS},
     "deepspeed": {
@@ -48,11 +48,19 @@ _TASKS = {
     **dict.fromkeys(("chat_template", "pack"), ("chat",)),
     **dict.fromkeys(("label_type", "slice_by"), ("files",)),
     **dict.fromkeys(("pooling", "gather_negatives", "matryoshka", "micro_batch"), _EMBEDDINGS),
-    **dict.fromkeys(("query_prompt", "document_prompt", "temperature", "symmetric_loss"), ("pairs",)),
+    **dict.fromkeys(("query_prompt", "document_prompt", "temperature"), ("pairs",)),
     "similarity_loss": ("scored-pairs",),
     **dict.fromkeys(("hard_negatives", "mining_model"), _WITH_NEGATIVES),
 }
 """Options that only some tasks have, and these tasks."""
+
+
+_NEEDS = {
+    "outer_momentum": (("sync_every",), "--sync-every 4"),
+    "best_metric": (("save_best", "early_stopping"), "--save-best or --early-stopping"),
+    "mining_model": (("hard_negatives",), "--hard-negatives 5"),
+}
+"""Options that have an effect only with one of others, and what to add."""
 
 
 def refuse_conflicts(config: TrainConfig) -> None:
@@ -80,14 +88,14 @@ def refuse_conflicts(config: TrainConfig) -> None:
             "of them"
         )
     if config.precision == "int8":
-        for name in ("engine", "fast_path", "compile", "lora_rank"):
+        for name in ("engine", "fast_path", "lora_rank"):
             if _is_used(config, name, default):
                 flag = format_flag(name, getattr(config, name))
                 raise CpuftError(f"--precision int8 needs the fast path, which excludes {flag}: leave out one of them")
-    if config.sync_schedule != "constant" and config.sync_every == 1:
-        raise CpuftError(
-            f"--sync-schedule {config.sync_schedule} changes nothing by itself: add --sync-every 4, or leave it out"
-        )
+    for name, (others, advice) in _NEEDS.items():
+        if _is_used(config, name, default) and not any(_is_used(config, other, default) for other in others):
+            flag = f"{format_flag(name)} {getattr(config, name)}"
+            raise CpuftError(f"{flag} changes nothing by itself: add {advice}, or leave it out")
     if config.shard != "none" and config.sync_every > 1:
         raise CpuftError(
             "--sync-every lets each rank update all parameters by itself, and --shard lets it update only its share: "
@@ -111,16 +119,8 @@ def refuse_conflicts(config: TrainConfig) -> None:
             raise CpuftError(
                 f"{format_flag(name)} compares evaluations while training, and there are none: add --eval-every epoch"
             )
-    if config.best_metric and not (config.save_best or config.early_stopping):
-        raise CpuftError(
-            "--best-metric changes nothing by itself: add --save-best or --early-stopping, or leave it out"
-        )
     if config.lr_schedule == "constant" and (config.warmup_ratio or config.warmup_steps):
         raise CpuftError("--lr-schedule constant has no warm-up: write constant-with-warmup")
-    if config.mining_model and not config.hard_negatives:
-        raise CpuftError(
-            f"--mining-model {config.mining_model} changes nothing by itself: add --hard-negatives 5, or leave it out"
-        )
     if kind in EMBEDDING_KINDS and config.engine != "torch":
         raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
     if config.base_precision != "auto":
@@ -130,8 +130,6 @@ def refuse_conflicts(config: TrainConfig) -> None:
                 f"{flag} is for the frozen weights of LoRA runs, and all weights are trained: add --lora-rank "
                 f"{DEFAULT_LORA_RANK}, or leave {flag} out"
             )
-        if config.compile:
-            raise CpuftError(f"{flag} is not tested with --compile: leave out one of them")
     if config.lora_merge and config.lora_rank <= 0 and not config.may_choose_lora:
         raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
 
@@ -165,7 +163,6 @@ def _refuse_decoder_conflicts(config: TrainConfig, default: TrainConfig) -> None
     task = "--task chat" if config.task == "chat" else "--causal"
     reasons = {
         "engine": "decoders are trained with --engine torch only",
-        "compile": "decoders are not tested with it",
         **dict.fromkeys(("mlm_probability", "whole_word_mask"), "no token is masked"),
     }
     for name, reason in reasons.items():

@@ -133,19 +133,6 @@ def _describe_values(kind: type, least: float | None, most: float | None) -> str
     return f"{noun} of {low} or more" if most is None else f"{noun} from {low} to {high}"
 
 
-_NO_GPU = "works on GPUs only, and cpuft trains on CPUs"
-_NO_FP16 = (
-    "is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU"
-)
-_VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP16, "half": _NO_FP16}
-"""Values that other trainers accept and cpuft does not, with the answer."""
-
-
 def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
     """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
-    known = _VALUES.get(value.lower(), "")
-    if known == _NO_GPU:
-        return f"{option} {value} {known}: choose one of {', '.join(choices)}"
-    if known and {"bf16", "fp32"} <= set(choices):
-        return f"{option} {value} {known}"
     return f"{value!r} is not a value of {option}: {suggest_names(value, choices)}"

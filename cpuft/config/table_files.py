@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
 
 from cpuft.config.fields import data_option
 
@@ -37,19 +36,3 @@ encoding_option = partial(
     rare=True,
     takes="NAME",
 )
-
-
-class TableOptions(Protocol):
-    """Options with --delimiter, --quoting and --encoding."""
-
-    @property
-    def delimiter(self) -> str:
-        """auto, or one of DELIMITERS."""
-
-    @property
-    def quoting(self) -> str:
-        """One of QUOTINGS."""
-
-    @property
-    def encoding(self) -> str:
-        """auto, or the name of an encoding."""

@@ -280,9 +280,6 @@ class TrainConfig:
         least=-1.0,
         rare=True,
     )
-    symmetric_loss: bool = recipe_option(
-        False, "With --task pairs, half of the loss is the reverse: each positive has to find its anchor", rare=True
-    )
     gather_negatives: bool = recipe_option(
         True,
         "With --task pairs, negatives are the texts of all ranks, and --task scored-pairs compares the scores of all "
@@ -346,13 +343,6 @@ class TrainConfig:
         choices=("auto", "fp32", "bf16", "int8"),
         rare=True,
     )
-    padding: str = speed_option(
-        "dynamic",
-        "dynamic: examples of similar length are in one batch, which is padded to its longest example. max_length: "
-        "examples are in random order, and all are padded to --max-length",
-        choices=("dynamic", "max_length"),
-        rare=True,
-    )
     engine: str = speed_option(
         "torch",
         "Training engine: torch is cpuft's own. To compare speeds, ipex (Intel Extension for PyTorch), deepspeed "
@@ -365,7 +355,6 @@ class TrainConfig:
         "transformers and torch",
         rare=True,
     )
-    compile: bool = speed_option(False, "Use torch.compile instead of the fast path", rare=True)
     gradient_checkpointing: bool = speed_option(
         False, "Save memory by recomputing activations in the backward pass; steps take longer"
     )
@@ -394,14 +383,6 @@ class TrainConfig:
         "between (local SGD). It is for links on which nothing else is fast enough, because it costs accuracy: with "
         "8, that of MRPC was 0.02 lower after 63 updates. 1 averages gradients at every update",
         least=1,
-    )
-    sync_schedule: str = communication_option(
-        "constant",
-        "With --sync-every N above 1: constant averages after every N updates; quadratic after N updates while the "
-        "learning rate is highest and in the warm-up, and later less often, after N * (highest rate / rate)^2 updates "
-        "(the method QSR). All ranks are averaged at the end",
-        choices=("constant", "quadratic"),
-        rare=True,
     )
     outer_momentum: float = communication_option(
         0.0,
@@ -504,6 +485,17 @@ class TrainConfig:
         return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)
 
 
+TRAINING_INPUTS = (
+    "model",
+    "from_config",
+    "tokenizer",
+    "data_dir",
+    "train_file",
+    "validation_file",
+    "mining_model",
+    "chat_template",
+)
+"""Training options that may name files of the user's machine."""
 EVALUATION_ONLY = ("slice_by", "examples")
 """Training options that change nothing about the training, only what is kept of its evaluation."""
 CHANGEABLE_ON_RESUME = (

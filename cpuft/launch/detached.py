@@ -26,7 +26,7 @@ from cpuft import execute
 from cpuft.argv import make_shell_line, module_command
 from cpuft.config.fields import format_flag
 from cpuft.config.launch import LaunchConfig
-from cpuft.config.train import TrainConfig
+from cpuft.config.train import TRAINING_INPUTS, TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, escape_controls, last_line
 from cpuft.execute import Say
 from cpuft.hosts.cluster import (
@@ -58,7 +58,6 @@ from cpuft.launch.detached_head import (
     Order,
 )
 from cpuft.launch.inputs import (
-    TRAINING_INPUTS,
     Bundle,
     LaunchNote,
     gather_missing,

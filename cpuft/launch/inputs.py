@@ -17,7 +17,7 @@ from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
 from cpuft.config.fields import format_flag
 from cpuft.config.predict import PredictConfig
-from cpuft.config.train import TrainConfig
+from cpuft.config.train import TRAINING_INPUTS, TrainConfig
 from cpuft.errors import CpuftError, last_line
 from cpuft.files import check_private_folder, hash_text, make_private_folder, split_paths, write_text
 from cpuft.hosts.cluster import Cluster
@@ -40,17 +40,6 @@ _SENT_AT_ONCE = 16
 _NOTES = ".named"
 """Folder beside the registry of clusters with a note of what the user named when each run was started."""
 _MODEL = "model"
-TRAINING_INPUTS = (
-    "model",
-    "from_config",
-    "tokenizer",
-    "data_dir",
-    "train_file",
-    "validation_file",
-    "mining_model",
-    "chat_template",
-)
-"""Training options that may name files of this machine."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,6 @@ _EQUAL_OPTIONS = (
     "epochs",
     "max_steps",
     "max_length",
-    "padding",
     "learning_rate",
     "lora_rank",
     "gradient_accumulation",

@@ -241,7 +241,7 @@ def _count_gathered_bytes(record: Record) -> float:
     header, options = record.header, record.header.options
     if options.get("shard", "none") == "none":
         return 0.0
-    is_fast = options.get("fast_path", True) and not options.get("compile")
+    is_fast = options.get("fast_path", True)
     words = header.parameters - header.gradient_sizes.parameters if header.gradient_sizes.embedding_row else 0
     # Embeddings have 4 bytes per weight in any case.
     return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.gradient_sizes.parameters + 4.0 * words

@@ -37,8 +37,8 @@ _SCALES = ".scales"
 
 def find_weight_files(source: str) -> list[Path]:
     """Return the safetensors files of a folder, those of adapters if it has any, or of a hub name, which are
-    downloaded; sorted by name. Raises CpuftError: there are none, or one is missing; OSError: the hub does not answer;
-    ValueError: the index is damaged.
+    downloaded; sorted by name. Raises CpuftError: there are none, one is missing, or the index is damaged; OSError: the
+    hub does not answer.
     """
     folder = Path(source)
     if Path(folder, "adapter_config.json").is_file():
@@ -46,8 +46,11 @@ def find_weight_files(source: str) -> list[Path]:
     else:
         names = [_FILE] if locate_file(source, _FILE, needs_hub=True) else []
         if not names and (index := locate_file(source, _INDEX, needs_hub=True)):
-            parts = load(dict[str, Any], parse_json(index.read_text(encoding="utf-8"))).get("weight_map", {})
-            names = sorted(set(parts.values()))
+            try:
+                content = load(dict[str, Any], parse_json(index.read_text(encoding="utf-8")))
+                names = sorted(set(load(dict[str, str], content.get("weight_map"), "weight_map").values()))
+            except ValueError as error:
+                raise CpuftError(f"{index} is damaged ({error}): copy or download the model again") from None
     files = [path for name in names if (path := locate_file(source, name, needs_hub=True))]
     if not names:
         raise CpuftError(

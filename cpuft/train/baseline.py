@@ -71,8 +71,13 @@ def find_baseline(config: TrainConfig) -> BaselineLine:
     path = cache_folder(os.environ) / f"baseline-{_checksum(data, train)}.json"
     with suppress(OSError, ValueError):
         return load(BaselineLine, parse_json(path.read_text(encoding="utf-8")))
-    with _hidden_pandas():
-        import sklearn.linear_model  # noqa: F401
+    # The import of pandas takes 60 MB and half a second, and scikit-learn does without it.
+    modules = cast(dict[str, Any], sys.modules)
+    hides = modules.setdefault("pandas", None) is None
+    import sklearn.linear_model  # noqa: F401
+
+    if hides:
+        del modules["pandas"]
 
     kind, classes = data.task.kind, len(data.task.labels)
     with _one_thread() as measure_seconds:
@@ -216,18 +221,6 @@ def _search(data: TaskData) -> dict[str, float]:
     labels, asked = np.asarray(split.labels).T
     relevant = labels >= LEAST_RELEVANT
     return {name: float(np.mean(measure_rankings(name, scores, relevant, asked.astype(np.int64)))) for name in names}
-
-
-@contextmanager
-def _hidden_pandas() -> Iterator[None]:
-    """Let scikit-learn not find pandas, whose import takes 60 MB and half a second, and which is not needed here."""
-    modules = cast(dict[str, Any], sys.modules)
-    hides = modules.setdefault("pandas", None) is None
-    try:
-        yield
-    finally:
-        if hides:
-            del modules["pandas"]
 
 
 def main() -> None:

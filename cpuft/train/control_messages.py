@@ -16,7 +16,7 @@ import torch
 
 from cpuft.errors import CpuftError
 from cpuft.record import StepLine
-from cpuft.train.checkpoint.policy import Checkpoints, Requests
+from cpuft.train.checkpoint.policy import Checkpoints, Request
 from cpuft.train.ranks import gather_numbers
 from cpuft.train.setup import TrainingSetup
 
@@ -32,7 +32,7 @@ class ControlMessages:
     def __init__(self, setup: TrainingSetup, checkpoints: Checkpoints, done: int) -> None:
         self._is_alone, self._independent = setup.independent or setup.world.size == 1, setup.independent
         self._checkpoints = checkpoints
-        self._requests = Requests()
+        self._request = Request.NOTHING
         """What ranks have requested. Each message replaces it, as a rank repeats a request until it is carried out."""
         self._is_acting = False
         """Whether requests are carried out after the update that is being made, so that they are not sent again."""
@@ -48,17 +48,17 @@ class ControlMessages:
         self._complete = deque[tuple[StepLine, torch.Tensor]]()
         """Updates and the numbers of all ranks, (ranks, 6)."""
 
-    def find_due(self, may_save: bool) -> Requests:
-        """Read the message under way, and return what all ranks carry out after this update, or an empty `Requests`;
-        without `may_save`, a requested checkpoint waits for a later update, but a stop does not.
+    def find_due(self, may_save: bool) -> Request:
+        """Read the message under way, and return what all ranks carry out after this update; without `may_save`, a
+        requested checkpoint waits for a later update, but a stop does not.
         """
         self._receive()
         if self._is_alone:
-            self._requests = self._checkpoints.find_requests()
-        due = self._requests if self._requests.stop or may_save else Requests()
-        self._is_acting = due.any
-        if due.any:
-            self._requests = Requests()
+            self._request = self._checkpoints.find_request()
+        due = self._request if may_save or self._request == Request.STOP else Request.NOTHING
+        self._is_acting = bool(due)
+        if due:
+            self._request = Request.NOTHING
         return due
 
     def add(self, own: StepLine, terms: float, is_pause: bool) -> None:
@@ -72,8 +72,8 @@ class ControlMessages:
             self._unsent, self._numbers = [], []
         elif is_pause or own.step >= self._next_message:
             self._receive()  # nothing was due after the last update, so that nobody has asked
-            requests = Requests() if self._is_acting else self._checkpoints.find_requests()
-            self._read = gather_numbers([requests.encode(), *self._numbers])
+            request = Request.NOTHING if self._is_acting else self._checkpoints.find_request()
+            self._read = gather_numbers([request, *self._numbers])
             self._sent, self._unsent, self._numbers = self._unsent, [], []
         if is_pause:
             self._receive()
@@ -83,7 +83,7 @@ class ControlMessages:
         if not self._sent:
             return
         table = self._read()
-        self._requests = Requests.decode(float(table[:, 0].sum()))
+        self._request = Request.merge(float(table[:, 0].sum()))
         by_update = table[:, 1:].view(len(table), len(self._sent), -1).unbind(1)
         self._complete.extend(zip(self._sent, by_update, strict=True))
         slowest = max(float(numbers[:, -1].max()) for numbers in by_update)

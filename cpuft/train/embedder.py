@@ -17,7 +17,7 @@ from cpuft.hardware import choose_precision
 from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.fast.acceleration import patch_model
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE
 from cpuft.train.model import describe_load_failure, load_weights, read_config
 from cpuft.train.precision import autocast, read_cpu
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuft.config.export import ExportConfig
 from cpuft.config.fields import parse_arguments
@@ -175,7 +174,7 @@ def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, pr
     import torch
 
     from cpuft.train.evaluate import compute_outputs, plan_batches, predict_batches
-    from cpuft.train.graphs import EmbeddingsAsStates, SentenceEncoder
+    from cpuft.train.graphs import EmbeddingsAsStates, SentenceEncoder, largest_difference
     from cpuft.train.objective.table import make_objective
     from cpuft.train.precision import autocast, read_cpu
 
@@ -226,14 +225,6 @@ def measure(objective: Objective, prepared: Prepared, outputs: dict[str, Outputs
         for suffix, tokens in prepared.validation.items()
         for name, value in objective.compute_metrics(objective.reduce_outputs(outputs[suffix]), tokens).items()
     }
-
-
-def largest_difference(wanted: Outputs, found: Outputs, lengths: NDArray[np.int64]) -> float:
-    """Return the largest absolute difference of two outputs; for tags, outputs of padding are not compared."""
-    if wanted.ndim == 3:
-        mask = np.arange(wanted.shape[1]) < lengths[:, None]
-        wanted, found = wanted[mask], found[mask]
-    return float(np.abs(wanted - found).max())
 
 
 def format_validation(validation: Validation) -> list[str]:

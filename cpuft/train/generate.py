@@ -14,9 +14,10 @@ from cpuft.config.fields import parse_arguments
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.train.data.chat import Message, find_end_of_turn, is_conversation, parse_messages, render, set_chat_template
-from cpuft.train.data.sources import get_id
+from cpuft.train.data.sources import get_text
 from cpuft.train.data.tables import (
     JSON_SUFFIXES,
+    choose_column,
     find_column,
     get_suffix,
     list_json_lines,
@@ -83,24 +84,13 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
     if is_chat and not request.text_columns and (found := _read_conversations(request)):
         return found
     table = read_tables(request.file, "--file", request)
-    wanted = [name.strip() for name in request.text_columns.split(",")] if request.text_columns else _PROMPT_COLUMNS
-    if request.text_columns and len(wanted) > 1:
-        raise CpuftError(f"--text-columns names {len(wanted)} columns: name only that of the prompts")
-    column = next((name for name in wanted if name in table.columns), "")
-    if not column:
-        has = ", ".join(table.columns)
-        raise CpuftError(
-            f"{request.file} has no column {' or '.join(wanted)} (its columns are {has}): name the column of the "
-            f"prompts with --text-columns"
-        )
+    column = choose_column(table, request.text_columns, usual=_PROMPT_COLUMNS)
     if request.id_column:
         find_column(table.columns, request.id_column, table.source)
     prompts = []
     for where, row in table.rows:
-        text = row.get(column, "")
-        if not isinstance(text, str) or not text.strip():
-            raise CpuftError(f"{where} has no text in {column!r}: correct or remove that line")
-        own = get_id(row, request.id_column, where) if request.id_column else ""
+        text = get_text(row, column, where, may_be_blank=False)
+        own = get_text(row, request.id_column, where) if request.id_column else ""
         prompts.append(Prompt(where, text, [{"role": "user", "content": text}] if is_chat else [], own))
     if not prompts:
         raise CpuftError(f"{request.file} has no rows: give a file with at least one prompt")
@@ -120,7 +110,7 @@ def _read_conversations(request: PredictConfig) -> list[Prompt]:
             messages = messages[:-1]
         if not messages:
             raise CpuftError(f"{where} has no message to answer: correct or remove that line")
-        own = get_id(parse_json_cells(line, where), request.id_column, where) if request.id_column else ""
+        own = get_text(parse_json_cells(line, where), request.id_column, where) if request.id_column else ""
         prompts.append(Prompt(where, json.dumps(messages, ensure_ascii=False), messages, own))
     return prompts
 

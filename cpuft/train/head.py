@@ -105,20 +105,17 @@ def follow_labels(model: Any, source: str, rows: Sequence[int], head: Mapping[st
 
 
 def _describe(source: str, stored: list[str], labels: list[str], rows: Sequence[int]) -> str:
+    known = [(stored[row], label) for label, row in zip(labels, rows) if row >= 0]
     untrained = [label for label, row in zip(labels, rows) if row < 0]
     unused = [name for number, name in enumerate(stored) if number not in rows]
-    begin = f"the head of {source}"
-    if len(untrained) == len(labels):
-        return f"{begin} was trained for other labels ({_join(stored)}): the model gets a new, untrained head"
-    if list(rows) == list(range(len(stored))):
-        return f"{begin} is used as it is: its labels {_join(stored)} are taken for {_join(labels)}, in this order"
-    if any(_make_keys([stored[row]]) != _make_keys([label]) for label, row in zip(labels, rows) if row >= 0):
-        pairs = [f"{stored[row]} for {label}" for label, row in zip(labels, rows)]
-        return f"the outputs of {begin} are taken for labels in the order of their numbers: {_join(pairs)}"
-    text = f"each output of {begin} stays with the name of its label"
+    parts = []
+    if known:
+        parts.append("its outputs for {} are taken for {}".format(*map(_join, zip(*known))))
     if untrained:
-        text += f"; its outputs for {_join(untrained)} are new and untrained"
-    return text + f"; its outputs for {_join(unused)} are left out" * bool(unused)
+        parts.append(f"its outputs for {_join(untrained)} are new and untrained")
+    if unused:
+        parts.append(f"its outputs for {_join(unused)} are left out")
+    return f"the head of {source} follows the labels: {'; '.join(parts)}"
 
 
 def _join(names: Sequence[str]) -> str:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from cpuft.comm import take_traffic
 from cpuft.record import StepLine
-from cpuft.train.checkpoint.policy import Checkpoints, Requests
+from cpuft.train.checkpoint.policy import Checkpoints, Request
 from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.order import Indices, is_grouped, plan_updates, select_for_rank
-from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
+from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor
 from cpuft.train.passes import Clock
 from cpuft.train.ranks import gather_numbers
 from cpuft.train.setup import TrainingSetup
@@ -43,7 +43,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
     exchange.forward_model.train()
     _run_untimed_pass(setup, done)
     take_traffic()  # the bytes sent until now belong to no step
-    averaging_updates, control = plan_averages(config, setup.updates), ControlMessages(setup, checkpoints, done)
+    control = ControlMessages(setup, checkpoints, done)
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
         is_last = update == setup.updates
         for observer in setup.observers:
@@ -85,15 +85,16 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         setup.optimizer.step()
         exchange.clear_gradients()
         clock.lap("update")
-        # With --sync-every N, a checkpoint (not a stop) waits for the next average, but for at most N updates.
-        may_save = update in averaging_updates or update % config.sync_every == 0
+        # With --sync-every N, a checkpoint (not a stop) waits for the next average.
+        is_averaged = update % config.sync_every == 0
         # What a rank has asked for (a signal, the time of a checkpoint), agreed on for this update in earlier messages.
-        due = Requests() if is_last else control.find_due(may_save)  # after the last update the run saves anyway
+        # After the last update the run saves anyway.
+        due = Request.NOTHING if is_last else control.find_due(may_save=is_averaged)
         # Exchange of parameters: with ZeRO-1 in every update; with --sync-every N, a mean is sent now and applied after
         # N further updates at the latest. Other exchanges do nothing.
-        exchange.synchronize_parameters(is_due=update in averaging_updates, wait=due.any or is_last)
+        exchange.synchronize_parameters(is_due=is_averaged, wait=bool(due) or is_last)
         is_pause = (
-            due.any or is_last or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
+            bool(due) or is_last or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
         )
         if is_pause:
             exchange.finish_messages()
@@ -110,9 +111,9 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
 
         # Checkpoint and stop, on all ranks after the same update: about two seconds and two updates after a Ctrl-C. The
         # state is copied here, and a thread writes it. The best weights were written by the caller, in its evaluation.
-        if due.stop:
+        if due == Request.STOP:
             checkpoints.write_and_stop(update, setup.updates)
-        elif due.checkpoint:
+        elif due:
             checkpoints.write(update)
 
 
@@ -164,14 +165,13 @@ def _set_learning_rate(setup: TrainingSetup, update: int) -> float:
 
 def _plan_all_updates(setup: TrainingSetup) -> Iterator[tuple[int, Indices]]:
     """Yield the epoch and the examples of every update, from the first one on."""
-    config, tokens = setup.config, setup.prepared.train
-    grouped = is_grouped(config.padding, setup.prepared.kind)
-    return plan_updates(tokens, setup.global_batch, config.seed, setup.updates, grouped)
+    prepared = setup.prepared
+    return plan_updates(prepared.train, setup.global_batch, setup.config.seed, setup.updates, is_grouped(prepared.kind))
 
 
 def _run_untimed_pass(setup: TrainingSetup, done: int) -> None:
-    """Run one forward and one backward pass on the examples of the first update without effect, to compile kernels (and
-    the model with --compile) and fill caches before the first timed step. Collective.
+    """Run one forward and one backward pass on the examples of the first update without effect, to compile kernels
+    and fill caches before the first timed step. Collective.
     """
     world = setup.world
     for _, examples in islice(_plan_all_updates(setup), done, done + 1):

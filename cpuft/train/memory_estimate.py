@@ -6,7 +6,7 @@ of the other hosts. Tests compare the estimate with what autograd keeps, and scr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -21,7 +21,7 @@ from cpuft.errors import CpuftError
 from cpuft.host_memory import HostMemory, RunMemory
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TEXT_KINDS, find_task
 from cpuft.train.data.archive import Prepared
-from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
+from cpuft.train.data.order import count_updates, is_grouped, plan_epoch, select_for_rank
 from cpuft.train.model_shape import ModelShape, find_shape
 
 SHARED_BYTES = 250_000_000
@@ -79,11 +79,11 @@ class Layer(NamedTuple):
 
 
 def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> Layer:
-    """Return the bytes of one layer's activations: of transformers' own as measured; a fast one keeps inputs of
+    """Return the bytes of one layer's activations: of a decoder's own layer as measured; a fast one keeps inputs of
     products and norms, queries, keys and values, also before their norms, and what the activation's gradient needs.
     """
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
-    tokens, positions, pairs = batch.tokens, batch.positions, batch.positions * batch.length
+    tokens, positions = batch.tokens, batch.positions
     relative, distances = shape.relative_embeddings, 2 * batch.length - 1
     if _is_fast(shape, config) and shape.norms:  # fast.layers, pre-norm
         ends, packed = shape.norms - 2, shape.query + 2 * shape.key
@@ -100,29 +100,18 @@ def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -
         again = (2 * size * (hidden + inner) + 8) * tokens
         scratch = size * (3 * hidden + inner) * tokens
         return Layer(kept, kept if batch.reads_all_tokens else last, (4 * size * hidden + 8) * tokens, again, scratch)
-    inputs = 4 * hidden * positions
-    # Autocast's copy of the weights.
+    # Layers of transformers' own. With bf16, autocast's copy of the weights.
     weights = 2 * shape.linear_parameters // shape.layers if size == 2 and not _maps_weights(config) else 0
-    if shape.norms:
-        norm = 4 if config.lora_rank > 0 else 8  # with its result before it is scaled, where norms are trained
-        widths = hidden * (shape.norms * norm + (8 if size == 4 else 10)) + 4 * size * inner
-        widths += (shape.query + shape.key) * (2 * size + norm * shape.norms_heads)
-        has_mask = config.pack or tokens < positions
-        kept = widths * positions + size * pairs * has_mask + weights
-        return Layer(kept, kept, inputs, 2 * kept, 0)
-    scores, masks = pairs * shape.heads, 2 * shape.has_dropout
-    kept = (size * ((4 + masks) * hidden + 2 * inner) + 16 * hidden + 16) * positions + size * (1 + masks) * scores
-    if relative:  # products with all relative embeddings, and the numbers by which they are gathered
-        kept += size * (
-            (2 * shape.heads * relative + hidden) * positions + 2 * (batch.examples + 1) * relative * hidden
-        )
-        kept += scores * 5 // 4
-    kept += weights
-    return Layer(kept, kept, inputs, kept, 4 * max(2 * inner * positions, 3 * scores - 2 * inner * positions))
+    norm = 4 if config.lora_rank > 0 else 8  # with its result before it is scaled, where norms are trained
+    widths = hidden * (shape.norms * norm + (8 if size == 4 else 10)) + 4 * size * inner
+    widths += (shape.query + shape.key) * (2 * size + norm * shape.norms_heads)
+    has_mask = config.pack or tokens < positions
+    kept = widths * positions + size * positions * batch.length * has_mask + weights
+    return Layer(kept, kept, 4 * hidden * positions, 2 * kept, 0)
 
 
 def _is_fast(shape: ModelShape, config: TrainConfig) -> bool:
-    return shape.may_be_fast and config.engine == "torch" and config.fast_path and not config.compile
+    return shape.may_be_fast and config.engine == "torch" and config.fast_path
 
 
 def _maps_weights(config: TrainConfig) -> bool:
@@ -134,16 +123,9 @@ def measure_activations(shape: ModelShape, config: TrainConfig, batch: LargestBa
     that there is at a time, and what gradient checkpointing leaves unusable in the heap. `shape` has layers.
     """
     layer = measure_layer(shape, config, batch)
-    if shape.norms:
-        copies = 3  # of the embeddings and around the last norm
-    elif _is_fast(shape, config):
-        copies = 1 + batch.reads_all_tokens
-    else:
-        copies = 1 + shape.has_dropout + (config.precision != "bf16")  # also a mask, and the head's input in fp32
+    copies = 3 if shape.norms else 1 + batch.reads_all_tokens  # of the embeddings and around the last norm
     kept = (4 * copies * shape.hidden + 24) * batch.positions + layer.last
     kept += (layer.inputs if config.gradient_checkpointing else layer.kept) * (shape.layers - 1)
-    if config.gradient_checkpointing and shape.relative_embeddings and not _is_fast(shape, config):
-        kept += 8 * (batch.examples + 1) * batch.length**2  # the mask of each pair, and the number of its embedding
     most = kept + max(layer.scratch, head_bytes(shape, config, batch.targets))
     if not config.gradient_checkpointing:
         return kept, most, 0
@@ -176,12 +158,11 @@ def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[L
     """
     lengths, texts = prepared.train.lengths, 1
     if prepared.kind in EMBEDDING_KINDS:
-        texts, longest = len(prepared.texts), min(config.max_length, int(lengths.max()))
-        rows = config.micro_batch or config.batch_size
-        config = replace(config, batch_size=rows, gradient_accumulation=1, padding="max_length", max_length=longest)
+        texts, rows = len(prepared.texts), config.micro_batch or config.batch_size
+        config = replace(config, batch_size=rows, gradient_accumulation=1)
     size = config.batch_size * config.gradient_accumulation * ranks
     updates = count_updates(len(lengths), size, config.epochs, config.max_steps)
-    plans = plan_epoch(lengths, size, config.seed, 0, config.padding == "dynamic")[: max(1, updates)]
+    plans = plan_epoch(lengths, size, config.seed, 0, is_grouped(prepared.kind))[: max(1, updates)]
     batches = [lengths[select_for_rank(examples, 0, ranks)[: config.batch_size]] for examples in plans]
     largest = max(batches, key=lambda batch: int(batch.sum()))
     evaluated = np.sort(np.concatenate([tokens.lengths for tokens in prepared.validation.values()]))[::-1]
@@ -196,7 +177,7 @@ def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[L
         reads_all_tokens, tokens = prepared.kind in ("tags", *TEXT_KINDS, *EMBEDDING_KINDS), int(lengths.sum())
         return LargestBatch(len(lengths) * texts, length, tokens, reads_all_tokens, round(share * tokens))
 
-    length = config.max_length if config.padding == "max_length" else int(largest.max())
+    length = int(largest.max()) if is_grouped(prepared.kind) else min(config.max_length, int(lengths.max()))
     return describe(largest, length, texts), describe(evaluated, int(evaluated[0]), 1)
 
 
@@ -207,8 +188,8 @@ def estimate_rank(
     shared weights, masters, moments, gradients, activations, checkpoint's copy, buffers and process.
 
     A part that is not needed is 0. `checkpoint's copy` is of the state while this rank writes a checkpoint, and
-    `process` is the interpreter, libraries and gaps in the heap. With `shape.layers` 0, activations are not estimated.
-    The precision of `config` is fp32, bf16 or int8.
+    `process` is the interpreter, libraries and gaps in the heap. Activations are not estimated with `shape.layers` 0,
+    and of encoders without the fast path. The precision of `config` is fp32, bf16 or int8.
     """
     size, adapts = 2 if config.precision == "bf16" else 4, config.lora_rank > 0
     weight_size = size if _is_fast(shape, config) else 4
@@ -230,15 +211,13 @@ def estimate_rank(
     trained, shards = linears + others, ranks if config.shard == "optimizer" else 1
     train, evaluation = find_batches(prepared, config, ranks)
     activations = gaps = 0
-    if shape.layers:
+    if shape.layers and (shape.norms or _is_fast(shape, config)):
         _, activations, gaps = measure_activations(shape, config, train)
         activations += shape.linear_parameters * (
             config.precision == "int8"
         )  # backward needs the weights in 8 bits, too
-        # Without gradients, there are the activations of one layer at a time; in eager attention two copies of scores.
+        # Without gradients, there are the activations of one layer at a time.
         widths = 3 * shape.query + 2 * shape.key + (3 if shape.norms else 2) * shape.inner
-        if not shape.norms and not _is_fast(shape, config):
-            widths = max(widths, 7 * shape.hidden + 2 * evaluation.length * shape.heads)
         evaluating = (12 * shape.hidden + size * widths) * evaluation.positions
         evaluating += head_bytes(shape, config, evaluation.targets, trains=False)
         activations = max(activations, evaluating)
@@ -279,7 +258,7 @@ class Shortage(NamedTuple):
 
 def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
     """Raise CpuftError if 90 % of the estimate does not fit into a host's free memory, with what would make the run
-    fit. Activations of models that the fast path does not know are not counted.
+    fit. Activations of encoders that do not train with the fast path are not counted.
     """
     shape, config = find_shape(config, prepared.vocab_size), replace(config, precision=memory.precision)
 
@@ -324,36 +303,20 @@ def _describe_shortage(shortage: Shortage) -> str:
 
 
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
-    """Return the first advice that makes the run fit: options, more hosts or adapters; else a smaller model."""
-    for text, changes, hosts in _list_advice(config, memory):
-        if not find_shortage(replace(config, **changes), replace(memory, hosts=hosts), estimate):
-            return text
-    return "take a smaller model, or hosts with more memory"
-
-
-def _list_advice(
-    config: TrainConfig, memory: RunMemory
-) -> Iterator[tuple[str, dict[str, Any], tuple[HostMemory, ...]]]:
-    """Yield what `suggest_changes` tries, in its order: the text, new values of options, and the hosts."""
-    smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
-    found = list_changes(config, 1 if memory.independent else ranks)
-    if config.lora_rank > 0 and not config.compile and config.base_precision != "int8":
+    """Return the options that make the run fit, the cheapest in time first, and adapters last; else other advice."""
+    found = list_changes(config, 1 if memory.independent else sum(host.ranks for host in memory.hosts))
+    if config.lora_rank > 0 and config.base_precision != "int8":
         for narrow in ({"base_precision": "bf16"}, {"base_precision": "int8"}):
             found += [narrow, narrow | {"gradient_checkpointing": True}]
-    yield from ((f"add {_format_options(changes)}", changes, memory.hosts) for changes in found)
-    count = ranks
-    while count <= 64:
-        smaller: dict[str, Any] = {"batch_size": max(1, config.batch_size * ranks // count)}
-        for changes in (smaller, *[smaller | {"shard": "optimizer"}] * _can_shard(config, count)):
-            options = _format_options({"np": count} | changes)
-            text = f"take {count} hosts like {smallest.host} with one rank each: {options}"
-            yield text, changes, (HostMemory(smallest.host, 1, smallest.free_bytes),) * count
-        count *= 2
-    adapters: dict[str, Any] = {"lora_rank": DEFAULT_LORA_RANK, "gradient_checkpointing": True}
     may_adapt = find_task(config.task, config.causal).kind in DECODER_KINDS and not config.from_config
     if may_adapt and config.lora_rank <= 0:
-        text = f"add {_format_options(adapters)}, which trains adapters instead of all weights"
-        yield text, adapters, memory.hosts
+        found.append({"lora_rank": DEFAULT_LORA_RANK, "gradient_checkpointing": True})
+    for changes in found:
+        if not find_shortage(replace(config, **changes), memory, estimate):
+            options = " ".join(f"--{name} {value}" for name, value in changes.items())
+            end = ", which trains adapters instead of all weights" * ("lora_rank" in changes)
+            return f"add {options.replace('_', '-').replace(' True', '')}{end}"
+    return "take a smaller model, more hosts with a smaller --batch-size each, or hosts with more memory"
 
 
 def _can_shard(config: TrainConfig, ranks: int) -> bool:
@@ -378,7 +341,3 @@ def list_changes(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
     every = product(*([(0.0, {}), *choice] for choice in choices))
     combined = sorted(every, key=lambda some: sum(cost for cost, _ in some))
     return [{name: new for _, changes in some for name, new in changes.items()} for some in combined[1:]]
-
-
-def _format_options(changes: dict[str, Any]) -> str:
-    return " ".join(f"--{name} {value}" for name, value in changes.items()).replace("_", "-").replace(" True", "")

@@ -2,7 +2,7 @@
 
 The search is exact, and block by block, so that the scores of a block are all that is in memory beside the embeddings.
 The rules are those of `mine_hard_negatives` of sentence-transformers, with two differences: an anchor's own text is
-never its negative, and without `depth` all documents are candidates, not only some dozens of them.
+never its negative, and without --search-depth all documents are candidates, not only some dozens of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpuft.config.mine import MineConfig
 from cpuft.errors import CpuftError, counted
 
 if TYPE_CHECKING:
@@ -24,23 +25,6 @@ _ANCHORS_AT_ONCE, _DOCUMENTS_AT_ONCE = 2048, 8192
 """Size of a block of scores: 64 MB in fp32."""
 _GROUP = 32
 """Number of neighbouring scores of which only the maximum is compared first."""
-
-
-@dataclass(frozen=True)
-class MiningRules:
-    """Which documents may be negatives of an anchor. Scores are cosines of embeddings; None means no limit."""
-
-    skip: int = 0
-    """Number of the most similar allowed documents that are left out, because they may be positives without a label."""
-    depth: int = 0
-    """Number of the documents most similar to an anchor that are candidates, and as many more as the anchor with the
-    most positives has positives; 0: all."""
-    max_score: float | None = None
-    min_score: float | None = None
-    margin: float | None = None
-    """How far a negative's score must be below that of the anchor's least similar positive."""
-    relative_margin: float | None = None
-    """The same as a share of the size of the positive's score."""
 
 
 @dataclass(frozen=True)
@@ -89,32 +73,31 @@ def mine_negatives(
     anchors: Sequence[str],
     positives: Sequence[str],
     corpus: Sequence[str] | None,
-    count: int,
-    rules: MiningRules = MiningRules(),
+    rules: MineConfig,
 ) -> dict[str, list[str]]:
-    """Return for each different anchor of the rows its negatives, the most similar ones first, `count` or fewer. Raises
+    """Return for each different anchor of the rows its --negatives, or fewer, the most similar ones first. Raises
     CpuftError: the rules leave every anchor fewer candidates; ValueError: there are not as many positives as anchors.
     """
     task = make_mining_task(anchors, positives, corpus)
-    check_rules(task, count, rules)
+    check_rules(task, rules)
     queries = embedder.embed(task.anchors, embedder.form.query_prompt)
     documents = embedder.embed(task.documents, embedder.form.document_prompt)
-    found = search_negatives(queries, documents, task, count, rules)
+    found = search_negatives(queries, documents, task, rules)
     return {
         anchor: [task.documents[number] for number in numbers if number >= 0]
         for anchor, numbers in zip(task.anchors, found.numbers.tolist())
     }
 
 
-def check_rules(task: MiningTask, count: int, rules: MiningRules) -> None:
-    """Raise CpuftError if `skip` and `depth`, whatever the scores, leave every anchor fewer than `count` candidates."""
-    if rules.depth and rules.depth - rules.skip < count:
+def check_rules(task: MiningTask, rules: MineConfig) -> None:
+    """Raise CpuftError if --skip-top and --search-depth leave every anchor fewer than --negatives, at any scores."""
+    if rules.search_depth and rules.search_depth - rules.skip_top < rules.negatives:
         raise CpuftError(
-            f"of the {rules.depth} most similar documents {rules.skip} are skipped, so that fewer than "
-            f"{counted(count, 'negative')} are left: raise --search-depth, or lower --skip-top or --negatives"
+            f"of the {rules.search_depth} most similar documents {rules.skip_top} are skipped, so that fewer than "
+            f"{counted(rules.negatives, 'negative')} are left: raise --search-depth, or lower --skip-top or --negatives"
         )
     most = max(len(task.documents) - len(own) for own in task.positives)
-    if most < rules.skip + count:
+    if most < rules.skip_top + rules.negatives:
         raise CpuftError(
             f"there are {counted(len(task.documents), 'different document')}, and no anchor has more than {most} that "
             f"are not its positives: give more rows or a larger --corpus, or lower --negatives or --skip-top"
@@ -125,18 +108,17 @@ def search_negatives(
     anchors: Embeddings,
     documents: Embeddings,
     task: MiningTask,
-    count: int,
-    rules: MiningRules,
+    rules: MineConfig,
     say: Callable[[int], None] = lambda done: None,
 ) -> Negatives:
     """Return the negatives of all anchors, from embeddings of the task's texts, which need not be normalised and may be
     memory maps; after each block, `say` gets the number of anchors that are done.
     """
-    numbers = np.full((len(task.anchors), count), -1, np.int64)
-    scores = np.full((len(task.anchors), count), -np.inf, np.float32)
+    numbers = np.full((len(task.anchors), rules.negatives), -1, np.int64)
+    scores = np.full((len(task.anchors), rules.negatives), -np.inf, np.float32)
     for start in range(0, len(task.anchors), _ANCHORS_AT_ONCE):
         block = np.arange(start, min(start + _ANCHORS_AT_ONCE, len(task.anchors)))
-        numbers[block], scores[block] = _search_block(anchors, documents, task, block, count, rules)
+        numbers[block], scores[block] = _search_block(anchors, documents, task, block, rules)
         say(start + len(block))
     return Negatives(numbers, scores)
 
@@ -146,22 +128,21 @@ def _search_block(
     documents: Embeddings,
     task: MiningTask,
     block: NDArray[np.int64],
-    count: int,
-    rules: MiningRules,
+    rules: MineConfig,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     queries = _load_normalized(anchors, block)
     limits = _compute_limits(queries, documents, task, block, rules)
     excluded = _list_excluded(task, block)
     # Which documents are not allowed is known beforehand. So only as many documents are kept as are needed, unless the
     # rules count those, too, that are not allowed.
-    kept = rules.skip + count
-    if rules.depth:
-        kept = rules.depth + max(len(own) for own in task.positives)
+    kept = rules.skip_top + rules.negatives
+    if rules.search_depth:
+        kept = rules.search_depth + max(len(own) for own in task.positives)
     best, found = torch.full((len(block), 0), -torch.inf), torch.zeros((len(block), 0), dtype=torch.int64)
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
         end = min(start + _DOCUMENTS_AT_ONCE, len(documents))
         scores = queries @ _load_normalized(documents, slice(start, end)).t()
-        if not rules.depth:
+        if not rules.search_depth:
             is_here = (excluded >= start) & (excluded < end)
             scores[is_here.nonzero()[:, 0], excluded[is_here] - start] = -torch.inf
             scores.masked_fill_(scores > limits[:, None], -torch.inf)
@@ -170,19 +151,19 @@ def _search_block(
         if best.shape[1] > kept:
             best, chosen = best.topk(kept, sorted=False)
             found = found.gather(1, chosen)
-    if rules.depth:
+    if rules.search_depth:
         is_excluded = (found[:, :, None] == excluded[:, None, :]).any(2)
         best = best.masked_fill(is_excluded | (best > limits[:, None]), -torch.inf)
-    if rules.min_score is not None:
+    if rules.min_score > -1.0:
         best = best.masked_fill(best < rules.min_score, -torch.inf)
     # Of equal scores, the document with the lower number is first, so that the result does not depend on the blocks.
     found, order = found.sort(dim=1, stable=True)
     best, order = best.gather(1, order).sort(dim=1, descending=True, stable=True)
     found = found.gather(1, order).masked_fill(best == -torch.inf, -1)
-    last = rules.skip + count  # at most `depth`
+    last = rules.skip_top + rules.negatives  # at most --search-depth
     missing = (0, max(0, last - found.shape[1]))
-    found = torch.nn.functional.pad(found, missing, value=-1)[:, rules.skip : last]
-    best = torch.nn.functional.pad(best, missing, value=-torch.inf)[:, rules.skip : last]
+    found = torch.nn.functional.pad(found, missing, value=-1)[:, rules.skip_top : last]
+    best = torch.nn.functional.pad(best, missing, value=-torch.inf)[:, rules.skip_top : last]
     return found.numpy(), best.numpy()
 
 
@@ -215,19 +196,20 @@ def _load_normalized(embeddings: Embeddings, rows: slice | NDArray[np.int64]) ->
 
 
 def _compute_limits(
-    queries: torch.Tensor, documents: Embeddings, task: MiningTask, block: NDArray[np.int64], rules: MiningRules
+    queries: torch.Tensor, documents: Embeddings, task: MiningTask, block: NDArray[np.int64], rules: MineConfig
 ) -> torch.Tensor:
     """Return the highest score that a negative of each anchor in `block` may have; shape (anchors of the block,)."""
     limits = torch.full((len(block),), torch.inf)
-    if rules.max_score is not None:
+    if rules.max_score < 1.0:
         limits.fill_(rules.max_score)
-    if rules.margin is None and rules.relative_margin is None:
+    has_margin, has_relative = rules.absolute_margin > -1.0, rules.relative_margin > -1.0
+    if not has_margin and not has_relative:
         return limits
     for place, anchor in enumerate(block):
         least = (_load_normalized(documents, task.positives[anchor]) @ queries[place]).min()
-        if rules.margin is not None:
-            limits[place] = min(limits[place], least - rules.margin)
-        if rules.relative_margin is not None:
+        if has_margin:
+            limits[place] = min(limits[place], least - rules.absolute_margin)
+        if has_relative:
             limits[place] = min(limits[place], least - least.abs() * rules.relative_margin)
     return limits
 

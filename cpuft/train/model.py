@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, describe_error, install_command, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer
@@ -433,6 +434,7 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
     count = 0 if config.from_config else count_stored_parameters(config, not predicts_tokens)
     chosen, size = config.choose_lora(count), f"the model has {count / 1e6:,.0f} million parameters"
     limit = f"{LARGE_DECODER // 10**6} million"
+    refuse_conflicts(chosen)  # options that are for adapters
     if chosen.lora_rank:
         return chosen, (
             f"LoRA adapters of rank {chosen.lora_rank} are trained, because {size}, more than {limit}; --lora-rank 0 "
@@ -443,19 +445,6 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
         why, advice = "the model is untrained", ""
     elif not count:
         why = f"the model is not known to be a decoder of more than {limit} parameters"
-    flag = "--lora-merge" if config.lora_merge and not predicts_tokens else ""
-    if config.base_precision != "auto":
-        flag = f"--base-precision {config.base_precision}"
-    if flag and config.from_config:
-        raise CpuftError(
-            f"{flag} needs LoRA adapters, and a model made by --from-config has none: leave {flag} out, or give a "
-            f"pretrained --model"
-        )
-    if flag:
-        raise CpuftError(
-            f"{flag} needs LoRA adapters, and this run trains all weights, because {why}: add --lora-rank "
-            f"{DEFAULT_LORA_RANK}, or leave {flag} out"
-        )
     return chosen, f"all weights are trained, because {why}{advice}" if predicts_tokens else ""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cpuft.config.train import TrainConfig
 from cpuft.tasks import DECODER_KINDS, find_task
-from cpuft.train.fast.architectures import ATTENTION_DROPOUT_SETTINGS, POST_NORM_ARCHITECTURES, SIZE_SETTINGS
+from cpuft.train.fast.architectures import POST_NORM_ARCHITECTURES, SIZE_SETTINGS
 from cpuft.train.model import find_model, load_config, read_config_file
 
 FAST_DECODERS = ("llama", "qwen3", "smollm3", "gemma3_text")
@@ -33,13 +33,9 @@ class ModelShape:
     """Width of all query heads together."""
     key: int = 0
     """Width of all key heads together, and of all value heads."""
-    heads: int = 0
-    """Number of query heads."""
     vocab_size: int = 0
     tables: int = 0
     """Number of parameters of the embeddings, and of a decoder's head that does not share the token embedding's."""
-    has_dropout: bool = True
-    """Whether attention probabilities have dropout."""
     relative_embeddings: int = 0
     """Number of relative embeddings for DeBERTa's disentangled attention; 0 for another attention."""
     norms: int = 0
@@ -65,7 +61,7 @@ def _read_shape(config: TrainConfig, settings: Mapping[str, Any]) -> ModelShape 
     predicts_tokens = find_task(config.task, config.causal).kind in DECODER_KINDS
     if predicts_tokens or settings.get("model_type") in FAST_DECODERS:
         return read_decoder_shape(settings, predicts_tokens)
-    return read_encoder_shape(settings, config.dropout)
+    return read_encoder_shape(settings)
 
 
 def _read_size(settings: Mapping[str, Any], *names: str) -> int:
@@ -74,15 +70,13 @@ def _read_size(settings: Mapping[str, Any], *names: str) -> int:
     return found if type(found) is int and found > 0 else 0
 
 
-def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape | None:
-    """Return the shape of an encoder by its config.json; None if the fast path does not know it or a size is missing. A
-    `dropout` below 0 stands for the configuration's own rate.
-    """
+def read_encoder_shape(settings: Mapping[str, Any]) -> ModelShape | None:
+    """Return the shape of an encoder by its config.json; None if the fast path does not know it or lacks a size."""
     sizes = [_read_size(settings, *names) for names in SIZE_SETTINGS.values()]
     architecture = next((one for one in POST_NORM_ARCHITECTURES if one.model_type == settings.get("model_type")), None)
     if architecture is None or not all(sizes):
         return None
-    layers, hidden, inner, heads, vocab_size, positions = sizes
+    layers, hidden, inner, _, vocab_size, positions = sizes
     different = layers
     if architecture.shared_layers is not None:
         groups, in_group = (_read_size(settings, name) or 1 for name in architecture.shared_layers.counts)
@@ -100,7 +94,6 @@ def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Mo
     # Norms; the pooler, or what a head has in its place; and the projection of narrow embeddings (ELECTRA, ALBERT).
     others = tables + 2 * width
     others += (relative_embeddings + different * 4 + hidden + 1 + (width != hidden) * (width + 1)) * hidden
-    rate = next((settings[name] for name in ATTENTION_DROPOUT_SETTINGS if name in settings), 0.1)
     return ModelShape(
         linears,
         others,
@@ -109,10 +102,8 @@ def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Mo
         inner,
         query=hidden,
         key=hidden,
-        heads=heads,
         vocab_size=vocab_size,
         tables=tables,
-        has_dropout=bool(rate if dropout < 0 else dropout),
         relative_embeddings=relative_embeddings,
     )
 
@@ -139,7 +130,6 @@ def read_decoder_shape(settings: Mapping[str, Any], predicts_tokens: bool = True
         inner,
         query,
         key,
-        heads,
         vocab_size,
         tables,
         norms=norms,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.files import cache_folder
 from cpuft.train.engines import ENGINES
 from cpuft.train.engines.ipex import optimize_by_ipex
 from cpuft.train.engines.ort import optimize_by_ort
@@ -23,15 +21,11 @@ from cpuft.train.fast.stack import find_stacks
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
     """Return an AdamW for a model, and give the model gradient checkpointing and layers as the options say, in place.
-    Raises CpuftError: it lacks the layers that an option needs, or the cache folder of --compile cannot be made.
+    Raises CpuftError: it lacks the layers that an option needs.
     """
-    uses_fast_path = config.fast_path and config.engine == "torch" and not config.compile
+    uses_fast_path = config.fast_path and config.engine == "torch"
     if config.gradient_checkpointing:
         checkpoint_gradients(model, uses_fast_path)
-    if config.compile:
-        # By default torch loads code from a folder in /tmp, which any user may create first. The variable is read when
-        # the first optimizer is made.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(os.environ) / "inductor"))
     fused = config.engine == "torch" or ENGINES[config.engine].has_fused_adamw
     optimizer = torch.optim.AdamW(
         group_parameters(model, config.weight_decay, config.layerwise_lr_decay),
@@ -44,9 +38,6 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
         optimize_by_ipex(model, optimizer, precision)
     elif config.engine == "ort":
         optimize_by_ort(model)
-    elif config.compile:
-        # A graph cannot hold the kernels of fast layers, so there are none. Lengths of batches differ: dynamic shapes.
-        model.compile(dynamic=True)
     elif uses_fast_path:
         accelerate(model, optimizer, precision=precision, adapters=config.lora_rank > 0)
     return optimizer
@@ -54,13 +45,9 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
 
 def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
     """Return how many layers of a model `make_optimizer` has replaced by fast ones, or why it has replaced none."""
-    reasons = {
-        "--no-fast-path": not config.fast_path,
-        "--compile": config.compile,
-        f"--engine {config.engine}": config.engine != "torch",
-    }
-    option = next((option for option, is_given in reasons.items() if is_given), "")
-    return f"not used, because of {option}" if option else describe_layers(model)
+    option = "--no-fast-path" if not config.fast_path else f"--engine {config.engine}"
+    uses_fast_path = config.fast_path and config.engine == "torch"
+    return describe_layers(model) if uses_fast_path else f"not used, because of {option}"
 
 
 def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -> None:
@@ -133,24 +120,6 @@ def find_rate_factors(model: torch.nn.Module, names: Iterable[str], decay: float
 def count_warm_up_updates(updates: int, warmup_ratio: float, warmup_steps: int) -> int:
     """Return the number of updates that warm up: `warmup_steps` unless it is 0, else that ratio of all, rounded up."""
     return warmup_steps or math.ceil(updates * warmup_ratio)
-
-
-def plan_averages(config: TrainConfig, updates: int) -> frozenset[int]:
-    """Return the updates, counted from 1, after which ranks average their parameters: with --sync-every 1, all.
-
-    With `--sync-schedule quadratic`, N / f^2 updates, rounded down, follow an average while the learning rate is f
-    times the highest, and N during the warm-up: QSR, the rule of Gu et al. 2023 (arXiv:2310.14423).
-    """
-    warmup = count_warm_up_updates(updates, config.warmup_ratio, config.warmup_steps)
-    found, last = list[int](), 0
-    while last < updates:
-        period = config.sync_every
-        if config.sync_schedule == "quadratic":
-            factor = 1.0 if last < warmup else learning_rate_factor(last, updates, warmup, config.lr_schedule)
-            period = math.floor(period / factor**2) if factor * updates > 1 else updates
-        last += period
-        found.append(last)
-    return frozenset(one for one in found if one <= updates)
 
 
 def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str = "linear") -> float:

@@ -358,7 +358,7 @@ def use_fast_path(run: FinishedRun, model: Any, precision: str) -> None:
     """Put the layers of the fast path into the model, in place, if the run trained with them."""
     from cpuft.train.fast.acceleration import patch_model  # imports torch
 
-    if run.train.fast_path and not run.train.compile and run.train.engine == "torch":
+    if run.train.fast_path and run.train.engine == "torch":
         patch_model(model, precision)
 
 

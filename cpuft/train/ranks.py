@@ -112,45 +112,19 @@ def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
 
 
 def check_ranks(world: World) -> list[RecordedRank]:
-    """Raise CpuftError on all ranks if one is not where the plan put it; return where each rank is. Collective.
-
-    The launcher passes its plan in CPUFT_WORLD_SIZE, CPUFT_HOSTNAME and CPUFT_CORES (hardware threads, separated by
-    commas). Without these variables, only the numbers of ranks and processes are checked.
+    """Return where each rank is. Raises CpuftError on all ranks if one is not on the hardware threads of CPUFT_CORES,
+    to which `cpuft.rank` has pinned it; it has also checked the host and the number of ranks. Collective.
     """
     own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
-    planned = {
-        "size": os.environ.get("CPUFT_WORLD_SIZE", str(world.size)),
-        "host": os.environ.get("CPUFT_HOSTNAME", own.host),
-        "cpus": [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or own.cpus,
-    }
-    found = gather((own, planned, os.getpid()))
-    problem = find_misplaced(world.size, found)
-    if problem:
-        raise CpuftError(problem)
-    return [rank for rank, _, _ in found]
-
-
-def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], int]]) -> str:
-    """Return the first thing that is wrong with the places of `size` ranks, and what to do; empty if nothing is.
-    `found` has for each rank where it is, its plan (size as text, host, cpus), and its process number.
-    """
-    for number, count in Counter(rank.rank for rank, _, _ in found).items():
-        if count > 1:
-            return f"rank {number} exists {count} times: start the run with one mpirun, and unset RANK in your shell"
-    for (host, process), count in Counter((rank.host, pid) for rank, _, pid in found).items():
-        if count > 1:
-            return f"process {process} on {host} holds {count} ranks: start the run with cpuft launch"
-    for rank, planned, _ in found:
-        if planned["size"] != str(size):
-            return f"rank {rank.rank} was planned for {planned['size']} ranks and finds {size}: check mpirun's -n"
-        if planned["host"] != rank.host:
-            return f"rank {rank.rank} is on {rank.host}, planned on {planned['host']}: check the hostfile's names"
-        if planned["cpus"] != rank.cpus:
-            return (
-                f"rank {rank.rank} on {rank.host} runs on hardware threads {rank.cpus}, planned {planned['cpus']}: "
-                f"let only cpuft pin ranks: unset I_MPI_PIN* and do not start under taskset or numactl"
+    planned = [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or own.cpus
+    found: list[tuple[RecordedRank, list[int]]] = gather((own, planned))
+    for rank, cpus in found:
+        if rank.cpus != cpus:
+            raise CpuftError(
+                f"rank {rank.rank} on {rank.host} runs on hardware threads {rank.cpus}, planned {cpus}: let only cpuft "
+                f"pin ranks: unset I_MPI_PIN* and do not start under taskset or numactl"
             )
-    return ""
+    return [rank for rank, _ in found]
 
 
 def checksum_parameters(model: torch.nn.Module) -> str:

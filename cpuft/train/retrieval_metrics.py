@@ -22,7 +22,7 @@ def measure_queries(
     similarity: str,
 ) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
     """Return the numbers of the queries with relevant documents, and each metric of each of them, for a search by
-    embeddings, (texts, dimensions). ValueError: nothing is relevant, or a metric or the similarity is unknown.
+    embeddings, (texts, dimensions). ValueError: nothing is relevant, or a metric is unknown.
     """
 
     def rank(asked: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -37,10 +37,8 @@ def rank_documents(
     """Return the numbers of the `count` documents that score highest for each query by cosine or dot, best first.
 
     The shape is (queries, count), or (queries, documents) if there are fewer; equal scores are in the order of the
-    documents. Memory does not grow with queries times documents. Raises ValueError: the similarity is another one.
+    documents. Memory does not grow with queries times documents.
     """
-    if similarity not in ("cosine", "dot"):
-        raise ValueError(f"{similarity} is no similarity of embeddings")
     asked = _prepare(queries, similarity)
     scores = torch.empty(len(asked), 0)
     numbers = torch.empty(len(asked), 0, dtype=torch.int64)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +17,7 @@ from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.hardware import Cpu, choose_precision, drop_slow_bf16, list_deciding
+from cpuft.hardware import choose_precision, drop_slow_bf16
 from cpuft.judge.baseline import KINDS
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
@@ -31,7 +29,6 @@ from cpuft.record import (
     Line,
     RecordedRank,
     Writer,
-    describe_products,
     format_line,
 )
 from cpuft.serialization import load, parse_json
@@ -92,11 +89,11 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
             )
         )
         ranks = check_ranks(world)
-        products = find_products(cpu, precision.name, earlier)
+        products = measure_products(precision.name)
         if config.precision == "auto":  # rank 0 decides, because ranks do not measure quite the same
             faster = broadcast_value(drop_slow_bf16(precision, products["teraflops"], products["fp32_teraflops"]))
             if faster != precision:
-                precision, products = faster, find_products(cpu, faster.name, earlier)
+                precision, products = faster, measure_products(faster.name)
         kernels, kernel_warning = find_kernels(config, ranks, worker.independent)
         if kernels == "absent" and not worker.independent:
             stack.enter_context(plain_torch())  # now, because layers keep the kernels with which they are made
@@ -142,9 +139,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
                 watch.add(line)  # what it warns of was shown before the run was resumed
             reporter.watch = watch
         if reporter.record and not worker.independent:
-            # Only ranks that work in a folder of their host, from which the launcher fetches, keep checkpoints.
-            users_run_dir = "" if worker.keep_checkpoints else worker.run_dir
-            stack.enter_context(run_trackers(config.report_to, worker.run_dir, users_run_dir, progress.show))
+            stack.enter_context(run_trackers(config.report_to, worker.run_dir, progress.show))
         baseline = None
         if reporter.record and not worker.independent and prepared.kind in KINDS:
             baseline = stack.enter_context(closing(BaselineProcess(config, worker.is_measured, progress.show)))
@@ -195,12 +190,12 @@ def begin(
         writer = None
         if world.rank in choose_writer_ranks(gather(world.local_rank)):
             every = config.checkpoint_every or math.inf
-            writer = CheckpointWriter(state, root, world.rank, every, exchange.contribute_to_checkpoint)
+            writer = CheckpointWriter(state, root, world.rank, every)
             writer.begin(record_text.splitlines(), point.update)
         reporter.checkpoint_writer = writer
         is_on_several_hosts = world.size > world.local_size
         keeps_final = worker.keep_checkpoints and is_on_several_hosts
-        checkpoints = Checkpoints(exchange, writer, True, keeps_final, state, root)
+        checkpoints = Checkpoints(exchange, writer, state, root, keeps_final)
         handle_interruption()
     if is_resumed:
         line = make_resumed_line(header, worker, point.update)
@@ -229,7 +224,7 @@ def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bo
     kernels, the caller lets no rank use them. Raises CpuftError, on all ranks: torch makes updates that must be the
     same on all ranks, without kernels or the fast path, and uses other instructions on some of them.
     """
-    uses_fast_path = config.fast_path and not config.compile and config.engine == "torch"
+    uses_fast_path = config.fast_path and config.engine == "torch"
     may_encode = len(ranks) > 1 and config.grad_compression in ("auto", *COMPRESSIONS_WITH_FEEDBACK)
     status = kernel_status() if uses_fast_path or may_encode else ""
     statuses, capabilities = zip(*gather((status, torch.backends.cpu.get_cpu_capability())))
@@ -279,9 +274,3 @@ def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice |
         return None
     others = f", on {counted(earlier.ranks, 'rank')}" if earlier.ranks != ranks else ""
     return Choice(earlier.backend, f"as measured when the run began{others}")
-
-
-def find_products(cpu: Cpu, precision: str, earlier: EarlierMeasurements) -> dict[str, Any]:
-    """Return what matrix products run on: as in `earlier` if CPU, precision and torch are equal, else measured now."""
-    of = describe_products(cpu.model, list_deciding(cpu.flags), precision, importlib.metadata.version("torch"))
-    return earlier.products if earlier.products and earlier.products_of == of else measure_products(precision)

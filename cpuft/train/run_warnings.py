@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 from cpuft.config.train import TrainConfig
 from cpuft.record import EvaluationLine, Line, StepLine
 from cpuft.tasks import LABEL_KINDS, TEXT_KINDS
-from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
+from cpuft.train.data.archive import Prepared, Tokens, count_classes
 from cpuft.train.data.prepare import MAX_UNKNOWN_SHARE
 from cpuft.train.data.recipe import LOWER_IS_BETTER, find_class_weights
 from cpuft.train.evaluate import KeptPredictions, find_best, is_better
 from cpuft.train.objective.base import Objective
 from cpuft.train.optimizer import count_warm_up_updates
 
-_LABELS_AT_ONCE = 1 << 20
-"""Labels, of which there may be one for each token, that are copied to memory together."""
 _HIGH_RATE = 0.1
 """Learning rate above which a run begins with a warning. That of the largest usual recipes is 0.01."""
 _USUAL_RATES = (1e-6, 1e-3)
@@ -104,7 +102,7 @@ def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
         return float(_entropies(np.stack([shares, 1 - shares])).mean())
     if prepared.kind not in ("class", "tags"):
         return math.nan
-    counts = _count_classes(labels, len(prepared.labels))
+    counts = count_classes(labels, len(prepared.labels))
     if not counts.any():
         return math.nan
     shares = counts / counts.sum()
@@ -119,14 +117,6 @@ def _entropies(shares: NDArray[np.float64]) -> torch.Tensor:
     """Return the entropies of distributions along axis 0, in nats."""
     logarithms: torch.Tensor = torch.special.entr(torch.from_numpy(shares))
     return logarithms.sum(0)
-
-
-def _count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
-    counts = np.zeros(classes, np.int64)
-    for start in range(0, len(labels), _LABELS_AT_ONCE):
-        part = labels[start : start + _LABELS_AT_ONCE]
-        counts += np.bincount(part[part != UNTAGGED].astype(np.int64), minlength=classes)
-    return counts
 
 
 class RunWatch:
@@ -275,7 +265,7 @@ def _count_deciding_rows(prepared: Prepared, tokens: Tokens, name: str) -> float
     if prepared.kind not in ("class", "labels") or "f1" not in name:
         return float(len(tokens))
     is_class = prepared.kind == "class"
-    counts = _count_classes(labels, len(prepared.labels)) if is_class else labels.sum(0)
+    counts = count_classes(labels, len(prepared.labels)) if is_class else labels.sum(0)
     if "micro" in name:
         return float(counts.sum())
     if len(counts) == 2 and is_class and name == "f1":
@@ -376,7 +366,7 @@ def _find_constant_answer(objective: Objective, prepared: Prepared) -> tuple[str
     if prepared.kind not in LABEL_KINDS:
         return "", {}
     if prepared.kind in ("class", "tags"):
-        counts = _count_classes(tokens.labels, len(prepared.labels))
+        counts = count_classes(tokens.labels, len(prepared.labels))
         if counts.sum() - counts.max() < _LEAST_OTHER_ROWS:
             return "", {}
         one, is_tags = int(counts.argmax()), prepared.kind == "tags"

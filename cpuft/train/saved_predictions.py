@@ -44,7 +44,7 @@ def make_columns(config: TrainConfig, prepared: Prepared, suffix: str, columns: 
     # An example of a retrieval set is a text, not a query.
     lengths = np.zeros(len(numbers)) if prepared.kind == "pairs" else tokens.lengths
     shared = {"split": [suffix] * len(numbers), "row": numbers, "tokens": lengths.astype(np.int32)}
-    if rows and len(rows.text_ends) and config.examples:
+    if rows and config.examples:
         shared["text"] = rows.list_texts(numbers)
     if rows and len(rows.slice_numbers):
         shared["slice"] = np.asarray(rows.slice_values, object)[rows.slice_numbers]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -115,28 +113,24 @@ def try_model(
     batch = objective.make_batch(prepared.train, np.unique([lengths.argmax(), lengths.argmin()]))
     losses: list[torch.Tensor] = []
 
-    def forward(name: str) -> None:
+    def forward() -> None:
         # No backward pass follows. Without this, transformers' own layers would keep more activations than the fast
         # ones do in training, and a decoder's peak of memory would be here.
-        with autocast(name), torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing):
+        with autocast(precision), torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing):
             losses.append(objective.losses(model, batch))
 
     was_training = model.training
     model.eval()  # dropout would draw random numbers
     try:
-        check_lookups(model, batch.inputs["input_ids"], partial(forward, precision))
+        check_lookups(model, batch.inputs["input_ids"], forward)
         setattr(model, UNUSED_ATTRIBUTE, find_unused_parameters(model, losses[-1]))
     except Exception as error:  # models raise whatever their layers raise
         reason = describe_error(error)
         if isinstance(error, (CpuftError, MemoryError)) or "allocate memory" in reason:
             raise
-        works_in_fp32 = False
-        with suppress(Exception):
-            forward("fp32")
-            works_in_fp32 = True
         problem = f"{type(model).__name__} of {get_model_name(config)} cannot compute a batch of two examples"
-        next_step = "add --precision fp32, in which it can" if works_in_fp32 else "give another --model"
-        raise CpuftError(f"{problem}{f' in {precision}' * works_in_fp32} ({reason}): {next_step}") from None
+        other = "try --precision fp32, or " * (precision != "fp32")
+        raise CpuftError(f"{problem} in {precision} ({reason}): {other}give another --model") from None
     finally:
         model.train(was_training)
 

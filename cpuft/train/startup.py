@@ -101,14 +101,14 @@ def advise_on_hub(problem: str) -> str:
 
 
 def _accepts_connection(host: str, port: int) -> bool:
-    accepted, ended = threading.Event(), threading.Event()
+    accepted = threading.Event()
 
     def connect() -> None:
         with suppress(OSError, ValueError), socket.create_connection((host, port), timeout=HUB_SECONDS):
             accepted.set()
-        ended.set()
 
     # On a thread, because looking up a name has no timeout.
-    threading.Thread(target=connect, daemon=True).start()
-    ended.wait(HUB_SECONDS)
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)
     return accepted.is_set()

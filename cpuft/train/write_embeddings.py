@@ -7,6 +7,7 @@ before they import it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -15,10 +16,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,9 @@ from cpuft.config.predict import PredictConfig
 from cpuft.embedding_files import name_embeddings
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import write_atomically
-from cpuft.train.data.tables import Table, find_column, read_tables
+from cpuft.rank.process import end_with_parent
+from cpuft.train.data.sources import get_text
+from cpuft.train.data.tables import Table, choose_column, find_column, read_tables
 from cpuft.train.data.write_tables import check_pyarrow
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.startup import resume_garbage_collection, run_as_process
@@ -40,10 +43,7 @@ if TYPE_CHECKING:
 
 _WINDOW_TEXTS, _TEXT_CHARACTERS = 8192, 2048
 """Most texts of a window, of which those of similar length are computed together, and about their characters."""
-_USUAL_COLUMNS = ("text", "sentence", "document", "query", "question")
 _PROGRESS_SECONDS = 10.0
-_END_SECONDS = 10.0
-"""Time that a computing process has to end after its last window, before it is killed."""
 _PROMPT_NAME = re.compile(r"\w+", re.ASCII)
 
 
@@ -123,23 +123,6 @@ def choose_embeddings_file(request: PredictConfig) -> Path:
     return path
 
 
-def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> str:
-    """Return the column of the texts: `wanted`, else a usual name, else the only column; `option` names it in messages.
-    Raises CpuftError: there is no such column, or `wanted` names several.
-    """
-    if "," in wanted and wanted not in table.columns:
-        raise CpuftError(f"{option} {wanted!r:.80}: name one column, as each text has an embedding of its own")
-    if wanted:
-        find_column(table.columns, wanted, table.source)
-        return wanted
-    usual = [name for name in _USUAL_COLUMNS if name in table.columns]
-    if not usual and len(table.columns) != 1:
-        raise CpuftError(
-            f"{table.source} has the columns {', '.join(table.columns)}: name the one of the texts with {option}"
-        )
-    return usual[0] if usual else table.columns[0]
-
-
 def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
     """Return the text of a prompt: that of a name, or `wanted` itself if it is "" or no name (letters, digits and _).
     Raises CpuftError: the model has no prompt of that name.
@@ -166,15 +149,10 @@ def read_windows(
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
     for where, cells in table.rows:
         is_empty = False
-        for name in (column, id_column) if id_column else (column,):
-            if not isinstance(cells.get(name), str):
-                raise CpuftError(
-                    f"{where} has no text in the column {name!r}: correct that row, or name another column"
-                )
-        texts.append(prompt + str(cells[column]))
+        texts.append(prompt + get_text(cells, column, where))
         size += len(texts[-1])
         if id_column:
-            ids.append(str(cells[id_column]))
+            ids.append(get_text(cells, id_column, where))
         if len(texts) == limit or size >= limit * _TEXT_CHARACTERS:
             yield Window(texts, ids)
             texts, ids, size = [], [], 0
@@ -224,14 +202,45 @@ def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
         raise CpuftError(
             f"--np {processes}: this host gives cpuft {counted(len(cores), 'core')}; give as many or fewer"
         )
-    share = len(cores) // processes
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(_start_worker(request, cores[rank * share : (rank + 1) * share]))
-            for rank in range(processes)
-        ]
-        dimensions, *_ = [worker.receive() for worker in workers]
-        yield dimensions, lambda windows: compute_in_turn(windows, [worker.start for worker in workers], 1)
+    share, context = len(cores) // processes, multiprocessing.get_context("spawn")
+    places = context.SimpleQueue()
+    for rank in range(processes):
+        places.put(cores[rank * share : (rank + 1) * share])
+    with ProcessPoolExecutor(processes, context, _pin_process, (places,)) as pool:
+
+        def submit(texts: list[str]) -> Callable[[], Embeddings]:
+            return pool.submit(_embed, request, texts).result
+
+        try:
+            dimensions, *_ = pool.map(_count_dimensions, [request] * processes)
+            yield dimensions, lambda windows: compute_in_turn(windows, [submit], processes)
+        except BrokenProcessPool:
+            raise CpuftError(
+                "a process that computes embeddings has ended: start the command again, with a smaller --np if memory "
+                "is short"
+            ) from None
+        finally:
+            for process in multiprocessing.active_children():
+                process.kill()  # after an error, nobody waits for the windows that are being computed
+
+
+def _pin_process(places: Any) -> None:
+    """Let a computing process end with its parent, and use the cores that are next in the queue."""
+    end_with_parent()
+    cores = places.get()
+    os.sched_setaffinity(0, cores)
+    os.environ["OMP_NUM_THREADS"] = str(len(cores))  # torch reads it when it is imported
+
+
+_load_embedder = functools.cache(make_embedder)
+
+
+def _count_dimensions(request: PredictConfig) -> int:
+    return _load_embedder(request).dimensions
+
+
+def _embed(request: PredictConfig, texts: list[str]) -> Embeddings:
+    return _load_embedder(request).embed(texts, batch_size=request.batch_size)
 
 
 def compute_in_turn(
@@ -271,65 +280,6 @@ def list_cores() -> list[int]:
     cpus = sorted(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return cpus[: int(threads)] if threads.isdecimal() and int(threads) else cpus
-
-
-class _Worker:
-    def __init__(self, process: Any, connection: Connection) -> None:
-        self.process, self.connection = process, connection
-
-    def start(self, texts: list[str]) -> Callable[[], Any]:
-        self.connection.send(texts)
-        return self.receive
-
-    def receive(self) -> Any:
-        """Return what the process has sent. Raises CpuftError: its own one, or that it has ended."""
-        wait([self.connection, self.process.sentinel])
-        try:
-            found = self.connection.recv()
-        except EOFError:
-            self.process.join(_END_SECONDS)
-            raise CpuftError(
-                f"a process that computes embeddings has ended with exit code {self.process.exitcode}: start the "
-                f"command again, with a smaller --np if memory is short"
-            ) from None
-        if isinstance(found, str):
-            raise CpuftError(found)
-        return found
-
-
-@contextmanager
-def _start_worker(request: PredictConfig, cores: list[int]) -> Iterator[_Worker]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, request, cores), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield _Worker(process, ours)
-    finally:
-        ours.close()  # which ends the process
-        process.join(_END_SECONDS)
-        process.kill()
-
-
-def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> None:
-    """Compute the embeddings of the lists of texts that come, on these cores, until the parent closes the connection;
-    send the number of dimensions first. A text that is sent is the message of a CpuftError.
-    """
-    os.sched_setaffinity(0, cores)
-    os.environ["OMP_NUM_THREADS"] = str(len(cores))
-    try:
-        import torch
-
-        torch.set_num_threads(len(cores))
-        embedder = make_embedder(request)
-        connection.send(embedder.dimensions)
-        while True:
-            connection.send(embedder.embed(connection.recv(), batch_size=request.batch_size))
-    except CpuftError as error:
-        connection.send(str(error))
-    except (EOFError, ConnectionError):
-        pass  # the parent has ended
 
 
 def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Window]:

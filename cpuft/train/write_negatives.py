@@ -19,14 +19,14 @@ from cpuft.config.mine import MineConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.train.data.embedding_pairs import choose_pair_columns
-from cpuft.train.data.tables import find_column, read_tables
+from cpuft.train.data.sources import get_text
+from cpuft.train.data.tables import choose_column, find_column, read_tables
 from cpuft.train.data.write_tables import Column, check_output, write_table
 from cpuft.train.embedding_form import find_embedding_model, read_form
 from cpuft.train.startup import run_as_process
 from cpuft.train.write_embeddings import (
     Computer,
     Window,
-    choose_column,
     make_progress,
     open_npy,
     read_windows,
@@ -36,7 +36,7 @@ from cpuft.train.write_embeddings import (
 
 if TYPE_CHECKING:
     from cpuft.train.embedder import Embeddings
-    from cpuft.train.mine import MiningRules, MiningTask, Negatives
+    from cpuft.train.mine import MiningTask, Negatives
 
 _COLUMNS = ("anchor", "positive")
 """Names of the first columns that are written, by which --task pairs finds them."""
@@ -52,10 +52,7 @@ def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
     anchors, positives = list[str](), list[str]()
     for where, cells in table.rows:
         for name, texts in zip(columns, (anchors, positives)):
-            text = cells.get(name)
-            if not isinstance(text, str) or not text.strip():
-                raise CpuftError(f"{where} has no text in the column {name!r}: correct that row, or leave it out")
-            texts.append(text)
+            texts.append(get_text(cells, name, where, may_be_blank=False))
     if not anchors:
         raise CpuftError(f"{table.source} has no rows: give a file with pairs of texts")
     return anchors, positives
@@ -68,20 +65,6 @@ def read_corpus(request: MineConfig) -> list[str] | None:
     table = read_tables(request.corpus, "--corpus", request)
     column = choose_column(table, request.corpus_column, "--corpus-column")
     return [text for window in read_windows(table, column) for text in window.texts if text.strip()]
-
-
-def make_rules(request: MineConfig) -> MiningRules:
-    """Return the rules that the options state; a limit of 1 or -1 that excludes nothing becomes None."""
-    from cpuft.train.mine import MiningRules  # imports torch
-
-    return MiningRules(
-        request.skip_top,
-        request.search_depth,
-        request.max_score if request.max_score < 1.0 else None,
-        request.min_score if request.min_score > -1.0 else None,
-        request.absolute_margin if request.absolute_margin > -1.0 else None,
-        request.relative_margin if request.relative_margin > -1.0 else None,
-    )
 
 
 def _embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, compute: Computer) -> Embeddings:
@@ -121,13 +104,13 @@ def write_negatives(request: MineConfig) -> None:
     ):
         from cpuft.train.mine import check_rules, make_mining_task, search_negatives  # imports torch
 
-        task, rules, folder = make_mining_task(anchors, positives, corpus), make_rules(request), Path(name)
-        check_rules(task, request.negatives, rules)
+        task, folder = make_mining_task(anchors, positives, corpus), Path(name)
+        check_rules(task, request)
         queries = _embed_into(folder / "anchors.npy", task.anchors, form.query_prompt, dimensions, compute)
         documents = _embed_into(folder / "documents.npy", task.documents, form.document_prompt, dimensions, compute)
         total = counted(len(task.anchors), "anchor")
         tell = make_progress(lambda done, speed: f"negatives of {done} of {total} searched, {speed:.1f} anchors/s")
-        found = search_negatives(queries, documents, task, request.negatives, rules, tell)
+        found = search_negatives(queries, documents, task, request, tell)
         tell(len(task.anchors), is_end=True)
     left_out = len(found.complete) - int(found.complete.sum())
     why = (

@@ -42,7 +42,6 @@ class Case:
 CASES = (
     Case("minilm", 32, 128, "bf16"),
     Case("minilm", 32, 128, "fp32"),
-    Case("minilm", 8, 512, "fp32", 1, ("--no-fast-path",)),
     Case("minilm", 32, 512, "bf16", 1, ("--gradient-checkpointing",)),
     Case("bert-base", 8, 512, "bf16"),
     Case("bert-base", 8, 512, "bf16", 1, ("--gradient-checkpointing",)),

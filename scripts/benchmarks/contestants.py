@@ -257,7 +257,7 @@ def _bare_loop(workload: Workload, *, compiled: bool = False, own: str = "auto")
 
 
 def _compiled(model: Any) -> torch.optim.Optimizer:
-    """Return what --compile trains: the model's own layers compiled, bf16 by autocast, and torch's fused AdamW."""
+    """Return what torch.compile trains: the model's own layers compiled, bf16 by autocast, and torch's fused AdamW."""
     model.compile(dynamic=True)
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
@@ -321,7 +321,7 @@ def _predictor(workload: Workload) -> tuple[Any, Turn]:
     model, rows = load(workload)
     patch_model(model)
     tokens, precision = make_tokens(rows), "bf16" if has_bf16_products() else "fp32"
-    objective = Classification(("0", "1"), (), 0, 0)
+    objective = Classification(("0", "1"), (), 0)
 
     def turn() -> tuple[int, float]:
         start = time.perf_counter()

@@ -108,8 +108,8 @@ def test_no_sentence_is_cut_off_and_nothing_is_noise(name: str) -> None:
         ("cpuft launch --task ", set(TASKS)),
         ("cpuft launch --batch", {"--batch-size"}),
         ("cpuft compare --np 1,2 --scaling ", {"weak", "strong"}),
-        ("cpuft launch --num_train_epochs 3 --padding d", {"dynamic"}),
-        ("cpuft launch --config none.yaml --padding d", {"dynamic"}),
+        ("cpuft launch --num_train_epochs 3 --lr-schedule li", {"linear"}),
+        ("cpuft launch --config none.yaml --lr-schedule li", {"linear"}),
     ],
 )
 def test_bash_completes(line: str, offered: set[str]) -> None:

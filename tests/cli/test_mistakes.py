@@ -89,7 +89,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --config options.yaml",
         {"options.yaml": "precision: fp16\n"},
-        "--config options.yaml: precision fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU (see cpuft launch --help)",
+        "--config options.yaml: 'fp16' is not a value of precision: did you mean bf16? (see cpuft launch --help)",
     ),
     (
         "launch --do_train --no_cuda",
@@ -164,12 +164,12 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --backend nccl",
         {},
-        "--backend nccl works on GPUs only, and cpuft trains on CPUs: choose one of auto, gloo, mpi, ccl (see cpuft launch --help)",
+        "'nccl' is not a value of --backend: did you mean ccl? (see cpuft launch --help)",
     ),
     (
         "launch --precision fp16",
         {},
-        "--precision fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU (see cpuft launch --help)",
+        "'fp16' is not a value of --precision: did you mean bf16? (see cpuft launch --help)",
     ),
     (
         "launch --resume runs/mrpc",
@@ -258,7 +258,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "review,label\na,1\nb,0\n"},
-        "no column of train.csv is named text, sentence or sentence1: name the column of the texts with --text-columns, for example --text-columns review",
+        "no column of train.csv is named text, sentence or sentence1 (it has review): name the column of the texts, or the two columns of pairs, with --text-columns, for example --text-columns review",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",

@@ -20,7 +20,6 @@ LAYERS = "because it trains with its own layers: leave out one of them"
     "options, problem",
     [
         ({"engine": "ipex", "fast_path": False}, f"--engine ipex excludes --no-fast-path, {LAYERS}"),
-        ({"engine": "deepspeed", "compile": True}, f"--engine deepspeed excludes --compile, {LAYERS}"),
         ({"engine": "ipex", "lora_rank": 16}, f"--engine ipex excludes --lora-rank, {LAYERS}"),
         (
             {"engine": "ipex", "sync_every": 2},
@@ -51,8 +50,12 @@ LAYERS = "because it trains with its own layers: leave out one of them"
             "--engine ort cannot train --task text, because it masks the same positions in every batch: leave out one of them",
         ),
         (
-            {"sync_schedule": "quadratic"},
-            "--sync-schedule quadratic changes nothing by itself: add --sync-every 4, or leave it out",
+            {"outer_momentum": 0.9},
+            "--outer-momentum 0.9 changes nothing by itself: add --sync-every 4, or leave it out",
+        ),
+        (
+            {"eval_every": "epoch", "best_metric": "f1"},
+            "--best-metric f1 changes nothing by itself: add --save-best or --early-stopping, or leave it out",
         ),
         (
             {"shard": "optimizer", "sync_every": 2},
@@ -70,7 +73,7 @@ LAYERS = "because it trains with its own layers: leave out one of them"
                 {"precision": "int8", name: value},
                 f"--precision int8 needs the fast path, which excludes {format_flag(name, value)}: leave out one of them",
             )
-            for name, value in {"engine": "ipex", "fast_path": False, "compile": True, "lora_rank": 16}.items()
+            for name, value in {"engine": "ipex", "fast_path": False, "lora_rank": 16}.items()
         ),
         (
             {"task": "mrpc", "label_type": "number"},
@@ -99,7 +102,6 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], pr
             {"shard": "optimizer", "grad_compression": way, "gradient_accumulation": 2}
             for way in ("auto", *SHARDED_COMPRESSIONS)
         ),
-        {"shard": "optimizer", "compile": True},
         {"precision": "int8", "gradient_checkpointing": True, "sync_every": 2},
         {"engine": "ipex", "grad_compression": "int8"},
         {"engine": "deepspeed", "gradient_accumulation": 2},

@@ -34,7 +34,6 @@ EXEMPT = {
     "parse_cores": "what cpuft launch has written",
     "parse_hashes": "what scripts/pin has written",
     "parse_json_cells": "read_table, and texts of one's own",
-    "parse_kernel": "what oneDNN prints in this process",
     "parse_options": "parse_value, of each option",
     "parse_networks": "what iproute2 prints",
     "parse_routes": "what iproute2 prints",

@@ -297,8 +297,7 @@ def _make_archive() -> str:
         for name, value in tokens.items()
     }
     arrays |= {
-        "validation.text_bytes": np.frombuffer(b"ab", np.uint8),
-        "validation.text_ends": np.asarray([[1, 2]]),
+        "validation.texts": np.frombuffer(b'[["a", "b"]]', np.uint8),
         "validation.slice_numbers": np.zeros(1, np.int32),
     }
     file = io.BytesIO()

@@ -173,13 +173,6 @@ def test_only_adapters_are_exchanged_and_their_folder_is_a_model(tmp_path: Path)
 
 
 @pytest.mark.proof
-def test_adapters_of_a_compiled_model_are_trained_on_two_ranks() -> None:
-    record = launch("--np", "2", *DEMO, "--no-save-model", "--lora-rank", "8", "--compile", "--backend", "gloo")
-    assert record.footer is not None
-    assert len(record.steps) == 4
-
-
-@pytest.mark.proof
 def test_local_updates_end_with_equal_parameters() -> None:
     record = launch("--np", "2", *DEMO, "--no-save-model", "--sync-every", "3")
     assert record.footer is not None

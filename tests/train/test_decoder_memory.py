@@ -113,7 +113,7 @@ def test_other_configurations_have_no_shape() -> None:
     assert read_decoder_shape({name: one for name, one in settings.items() if name != "num_key_value_heads"}) is None
 
 
-SHAPE = ModelShape(440_401_920, 155_642_880, 28, 1024, 3072, 2048, 1024, 16, 151_936, norms=2, norms_heads=True)
+SHAPE = ModelShape(440_401_920, 155_642_880, 28, 1024, 3072, 2048, 1024, 151_936, norms=2, norms_heads=True)
 """Qwen3-0.6B."""
 ADAPTERS, WHOLE = (TrainConfig(precision="fp32", lora_rank=rank) for rank in (16, 0))
 

@@ -88,7 +88,6 @@ def test_what_the_tokenizer_puts_before_a_text_begins_each_document(tmp_path: Pa
     [
         ({"task": "mrpc"}, "--causal is for --task text only, and this is --task mrpc: leave it out"),
         ({"whole_word_mask": True}, "--causal excludes --whole-word-mask, because no token is masked: leave it out"),
-        ({"compile": True}, "--causal excludes --compile, because decoders are not tested with it: leave it out"),
         ({"precision": "int8"}, "--causal excludes --precision int8, which is for encoders: leave it out"),
         (
             {"engine": "deepspeed"},

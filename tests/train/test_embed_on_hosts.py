@@ -82,7 +82,10 @@ def test_a_row_that_is_wrong_ends_all_ranks(request_: PredictConfig) -> None:
     Path("late.jsonl").write_text('{"text": "a", "b": "c"}\n' * 3000 + '{"b": "c"}\n')
     done = run_ranks(replace(request_, file="late.jsonl"), 2)
     assert done.returncode != 0
-    assert "cpuft: error: late.jsonl, line 3001 has no text in the column 'text': correct that row" in done.stdout
+    assert (
+        "cpuft: error: late.jsonl, line 3001 has no text in the column 'text': correct or remove that row"
+        in done.stdout
+    )
     assert os.listdir("ranks") == []
 
 

@@ -25,10 +25,9 @@ from cpuft.train.export import (
     choose_export_folder,
     export,
     format_validation,
-    largest_difference,
     make_sample,
 )
-from cpuft.train.graphs import Graph, GraphOutput, OnnxGraph
+from cpuft.train.graphs import Graph, GraphOutput, OnnxGraph, largest_difference
 from cpuft.train.predict import make_run_model, read_finished_run, tokenize_splits
 from tests.train.pairs import make_config as make_pairs_config
 from tests.train.tiny import learn, make_config

@@ -34,7 +34,7 @@ def load(folder: Path) -> Any:
     check_weights(find_model(config.model))
     check_trainable(config)
     load_tokenizer(config.model)
-    return Classification(("no", "yes"), ("accuracy",), 0, 0).load_model(config).eval()
+    return Classification(("no", "yes"), ("accuracy",), 0).load_model(config).eval()
 
 
 def change_weights(folder: Path, change: Callable[[Weights], Any], name: str = "model.safetensors") -> None:

@@ -163,11 +163,11 @@ def test_conversations_are_read_up_to_the_last_question() -> None:
         (
             "a,b\n1,2\n",
             "",
-            "p.csv has no column prompt or text or question or instruction (its columns are a, b)",
+            "p.csv has the columns a, b: name the one of the texts with --text-columns",
         ),
-        ("a,b\n1,2\n", "c", "p.csv has no column c (its columns are a, b): name the column of the prompts with"),
-        ("a,b\n1,2\n", "a,b", "--text-columns names 2 columns: name only that of the prompts"),
-        ("text,b\n ,2\n", "", "p.csv, line 2 has no text in 'text': correct or remove that line"),
+        ("a,b\n1,2\n", "c", "p.csv has no column 'c': choose one of a, b"),
+        ("a,b\n1,2\n", "a,b", "--text-columns 'a,b': name one column, as each text is taken by itself"),
+        ("text,b\n ,2\n", "", "p.csv, line 2 has no text in the column 'text': correct or remove that row"),
         ("text\n", "", "p.csv has no rows: give a file with at least one prompt"),
     ],
 )

@@ -88,7 +88,7 @@ def test_the_tokens_of_a_rank_are_those_of_its_own_texts(task: str, ranks: int, 
 
 WAYS: list[dict[str, Any]] = [
     {"task": "pairs", "negatives": 1},
-    {"task": "pairs", "symmetric_loss": True, "matryoshka": "32,8"},
+    {"task": "pairs", "matryoshka": "32,8"},
     {"task": "scored-pairs"},
     {"task": "scored-pairs", "similarity_loss": "mse"},
 ]
@@ -141,7 +141,7 @@ def train_on(ranks: int, config: TrainConfig, run: str) -> tuple[Record, dict[st
 
 
 TWO_RANKS: list[Any] = [
-    {"task": "pairs", "negatives": 1, "symmetric_loss": True, "query_prompt": "query: "},
+    {"task": "pairs", "negatives": 1, "query_prompt": "query: "},
     *(pytest.param(way, marks=pytest.mark.proof) for way in (*WAYS, {"task": "pairs", "micro_batch": 3})),
 ]
 

@@ -17,7 +17,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
-from cpuft.train.checkpoint.policy import Checkpoints, Requests
+from cpuft.train.checkpoint.policy import Checkpoints, Request
 from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Indices, plan_updates
@@ -223,13 +223,13 @@ def test_steps_tell_what_each_rank_computed() -> None:
 class ScriptedCheckpoints(Checkpoints):
     """Makes the requests of a test after each update, and records what the loop does about them."""
 
-    def __init__(self, loop: TrainingSetup, requests: dict[int, Requests]) -> None:
+    def __init__(self, loop: TrainingSetup, requests: dict[int, Request]) -> None:
         super().__init__(loop.exchange)
         self.requests, self.update, self.done = requests, 0, list[str]()
 
-    def find_requests(self) -> Requests:
+    def find_request(self) -> Request:
         self.update += 1
-        return self.requests.get(self.update, Requests())
+        return self.requests.get(self.update, Request.NOTHING)
 
     def write(self, update: int, is_best: bool = False) -> None:
         self.done.append(f"write {update}")
@@ -318,12 +318,12 @@ def test_a_resumed_run_that_had_stopped_early_predicts_again() -> None:
 @pytest.mark.parametrize(
     "requests, done",
     [
-        ({2: Requests(checkpoint=True), 4: Requests(stop=True)}, ["write 2", "stop 4 of 6"]),
-        ({6: Requests(stop=True)}, []),
+        ({2: Request.CHECKPOINT, 4: Request.STOP}, ["write 2", "stop 4 of 6"]),
+        ({6: Request.STOP}, []),
     ],
 )
 def test_the_loop_carries_out_requests_between_updates_and_not_after_the_last(
-    requests: dict[int, Requests], done: list[str], monkeypatch: pytest.MonkeyPatch
+    requests: dict[int, Request], done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = make_loop(CONFIG)
     checkpoints, waited = ScriptedCheckpoints(loop, requests), list[int]()
@@ -353,18 +353,18 @@ class OtherRank:
         monkeypatch.setattr("cpuft.train.control_messages.gather_numbers", self.gather)
         loop = make_loop(CONFIG)
         loop.world = World(0, 2, 0, 2)
-        self.control, self.requests = ControlMessages(loop, checkpoints, done), Requests()
+        self.control, self.requests = ControlMessages(loop, checkpoints, done), Request.NOTHING
         self.sent = list[int]()
         """Number of updates of each message."""
 
     def gather(self, numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
         self.sent.append(len(numbers) // 6)
-        other = [self.requests.encode(), *numbers[1:]]
+        other = [self.requests, *numbers[1:]]
         return lambda: torch.tensor([numbers, other], dtype=torch.float64)
 
-    def update(self, own: StepLine, is_pause: bool = False, may_save: bool = True) -> tuple[Requests, list[int]]:
+    def update(self, own: StepLine, is_pause: bool = False, may_save: bool = True) -> tuple[Request, list[int]]:
         due = self.control.find_due(may_save)
-        self.control.add(own, 1.0, is_pause or due.any)
+        self.control.add(own, 1.0, is_pause or bool(due))
         return due, [line.step for line in self.control.take_lines()]
 
 
@@ -380,7 +380,7 @@ def test_messages_are_sent_about_once_per_second_and_read_in_the_next_update(mon
 def test_all_ranks_carry_out_a_request_after_the_update_in_which_they_have_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nothing, checkpoint, stop = Requests(), Requests(checkpoint=True), Requests(stop=True)
+    nothing, checkpoint, stop = Request.NOTHING, Request.CHECKPOINT, Request.STOP
     loop = make_loop(CONFIG)
     pair = OtherRank(monkeypatch, ScriptedCheckpoints(loop, {1: checkpoint}))
     found = [pair.update(make_update(update, seconds=1.0)) for update in (1, 2, 3)]
@@ -408,7 +408,7 @@ def test_the_lines_before_a_loss_that_is_no_number_are_recorded(monkeypatch: pyt
 
 
 def test_requests_of_several_ranks_are_told_apart_in_their_sum() -> None:
-    nothing, checkpoint, stop = Requests(), Requests(checkpoint=True), Requests(stop=True)
+    nothing, checkpoint, stop = Request.NOTHING, Request.CHECKPOINT, Request.STOP
     for ranks, wanted in (
         ([nothing, nothing], nothing),
         ([checkpoint, nothing], checkpoint),
@@ -416,4 +416,4 @@ def test_requests_of_several_ranks_are_told_apart_in_their_sum() -> None:
         ([checkpoint, stop], stop),
         ([stop, stop], stop),
     ):
-        assert Requests.decode(sum(rank.encode() for rank in ranks)) == wanted
+        assert Request.merge(sum(ranks)) == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 import cpuft.train.mine
+from cpuft.config.mine import MineConfig
 from cpuft.errors import CpuftError
 from cpuft.train.embedder import Embeddings
 from cpuft.train.embedding_form import EmbeddingForm
 from cpuft.train.mine import (
-    MiningRules,
     MiningTask,
     Negatives,
     check_rules,
@@ -56,8 +57,8 @@ class Peer:
         return (torch.as_tensor(left) * torch.as_tensor(right)).sum(1)
 
 
-def mine(task: MiningTask, count: int, rules: MiningRules) -> Negatives:
-    return search_negatives(embed(task.anchors), embed(task.documents), task, count, rules)
+def mine(task: MiningTask, count: int, rules: MineConfig) -> Negatives:
+    return search_negatives(embed(task.anchors), embed(task.documents), task, replace(rules, negatives=count))
 
 
 def list_rows(task: MiningTask, found: Negatives) -> set[tuple[str, ...]]:
@@ -79,22 +80,22 @@ def make_rows(count: int) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     "rules, options, is_whole",
     [
-        (MiningRules(), {}, True),
-        (MiningRules(skip=4), {"range_min": 4}, True),
-        (MiningRules(depth=30, max_score=0.4), {"range_max": 30, "max_score": 0.4}, True),
-        (MiningRules(depth=60, margin=0.05), {"range_max": 60, "absolute_margin": 0.05}, True),
+        (MineConfig(), {}, True),
+        (MineConfig(skip_top=4), {"range_min": 4}, True),
+        (MineConfig(search_depth=30, max_score=0.4), {"range_max": 30, "max_score": 0.4}, True),
+        (MineConfig(search_depth=60, absolute_margin=0.05), {"range_max": 60, "absolute_margin": 0.05}, True),
         (
-            MiningRules(skip=1, depth=60, relative_margin=0.1, min_score=-0.2),
+            MineConfig(skip_top=1, search_depth=60, relative_margin=0.1, min_score=-0.2),
             {"range_min": 1, "range_max": 60, "relative_margin": 0.1, "min_score": -0.2},
             True,
         ),
-        (MiningRules(relative_margin=0.3), {"relative_margin": 0.3}, False),
-        (MiningRules(max_score=0.6), {"max_score": 0.6}, False),
+        (MineConfig(relative_margin=0.3), {"relative_margin": 0.3}, False),
+        (MineConfig(max_score=0.6), {"max_score": 0.6}, False),
     ],
 )
 @pytest.mark.parametrize("with_corpus", [False, True])
 def test_negatives_are_those_of_sentence_transformers(
-    rules: MiningRules, options: dict[str, Any], is_whole: bool, with_corpus: bool, monkeypatch: pytest.MonkeyPatch
+    rules: MineConfig, options: dict[str, Any], is_whole: bool, with_corpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks only at some dozens of documents if it has no depth; where it finds negatives, they are the same."""
     from datasets import Dataset
@@ -122,7 +123,7 @@ def test_neither_positives_of_an_equal_anchor_nor_the_anchor_are_negatives() -> 
     anchors, positives = ["a", "b", "a", "c"], ["a1", "b1", "a2", "b1"]
     task = make_mining_task(anchors, positives, ["a", "b", "x", "a1"])
     assert (task.anchors, task.documents) == (["a", "b", "c"], ["a", "b", "x", "a1", "b1", "a2"])
-    found = mine(task, 4, MiningRules())
+    found = mine(task, 4, MineConfig())
     lists = [{task.documents[number] for number in row if number >= 0} for row in found.numbers]
     assert lists[:2] == [{"b", "x", "b1"}, {"a", "x", "a1", "a2"}]
     assert lists[2] < {*task.documents} - {"b1"}
@@ -134,10 +135,10 @@ def test_neither_positives_of_an_equal_anchor_nor_the_anchor_are_negatives() -> 
 
 def test_blocks_of_anchors_are_mined_as_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     task = make_mining_task(*make_rows(100), None)
-    whole = mine(task, 2, MiningRules(skip=1))
+    whole = mine(task, 2, MineConfig(skip_top=1))
     embeddings, said = (embed(task.anchors), embed(task.documents)), list[int]()
     monkeypatch.setattr(cpuft.train.mine, "_ANCHORS_AT_ONCE", 32)
-    found = search_negatives(*embeddings, task, 2, MiningRules(skip=1), said.append)
+    found = search_negatives(*embeddings, task, MineConfig(negatives=2, skip_top=1), said.append)
     assert found.numbers.tolist() == whole.numbers.tolist()
     assert said == [*range(32, len(task.anchors), 32), len(task.anchors)]
 
@@ -156,9 +157,9 @@ def test_the_largest_scores_are_found(columns: int, count: int) -> None:
 def test_too_few_documents_are_refused() -> None:
     task = make_mining_task(["a", "b"], ["1", "2"], None)
     with pytest.raises(CpuftError, match="there are 2 different documents, and no anchor has more than 1 that are not"):
-        check_rules(task, 2, MiningRules())
+        check_rules(task, MineConfig(negatives=2))
     with pytest.raises(CpuftError, match="of the 3 most similar documents 2 are skipped, so that fewer than 2 negativ"):
-        check_rules(task, 2, MiningRules(skip=2, depth=3))
+        check_rules(task, MineConfig(negatives=2, skip_top=2, search_depth=3))
 
 
 def test_an_embedder_mines_with_its_prompts() -> None:
@@ -171,7 +172,7 @@ def test_an_embedder_mines_with_its_prompts() -> None:
             return embed(texts)
 
     model: Any = Model()
-    found = mine_negatives(model, ["a 1", "a 1", "b 2"], ["x 1", "y 1", "z 2"], ["w 1"], 2, MiningRules())
+    found = mine_negatives(model, ["a 1", "a 1", "b 2"], ["x 1", "y 1", "z 2"], ["w 1"], MineConfig(negatives=2))
     assert found["a 1"] == ["w 1", "z 2"]
     assert {anchor: len(negatives) for anchor, negatives in found.items()} == {"a 1": 2, "b 2": 2}
     assert model.asked == [(["a 1", "b 2"], "ask "), (["w 1", "x 1", "y 1", "z 2"], "say ")]

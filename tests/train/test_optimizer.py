@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,29 +16,10 @@ from cpuft.train.optimizer import (
     group_parameters,
     learning_rate_factor,
     make_optimizer,
-    plan_averages,
 )
 from tests.train.architectures import SIZES
 from tests.train.decoders import ENCODERS, make_decoder
 from tests.train.fast.encoders import make_model
-
-CODE = """
-import os, torch
-from cpuft.config.train import TrainConfig
-from cpuft.train.optimizer import make_optimizer
-make_optimizer(torch.nn.Linear(2, 2), TrainConfig(compile=True), "fp32")
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-print(cache_dir())
-"""
-
-
-def test_what_torch_compiles_is_loaded_from_where_only_this_user_writes(tmp_path: Path) -> None:
-    environ = dict(os.environ) | {"XDG_CACHE_HOME": str(tmp_path)}
-    environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environ, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout == f"{tmp_path}/cpuft/inductor\n"
 
 
 @pytest.mark.parametrize(
@@ -66,23 +42,6 @@ def test_schedules_are_those_of_transformers(schedule: str, warmup: int) -> None
         assert learning_rate_factor(update, 40, warmup, schedule) == pytest.approx(expected, rel=1e-12)
         optimizer.step()
         scheduler.step()
-
-
-@pytest.mark.parametrize(
-    "options, averages",
-    [
-        ({}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
-        ({"sync_every": 5}, [5, 10]),
-        # The rate falls by a twelfth after each update: 2, 2 / (10/12)^2 = 2.9, 2 / (8/12)^2 = 4.5, 2 / (4/12)^2 = 18.
-        ({"sync_every": 2, "sync_schedule": "quadratic"}, [2, 4, 8]),
-        # In the warm-up of six updates the rate is low, but the period is the shortest. 2 / (2/6)^2 = 18.
-        ({"sync_every": 2, "sync_schedule": "quadratic", "warmup_steps": 6}, [2, 4, 6, 8, 12]),
-        ({"sync_every": 5, "sync_schedule": "quadratic", "lr_schedule": "constant"}, [5, 10]),
-        ({"sync_every": 5, "sync_schedule": "quadratic", "warmup_steps": 12}, [5, 10]),
-    ],
-)
-def test_parameters_are_averaged_less_often_when_the_rate_is_low(options: dict[str, Any], averages: list[int]) -> None:
-    assert sorted(plan_averages(TrainConfig(**options), 12)) == averages
 
 
 def test_warm_up_is_a_number_or_a_share_of_the_updates() -> None:

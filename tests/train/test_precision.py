@@ -8,20 +8,7 @@ import sys
 import pytest
 
 from cpuft.train.fast.acceleration import has_bf16_products
-from cpuft.train.precision import format_products, measure_products, parse_kernel
-
-AMX = (
-    "onednn_verbose,v1,info,cpu,isa:Intel AVX-512 with Intel AMX\n"
-    "onednn_verbose,v1,primitive,exec,cpu,reorder,jit:uni,undef,src:bf16,,,64x64,0.01\n"
-    "onednn_verbose,v1,primitive,exec,cpu,matmul,brg_matmul:avx10_1_512_amx,undef,src:bf16,,,64x64:64x64,0.02\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "kernel"), [(AMX, "brg_matmul:avx10_1_512_amx"), ("", ""), ("onednn_verbose,v1,info,cpu\n", "")]
-)
-def test_the_kernel_in_onednn_s_words(text: str, kernel: str) -> None:
-    assert parse_kernel(text) == kernel
+from cpuft.train.precision import format_products, measure_products
 
 
 @pytest.mark.parametrize(
@@ -29,22 +16,19 @@ def test_the_kernel_in_onednn_s_words(text: str, kernel: str) -> None:
 )
 def test_products_are_measured_and_nothing_is_printed(precision: str, capfd: pytest.CaptureFixture[str]) -> None:
     found = measure_products(precision)
-    print("after")
-    assert capfd.readouterr().out == "after\n"
+    assert capfd.readouterr().out == ""
     assert found["teraflops"] > 0
     assert found["fp32_teraflops"] > 0
-    if precision == "bf16" and has_bf16_products():
-        assert any(isa in found["kernel"] for isa in ("amx", "bf16"))
 
 
 @pytest.mark.parametrize(
     ("products", "line"),
     [
-        ({"kernel": "brg:amx", "teraflops": 2.2, "fp32_teraflops": 0.3}, "2.20 TFLOP/s measured (brg:amx), fp32 0.30"),
-        ({"kernel": "", "teraflops": 0.3, "fp32_teraflops": 0.3}, "0.30 TFLOP/s measured"),
+        ({"teraflops": 2.2, "fp32_teraflops": 0.3}, "2.20 TFLOP/s measured, fp32 0.30"),
+        ({"teraflops": 0.3, "fp32_teraflops": 0.3}, "0.30 TFLOP/s measured"),
     ],
 )
-def test_one_line(products: dict[str, object], line: str) -> None:
+def test_one_line(products: dict[str, float], line: str) -> None:
     assert format_products(products) == line
 
 

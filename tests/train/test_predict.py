@@ -371,7 +371,7 @@ def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
             "x.csv",
             "body,label\na,red\n",
             {},
-            "no column of x.csv is named text, sentence or sentence1: name the column",
+            "no column of x.csv is named text, sentence or sentence1 (it has body): name the",
         ),
         ("x.csv", "", {}, "x.csv is empty: give a file with rows"),
         ("x.csv", "text\n", {}, "x.csv has no rows: give a file with at least one row below its header"),

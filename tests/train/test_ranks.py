@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -13,35 +13,16 @@ import torch
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import RecordedRank
-from cpuft.train.ranks import checksum_parameters, find_misplaced, join_process_group
+from cpuft.train.ranks import check_ranks, checksum_parameters, join_process_group
 
 
-def rank(number: int, host: str = "a", cpus: tuple[int, ...] = (0,), pid: int = 0, **planned: Any) -> Any:
-    plan = {"size": "2", "host": host, "cpus": list(cpus)} | planned
-    return RecordedRank(number, host, list(cpus)), plan, pid or 100 + number
-
-
-@pytest.mark.parametrize(
-    "found, problem",
-    [
-        ([rank(0), rank(1, cpus=(1,))], ""),
-        ([rank(0), rank(0, pid=7)], "rank 0 exists 2 times: start the run with one mpirun"),
-        ([rank(0, pid=7), rank(1, pid=7)], "process 7 on a holds 2 ranks: start the run with cpuft launch"),
-        ([rank(0), rank(1, size="4")], "rank 1 was planned for 4 ranks and finds 2: check mpirun's -n"),
-    ],
-)
-def test_what_is_misplaced_is_named(found: list[Any], problem: str) -> None:
-    assert find_misplaced(2, found)[: len(problem) or None] == problem
-
-
-def test_wrong_host_and_cores_name_the_rank() -> None:
-    rank_1 = RecordedRank(1, "c", [0, 1])
-    wrong_host = (rank_1, {"size": "2", "host": "b", "cpus": [0, 1]}, 5)
-    wrong_cores = (rank_1, {"size": "2", "host": "c", "cpus": [2]}, 5)
-    assert find_misplaced(2, [rank(0), wrong_host]).startswith("rank 1 is on c, planned on b")
-    assert find_misplaced(2, [rank(0), wrong_cores]).startswith(
-        "rank 1 on c runs on hardware threads [0, 1], planned [2]"
-    )
+def test_a_rank_on_other_cores_than_planned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("CPUFT_CORES", ",".join(map(str, cpus)))
+    assert check_ranks(World(0, 1, 0, 1)) == [RecordedRank(0, socket.gethostname(), cpus)]
+    monkeypatch.setenv("CPUFT_CORES", "9999")
+    with pytest.raises(CpuftError, match=r"rank 0 on .* runs on hardware threads \[.*\], planned \[9999\]: let only"):
+        check_ranks(World(0, 1, 0, 1))
 
 
 def test_a_checksum_sees_every_bit_of_every_parameter() -> None:

@@ -160,12 +160,10 @@ def test_equal_scores_are_ranked_by_number(monkeypatch: pytest.MonkeyPatch) -> N
     assert rank_documents(documents[:1], documents, 99, "dot").tolist() == [[6, 9, 0, 1, 2, 3, 4, 5, 7, 8, 10]]
 
 
-def test_what_is_no_metric_or_similarity() -> None:
+def test_what_is_no_metric() -> None:
     texts = np.ones((1, 2), np.float32)
     relevant = np.asarray([[0, 0, 1]], np.int32)
     with pytest.raises(ValueError, match="f1 is no metric"):
         compute_metrics(("f1@3",), texts, texts, relevant, "dot")
-    with pytest.raises(ValueError, match="euclidean is no similarity"):
-        compute_metrics(("mrr@3",), texts, texts, relevant, "euclidean")
     with pytest.raises(ValueError, match="no query has a relevant document"):
         compute_metrics(("mrr@3",), texts, texts, relevant * 0, "dot")

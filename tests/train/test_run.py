@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 
 from cpuft.comm.backend_choice import Choice
 from cpuft.config.train import TrainConfig, WorkerConfig
-from cpuft.hardware import Cpu
 from cpuft.rank.world import World
 from cpuft.record import EarlierMeasurements, read_measurements
 from cpuft.train.checkpoint.files import FOLDER
@@ -23,7 +21,7 @@ from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.exchange.compression_choice import choose_compression
 from cpuft.train.objective.table import make_objective
 from cpuft.train.reporter import TrainingResult, average_phases, make_footer, merge_steps
-from cpuft.train.run import choose_earlier_backend, find_products, finish, read_earlier_measurements
+from cpuft.train.run import choose_earlier_backend, finish, read_earlier_measurements
 from tests.comm.ranks import fork_ranks
 from tests.records import make_record, make_steps
 from tests.train.exchange.test_compression_choice import PREPARED
@@ -58,7 +56,7 @@ def test_a_final_checkpoint_is_written_where_the_launcher_has_to_fetch_the_run(
 ) -> None:
     done = list[str]()
     writer = cast(Any, SimpleNamespace(write=lambda update: done.append(f"update {update}")))
-    Checkpoints(cast(Any, None), writer, enabled=True, keep_final=keeps_final).write_final(9)
+    Checkpoints(cast(Any, None), writer, keep_final=keeps_final).write_final(9)
     assert done == written
 
 
@@ -75,15 +73,13 @@ def test_a_disk_that_is_slower_than_the_time_limit_of_messages_ends_no_run() -> 
     assert done.stdout.count("has finished") == 2
 
 
-PRODUCTS = {"kernel": "brg_matmul:avx512_core_amx", "teraflops": 9.0, "fp32_teraflops": 1.0}
 AUTO = {"backend": "auto", "grad_compression": "auto"}
-HEADER = make_record(4, 4, backend="mpi", gradients="int8", products=PRODUCTS, options=AUTO).header
+HEADER = make_record(4, 4, backend="mpi", gradients="int8", options=AUTO).header
 
 
 def test_it_comes_through_json_whole() -> None:
     measured = read_measurements(HEADER)
-    of = ("Intel(R) Xeon(R)", "avx512f", "amx_bf16", "bf16", "2.13.0")
-    assert measured == EarlierMeasurements(4, "mpi", "int8", PRODUCTS, of)
+    assert measured == EarlierMeasurements(4, "mpi", "int8")
     assert read_earlier_measurements(json.dumps(asdict(measured)), 4) == measured
     assert read_earlier_measurements("", 3) == EarlierMeasurements(3)
 
@@ -102,23 +98,6 @@ def test_the_backend_stays_and_other_ranks_are_told_of_it(ranks: int, choice: Ch
 @pytest.mark.parametrize("change", [{"options": {"backend": "mpi"}}, {"world_size": 1}, {"options": {}}])
 def test_a_backend_that_was_asked_for_or_had_no_rivals_was_not_measured(change: dict[str, Any]) -> None:
     assert choose_earlier_backend(read_measurements(replace(HEADER, **change)), 4) is None
-
-
-def test_products_stay_on_such_a_cpu_and_are_measured_on_another() -> None:
-    cpu = Cpu("AMD EPYC", ("avx2", "sse2"))
-    own = replace(HEADER, cpu_model=cpu.model, cpu_flags=["avx2"], precision="fp32")
-    own = replace(own, versions={"torch": importlib.metadata.version("torch")})
-    assert find_products(cpu, "fp32", read_measurements(own)) == PRODUCTS
-    for other in (
-        replace(own, cpu_model="another"),
-        replace(own, cpu_flags=["avx2", "avx512f"]),
-        replace(own, precision="bf16"),
-        replace(own, versions={"torch": "2.14"}),
-    ):
-        assert read_measurements(other).products_of != read_measurements(own).products_of
-    found = find_products(cpu, "fp32", read_measurements(HEADER))
-    assert found != PRODUCTS
-    assert found["teraflops"] > 0
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from cpuft.config.train import TrainConfig
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, read_predictions
 from cpuft.record import EvaluationLine
 from cpuft.tasks import TASKS
-from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens, ValidationRows
+from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
+from cpuft.train.data.validation_rows import make_validation_rows
 from cpuft.train.evaluate import KeptPredictions
-from cpuft.train.objective import labels as label_objectives
 from cpuft.train.objective.base import Objective, Predictions
 from cpuft.train.objective.table import make_objective
 from cpuft.train.saved_predictions import save_predictions
@@ -63,8 +63,7 @@ def draw(*shape: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("classes, has_all", [(3, True), (101, False)])
-def test_classes_of_two_splits(classes: int, has_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(label_objectives, "_PROBABILITIES_AT_ONCE", 3 * classes)  # parts of three rows
+def test_classes_of_two_splits(classes: int, has_all: bool, tmp_path: Path) -> None:
     names = tuple(f"class {number}" for number in range(classes))
     labels = [GENERATOR.integers(0, classes, ROWS).astype(np.float32) for _ in range(2)]
     prepared = make_prepared("class", names, ("accuracy", "f1_macro"), *labels)
@@ -141,7 +140,7 @@ def test_the_mean_over_queries_is_the_metric(tmp_path: Path) -> None:
     # The second of three queries has no relevant document, and so no row.
     judgements = np.asarray([[0, 1, 1], [0, 3, 1], [2, 0, 1], [1, 0, 0]], np.int32)
     prepared = make_prepared("pairs", (), TASKS["pairs"].metrics, judgements)
-    texts = ValidationRows(np.frombuffer(b"q1q2q3", np.uint8), np.asarray([[2], [4], [6]]), np.zeros(0, np.int32))
+    texts = make_validation_rows([["q1"], ["q2"], ["q3"]], (np.zeros(0, np.int32), ()))
     prepared = replace(prepared, validation_rows={"": texts})
     found, metrics = save_and_read(tmp_path, prepared, draw(ROWS, 5), config=TrainConfig(task="pairs"))
     assert {name: float(np.mean(found.column(name))) for name in metrics} == pytest.approx(metrics, abs=1e-15)
@@ -154,7 +153,7 @@ def test_texts_and_slices_are_kept_as_far_as_asked(tmp_path: Path) -> None:
     prepared = make_prepared("score", (), ("spearman",), draw(ROWS))
     slices = np.asarray([0, 1, 0, 0, 1, 1, 0, 1], np.int32)
     # Only the first two rows have texts.
-    kept = ValidationRows(np.frombuffer(b"abbcc", np.uint8), np.asarray([[1, 1], [3, 5]]), slices, ("de", "en"))
+    kept = make_validation_rows([["a", ""], ["bb", "cc"]], (slices, ("de", "en")))
     prepared = replace(prepared, validation_rows={"": kept})
     config = TrainConfig(task="files", slice_by="language")
     found, _ = save_and_read(tmp_path, prepared, draw(ROWS, 1), config=config)

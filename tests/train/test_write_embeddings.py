@@ -100,13 +100,13 @@ def test_processes_return_the_windows_in_their_order(request_: PredictConfig) ->
         ({"output": "texts.npy"}, "texts.npy exists and holds no embeddings: give another --output"),
         ({"dimensions": 33}, "--dimensions 33: the embeddings of tiny have 32 dimensions; give as many or fewer"),
         ({"prompt": "querry"}, "tiny has no prompt 'querry': did you mean query?"),
-        ({"text_columns": "name,text"}, "--text-columns 'name,text': name one column, as each text has an embedding"),
+        ({"text_columns": "name,text"}, "--text-columns 'name,text': name one column, as each text is taken by itself"),
         ({"text_columns": "txt"}, "texts.csv has no column 'txt': did you mean text?"),
         ({"file": "none.csv"}, "there is no file none.csv: check --file"),
         ({"file": "empty.csv"}, "empty.csv has no rows: give a file with texts"),
         (
             {"file": "late.jsonl"},
-            "late.jsonl, line 9 has no text in the column 'text': correct that row, or name anoth",
+            "late.jsonl, line 9 has no text in the column 'text': correct or remove that row, or n",
         ),
         ({"file": "other.csv"}, "other.csv has the columns a, b: name the one of the texts with --text-columns"),
         (

@@ -15,8 +15,8 @@ from cpuft.train.data.embedding_pairs import choose_pair_columns
 from cpuft.train.data.tables import read_table
 from cpuft.train.embedder import Embedder
 from cpuft.train.embedding_form import EmbeddingForm, write_form
-from cpuft.train.mine import MiningRules, mine_negatives
-from cpuft.train.write_negatives import make_rules, write_negatives
+from cpuft.train.mine import mine_negatives
+from cpuft.train.write_negatives import write_negatives
 from tests.train.pairs import write_pairs
 from tests.train.tiny import save_tiny
 
@@ -46,7 +46,7 @@ def test_the_file_has_the_negatives_and_can_be_trained_on(
     assert choose_pair_columns(found, "", True) == ("anchor", "positive", "negative_1", "negative_2")
     texts: list[Any] = [[cells[name] for cells in pairs] for name in ("anchor", "positive")]
     documents = [f"the red hat {n}" for n in range(9)] if corpus else None
-    wanted = mine_negatives(Embedder("tiny", "fp32"), texts[0], texts[1], documents, 2)
+    wanted = mine_negatives(Embedder("tiny", "fp32"), texts[0], texts[1], documents, MineConfig(negatives=2))
     rows = [[cells[name] for name in ("anchor", "positive", "negative_1", "negative_2")] for _, cells in found.rows]
     assert rows == [[anchor, positive, *wanted[anchor]] for anchor, positive in zip(*texts)]
     assert sorted(path for path in os.listdir() if path.startswith((".out", "out"))) == [output]
@@ -75,7 +75,7 @@ def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsy
         ({"text_columns": "anchor,answer"}, "pairs.csv has no column 'answer': "),
         (
             {"file": "blank.csv"},
-            "blank.csv, line 3 has no text in the column 'positive': correct that row, or leave it",
+            "blank.csv, line 3 has no text in the column 'positive': correct or remove that row, or",
         ),
         ({"file": "bare.csv"}, "bare.csv has no rows: give a file with pairs of texts"),
         (
@@ -99,9 +99,3 @@ def test_wrong_input_is_refused(request_: MineConfig, options: dict[str, Any], m
         write_negatives(replace(request_, **options))
     assert message in str(error.value)
     assert not Path("out.csv").exists()
-
-
-def test_limits_are_off_by_default() -> None:
-    assert make_rules(MineConfig()) == MiningRules()
-    asked = MineConfig(skip_top=1, search_depth=9, max_score=0.9, min_score=0.0, absolute_margin=0.0)
-    assert make_rules(asked) == MiningRules(1, 9, 0.9, 0.0, 0.0, None)

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import cpuft
 from cpuft.config.fields import option_names
-from cpuft.config.train import EVALUATION_ONLY, TrainConfig
+from cpuft.config.train import EVALUATION_ONLY, TRAINING_INPUTS, TrainConfig
 from cpuft.errors import counted
 from cpuft.files import hash_text
 from cpuft.record import BaselineLine, EvaluationLine, Footer, Header, format_baseline, format_line
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS
 
-_LEFT_OUT = (
-    "task",
-    "model",
-    "from_config",
-    "tokenizer",
-    "data_dir",
-    "train_file",
-    "validation_file",
-    "mining_model",
-    "chat_template",
-    "report_to",
-    "save_model",
-    "checkpoint_every",
-    "comm_timeout",
-    *EVALUATION_ONLY,
-)
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?", re.ASCII)
+_WITHOUT_EFFECT = ("report_to", "save_model", "checkpoint_every", "comm_timeout", *EVALUATION_ONLY)
+_LEFT_OUT = ("task", *TRAINING_INPUTS, *_WITHOUT_EFFECT)
 """Options that the recipe does not show: they are elsewhere in the card, name local files, or change no weight."""
 
 
@@ -38,7 +26,7 @@ def format_model_card(
     header: Header, evaluation: EvaluationLine, footer: Footer, baseline: BaselineLine | None = None
 ) -> str:
     """Return a run's card as Markdown without host names and local paths, whose layout no text of a user can break."""
-    base = header.model if not _is_local(header.model) else ""
+    base = header.model if _is_of_hub(header.model) and not header.options.get("from_config") else ""
     kind = TASKS[header.task].kind if header.task in TASKS else ""
     is_known = kind in SENTENCE_TRANSFORMERS_KINDS
     library = "sentence-transformers" if is_known else "transformers"
@@ -87,13 +75,17 @@ def format_model_card(
     return "\n".join(parts)
 
 
-def _is_local(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()
+def _is_of_hub(model: str) -> bool:
+    """Return whether a name is not that of a folder, or of what was one in a folder of this place."""
+    return bool(_HUB_NAME.fullmatch(model)) and not Path(Path(model).parts[0]).exists()
 
 
 def _inline(text: str) -> str:
-    """Return a text for a line of Markdown, without line breaks and without the characters of tables and code."""
-    return "".join(c if c.isprintable() and c not in "|`<>" else "?" for c in text)
+    """Return a text for a line of Markdown with ? for line breaks and the characters of tables, code and links, also
+    of bare addresses.
+    """
+    plain = "".join(c if c.isprintable() and c not in "|`<>[]" else "?" for c in text)
+    return re.sub(r":(?=//)|(?<=www)\.", "?", plain, flags=re.IGNORECASE)
 
 
 def _table(title: str, values: Mapping[str, str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +35,19 @@ def is_due(writer: CheckpointWriter) -> bool:
     return time.monotonic() - writer.begun >= every and not writer.is_writing
 
 
-@dataclass(frozen=True)
-class Requests:
-    """What ranks request of all ranks after an update."""
+class Request(IntEnum):
+    """What ranks request of all ranks after an update. The sum of all ranks' numbers is 1 only for a checkpoint."""
 
-    checkpoint: bool = False
+    NOTHING = 0
+    CHECKPOINT = 1
     """Write a checkpoint. Only rank 0 requests this."""
-    stop: bool = False
+    STOP = 2
     """Write a checkpoint and end the run. Any rank may request this."""
 
-    @property
-    def any(self) -> bool:
-        """Whether a checkpoint or a stop is requested."""
-        return self.checkpoint or self.stop
-
-    def encode(self) -> float:
-        """Return a rank's number in the sum over ranks: 2 for a stop, otherwise 1 for a checkpoint, otherwise 0."""
-        return 2.0 if self.stop else float(self.checkpoint)
-
     @classmethod
-    def decode(cls, total: float) -> Requests:
-        """Return what all ranks requested, from their numbers' sum: 1 is only a checkpoint, 2 or more only a stop."""
-        return cls(checkpoint=total == 1.0, stop=total >= 2.0)
+    def merge(cls, total: float) -> Request:
+        """Return what all ranks requested, from the sum of their numbers."""
+        return cls(min(int(total), cls.STOP))
 
 
 class TrainingInterrupted(Exception):
@@ -70,37 +61,38 @@ class TrainingInterrupted(Exception):
 class Checkpoints:
     """What the training loop knows of checkpoints and of stopping; every rank has one.
 
-    Ranks without a `writer` contribute to the checkpoints of others. Without `enabled`, a run is not interrupted and
-    has no checkpoints. `restore_best` needs `state` and `root`, `write_final` needs `keep_final`.
+    Ranks without a `writer` contribute to the checkpoints of others. Without `state`, a run is not interrupted and has
+    no checkpoints. `restore_best` needs `root`, `write_final` needs `keep_final`.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         writer: CheckpointWriter | None = None,
-        enabled: bool = False,
-        keep_final: bool = False,
         state: TrainingState | None = None,
         root: Path = Path(),
+        keep_final: bool = False,
     ) -> None:
         self.writer = writer
-        self._state, self._root = state, root
-        self._exchange, self._enabled, self._keep_final = exchange, enabled, enabled and keep_final
+        self._exchange, self._state, self._root, self._keep_final = exchange, state, root, keep_final
 
-    def _write(self, update: int, **options: Any) -> bool:
-        """Write this rank's checkpoint, as `CheckpointWriter.write` does, or contribute to those of other ranks."""
-        if self.writer:
+    def _write(self, update: int, skip_if_busy: bool = False, **options: Any) -> bool:
+        """Write this rank's checkpoint, as `CheckpointWriter.write` does, or contribute to those of other ranks: also
+        with `skip_if_busy` while its previous one is being written.
+        """
+        if self.writer and not (skip_if_busy and self.writer.is_writing):
             return self.writer.write(update, **options)
         self._exchange.contribute_to_checkpoint()
         return False
 
-    def find_requests(self) -> Requests:
-        """Return a stop if this rank was told to stop, else on rank 0 a checkpoint if due; nothing unless `enabled`."""
-        if not self._enabled:
-            return Requests()
+    def find_request(self) -> Request:
+        """Return a stop if this rank was told to stop, else on rank 0 a checkpoint if due; nothing without `state`."""
+        if self._state is None:
+            return Request.NOTHING
         if is_interrupted():
-            return Requests(stop=True)
-        return Requests(checkpoint=self.writer is not None and self.writer.rank == 0 and is_due(self.writer))
+            return Request.STOP
+        is_asked = self.writer is not None and self.writer.rank == 0 and is_due(self.writer)
+        return Request.CHECKPOINT if is_asked else Request.NOTHING
 
     def write(self, update: int, is_best: bool = False) -> None:
         """Begin to write a checkpoint after an update; each rank writes one or contributes to others'. Collective.
@@ -143,7 +135,7 @@ class Checkpoints:
             raise TrainingInterrupted(line)
 
     def write_final(self, updates: int) -> None:
-        """Begin to write a checkpoint after the last update, if `enabled` and `keep_final` are set. Collective.
+        """Begin to write a checkpoint after the last update, if `keep_final` is set. Collective.
 
         If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again
         from the checkpoint. With one host, `keep_final` is False: the checkpoint would be lost as well.

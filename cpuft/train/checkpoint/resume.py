@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpuft.config.train import CHANGEABLE_ON_RESUME
+from cpuft.config.train import CHANGEABLE_ON_RESUME, TRAINING_INPUTS
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Record, parse_record
@@ -26,7 +26,7 @@ from cpuft.train.checkpoint.files import (
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.ranks import gather
 
-_HOST_OPTIONS = ("model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file", "precision")
+_HOST_OPTIONS = (*TRAINING_INPUTS, "precision")
 """Options that may differ on other hosts: their paths differ, and not all hosts have bf16. A checkpoint knows its
 examples by their checksum, and its weights are fp32."""
 _BROADCAST_BYTES = 1 << 26

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cpuft.train.exchange.optimizer_shards import MOMENTS, WEIGHTS, OptimizerShards
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE, MasterWeights
 
 TYPE_NAMES = {
     torch.float64: "F64",

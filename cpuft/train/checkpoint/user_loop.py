@@ -68,17 +68,16 @@ def save_state(step: int, **things: Any) -> bool:
     world, root = _find_checkpoints()
     tensors: dict[str, Tensor] = {}
     tree = {name: _separate_tensors(_state_of(thing), name, tensors) for name, thing in things.items()}
-    problem = None
+    is_written = False
     if world.rank in choose_writer_ranks(gather(world.local_rank)):
         files = {STATE: pack_tensors(tensors).numpy().data, VALUES: to_view([json.dumps(tree)])}
         try:
             write_checkpoint(root, step, world.rank, files)
-            problem = ""
+            is_written = True
         except OSError as error:
-            problem = error.strerror
-            warning = f"the checkpoint of step {step} cannot be written to {root} ({problem})"
+            warning = f"the checkpoint of step {step} cannot be written to {root} ({error.strerror})"
             print(f"cpuft: {warning}: earlier checkpoints stay", file=sys.stderr, flush=True)
-    return "" in gather(problem)
+    return any(gather(is_written))
 
 
 def load_state(**things: Any) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -54,24 +54,12 @@ def choose_writer_ranks(local_ranks: Sequence[int]) -> list[int]:
 class CheckpointWriter:
     """Writes a rank's checkpoints: copies the state between two updates, and writes it and the record on a thread."""
 
-    def __init__(
-        self,
-        state: TrainingState,
-        root: Path,
-        rank: int,
-        every: float,
-        contribute: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begin to allocate the memory of the copy on a thread.
-
-        `every` is that of `policy.is_due`. `contribute` takes part in the snapshots of other writers and is called if
-        this rank makes none.
-        """
+    def __init__(self, state: TrainingState, root: Path, rank: int, every: float) -> None:
+        """Begin to allocate the memory of the copy on a thread; `every` is that of `policy.is_due`."""
         self.rank = rank
         self.record: list[str] = []
         self.cost = state.nbytes / _ASSUMED_BYTES_PER_SECOND
         """Seconds that the last checkpoint cost: the pause of training and the thread's CPU time; first an estimate."""
-        self._contribute = contribute
         self.every = every
         self.begun = time.monotonic()
         """time.monotonic() when the last checkpoint was begun, or this object was made."""
@@ -107,19 +95,15 @@ class CheckpointWriter:
         update: int,
         wait: bool = False,
         last_line: Line | None = None,
-        skip_if_busy: bool = False,
         is_best: bool = False,
     ) -> bool:
         """Copy the state, and write it with the record as the checkpoint of an update, on a thread.
 
         With an exchange that shards the optimizer this is collective. A disk that does not take the checkpoint, or has
-        less than twice its size free, is one warning per run. A writer whose previous checkpoint is still being written
-        waits for it or, with `skip_if_busy`, only contributes to those of other ranks. `last_line` ends the record in
-        this checkpoint. Returns whether it is on the disk, always False without `wait`.
+        less than twice its size free, is one warning per run. A previous checkpoint that is still being written is
+        waited for. `last_line` ends the record in this checkpoint. Returns whether it is on the disk, always False
+        without `wait`.
         """
-        if skip_if_busy and self.is_writing:
-            self._contribute()
-            return False
         self._thread.join()
         self.begun = time.monotonic()
         self._block = self._block if len(self._block) else torch.empty(self._state.nbytes, dtype=torch.uint8)

@@ -78,6 +78,11 @@ def hash_sequences(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArra
     return hashes
 
 
+def count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
+    """Return how many of these labels, class numbers or UNTAGGED, each class has; shape (classes,)."""
+    return np.bincount(labels[labels != UNTAGGED].astype(np.int64), minlength=classes)
+
+
 def count_repeated(train: Tokens, validation: Tokens) -> int:
     """Return how many validation examples have the tokens of a training example."""
     return int(np.isin(_hash_examples(validation), _hash_examples(train)).sum())
@@ -95,23 +100,16 @@ def _hash_examples(tokens: Tokens) -> NDArray[np.uint64]:
 class ValidationRows:
     """What is kept of the rows of a validation split as they were read."""
 
-    text_bytes: NDArray[np.uint8]
-    """The beginnings of the rows' texts in UTF-8, one after another."""
-    text_ends: NDArray[np.int64]
-    """Where each text ends in `text_bytes`, shape (rows, texts of a row). These may be only the first rows, or none."""
+    texts: NDArray[np.uint8]
+    """The beginnings of the texts of the first rows, or of none: a JSON list of lists, in UTF-8."""
     slice_numbers: NDArray[np.int32]
     """Number of each row's value of --slice-by in `slice_values`, shape (rows,); (0,) without --slice-by."""
     slice_values: tuple[str, ...] = ()
 
     def list_texts(self, rows: NDArray[np.int64]) -> list[list[str] | None]:
         """Return the beginnings of the texts of each of these rows, and None for rows whose texts are not kept."""
-        begins = np.append(0, self.text_ends.ravel())[:-1].reshape(self.text_ends.shape)
-
-        def read(row: int) -> list[str]:
-            spans = zip(begins[row], self.text_ends[row])
-            return [self.text_bytes[begin:end].tobytes().decode(errors="replace") for begin, end in spans]
-
-        return [read(row) if row < len(begins) else None for row in rows]
+        kept = load(list[list[str]], parse_json(self.texts.tobytes().decode()))
+        return [kept[row] if row < len(kept) else None for row in rows]
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ class Prepared:
     """What is kept of the rows of each validation split; empty if `rows` is."""
 
 
-_ROW_ARRAYS = ("text_bytes", "text_ends", "slice_numbers")
+_ROW_ARRAYS = ("texts", "slice_numbers")
 
 
 def write_prepared(
@@ -209,8 +207,6 @@ def read_prepared(path: str) -> Prepared:
             )
             for name, values in meta["slice_values"].items()
         }
-        for name, kept in rows.items():
-            _check_rows(kept, len(validation[name]))
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in meta["fields"].items()
         }
@@ -225,53 +221,21 @@ def read_prepared(path: str) -> Prepared:
         raise CpuftError(f"{path} is not prepared data ({error!r}): remove it, and start again") from None
 
 
-_ARRAY_TYPES: dict[str, tuple[tuple[type[np.generic], int], ...]] = {
-    "ids": ((np.int32, 1),),
-    "types": ((np.int8, 1),),
-    "offsets": ((np.int64, 1),),
-    "labels": ((np.float32, 1), (np.float32, 2), (np.int32, 1), (np.int32, 2), (np.int8, 1)),
-    "token_kinds": ((np.int8, 1),),
-    "text_bytes": ((np.uint8, 1),),
-    "text_ends": ((np.int64, 2),),
-    "slice_numbers": ((np.int32, 1),),
-}
-"""Element types and numbers of axes that the arrays of an archive may have, by the last part of their names."""
-
-
 def _check_tokens(tokens: Tokens) -> Tokens:
     offsets, size = tokens.offsets, len(tokens.ids)
     if not len(offsets) or offsets[0] or offsets[-1] != size or (np.diff(offsets) < 0).any():
         raise ValueError("the examples' offsets do not fit the token ids")
-    if tokens.labels.dtype == np.int32 and tokens.labels.ndim == 2:
-        return _check_judgements(tokens)
-    if len(tokens.types) not in (0, size) or len(tokens.labels) not in (0, size, len(tokens)):
+    is_judged = tokens.labels.dtype == np.int32 and tokens.labels.ndim == 2  # a retrieval set
+    if len(tokens.types) not in (0, size) or not (is_judged or len(tokens.labels) in (0, size, len(tokens))):
         raise ValueError("token types or labels are not as many as tokens or examples")
     return tokens
-
-
-def _check_judgements(tokens: Tokens) -> Tokens:
-    judgements = tokens.labels
-    if judgements.shape[1] != 3 or not len(judgements) or judgements.min() < 0:
-        raise ValueError("the judgements of the retrieval set are damaged")
-    queries = int(judgements[:, 0].max()) + 1
-    if queries + int(judgements[:, 1].max()) >= len(tokens):
-        raise ValueError("the judgements of the retrieval set name texts that are not there")
-    return tokens
-
-
-def _check_rows(rows: ValidationRows, count: int) -> None:
-    ends, numbers = rows.text_ends, rows.slice_numbers
-    if len(ends) > count or (np.diff(ends.ravel(), prepend=0) < 0).any() or ends.max(initial=0) > len(rows.text_bytes):
-        raise ValueError("the ends of the validation rows' texts are damaged")
-    if len(numbers) not in (0, count) or not all(0 <= number < len(rows.slice_values) for number in np.unique(numbers)):
-        raise ValueError("the values of the validation rows are damaged")
 
 
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the JSON object in the array `meta` of a NumPy archive, and its other arrays by name, as read-only maps.
 
-    Raises ValueError: an array is compressed, or has a name or type that prepared data does not have; for a missing or
-    damaged file, the libraries' exceptions pass through.
+    Raises ValueError: an array is compressed or has objects; for a missing or damaged file, the libraries' exceptions
+    pass through.
     """
     with np.load(path, allow_pickle=False) as archive:
         meta = load(dict[str, Any], parse_json(str(archive["meta"])))
@@ -287,9 +251,7 @@ def _map_array(path: str, archive: Any, name: str) -> Any:
         np.lib.format.read_magic(file)
         shape, by_columns, kind = np.lib.format.read_array_header_1_0(file)
         # A memory map would take the bytes of an object array for pointers, and compressed ones for numbers.
-        allowed_types = _ARRAY_TYPES.get(name.rpartition(".")[2], ())
-        if not any(kind == allowed and len(shape) == axes for allowed, axes in allowed_types):
-            raise ValueError(f"array {name!r:.60} of type {kind!s:.60} and {len(shape)} axes does not belong here")
-        if by_columns or archive.zip.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"array {name!r:.60} is compressed, or not stored row by row")
+        is_compressed = archive.zip.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED
+        if kind.hasobject or by_columns or is_compressed:
+            raise ValueError(f"array {name!r:.60} has objects, is compressed, or is not stored row by row")
         return np.memmap(path, kind, "r", file.tell(), shape) if np.prod(shape) else np.zeros(shape, kind)

@@ -389,14 +389,12 @@ def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
 
 
 def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the indices of `lengths` in groups whose lengths add up to `room` at most (best fit, longest first); each
-    group and the list are in ascending order. ValueError: a length is above `room`.
+    """Return the indices of `lengths`, none above `room`, in groups whose lengths add up to `room` at most (best fit,
+    longest first); each group and the list are in ascending order.
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room that is left, number of the group), in ascending order
     for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
-        if lengths[number] > room:
-            raise ValueError(f"a length of {lengths[number]} is larger than {room}")
         place = bisect.bisect_left(free, (lengths[number], -1))
         left, group = free.pop(place) if place < len(free) else (room, len(groups))
         if group == len(groups):

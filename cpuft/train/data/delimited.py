@@ -12,9 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from cpuft.config.table_files import DELIMITERS, TableOptions
+from cpuft.config.mine import MineConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.table_files import DELIMITERS
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 
+TableOptions = TrainConfig | PredictConfig | MineConfig
+"""Options with --delimiter, --quoting and --encoding."""
 Lines = Callable[[], Iterator[str]]
 """Begins to read the lines of a file, with their line ends."""
 _MANY_LINES = 10

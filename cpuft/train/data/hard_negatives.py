@@ -12,12 +12,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
+from cpuft.config.mine import MineConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.files import cache_folder, hash_file, list_files, write_atomically
+from cpuft.files import cache_folder, hash_file, list_files, write_text
+from cpuft.serialization import load, parse_json
 from cpuft.train.data.archive import explain_cache_failures
 from cpuft.train.data.columnar import Cell
 from cpuft.train.data.tables import Row, Rows, Table
@@ -119,8 +118,7 @@ def _mine(
     """Return the negatives of each query, the most similar ones first; from the cache if they are there."""
     model = _find_mining_model(config)
     pooling = "" if config.mining_model or config.pooling == "auto" else config.pooling
-    queries, count = list(dict.fromkeys(asked for asked, _ in pairs)), config.hard_negatives
-    documents = list(dict.fromkeys([*corpus, *(text for _, text in pairs)]))
+    documents, count = {*corpus, *(text for _, text in pairs)}, config.hard_negatives
     own = Counter(asked for asked, _ in set(pairs))
     if len(documents) - min(own.values()) < count:
         raise CpuftError(
@@ -128,29 +126,21 @@ def _mine(
             f"more rows, or a smaller number"
         )
     key = _digest(model, (pairs, corpus, count, RELATIVE_MARGIN, pooling))
-    path = cache_folder(os.environ) / f"negatives-{key}.npy"
-    numbers: NDArray[np.int64] | None = None
-    with suppress(OSError, ValueError, EOFError):  # it is not there, or is damaged
-        numbers = np.load(path, allow_pickle=False)
-    if numbers is None:
-        from cpuft.train.embedder import Embedder
-        from cpuft.train.mine import MiningRules, mine_negatives  # imports torch
+    path = cache_folder(os.environ) / f"negatives-{key}.json"
+    with suppress(OSError, ValueError):  # it is not there, or is damaged
+        return load(dict[str, list[str]], parse_json(path.read_text(encoding="utf-8")))
+    from cpuft.train.embedder import Embedder
+    from cpuft.train.mine import mine_negatives  # imports torch
 
-        name = config.mining_model or config.model
-        where = f"{_counted_queries(len(queries))} among {counted(len(documents), 'document')}"
-        print(f"finding hard negatives for {where} with {name}", file=sys.stderr, flush=True)
-        embedder = Embedder(model, pooling=pooling)
-        asked, positives = zip(*pairs)
-        found = mine_negatives(embedder, asked, positives, corpus, count, MiningRules(relative_margin=RELATIVE_MARGIN))
-        places = {text: number for number, text in enumerate(documents)}
-        numbers = np.full((len(queries), count), -1, np.int64)
-        for row, query in zip(numbers, queries):
-            row[: len(found[query])] = [places[text] for text in found[query]]
-        with explain_cache_failures(path.parent), write_atomically(path) as beside, beside.open("wb") as file:
-            np.save(file, numbers)
-    return {
-        query: [documents[number] for number in row if number >= 0] for query, row in zip(queries, numbers.tolist())
-    }
+    name = config.mining_model or config.model
+    where = f"{_counted_queries(len(own))} among {counted(len(documents), 'document')}"
+    print(f"finding hard negatives for {where} with {name}", file=sys.stderr, flush=True)
+    rules = MineConfig(negatives=count, relative_margin=RELATIVE_MARGIN)
+    asked, positives = zip(*pairs)
+    found = mine_negatives(Embedder(model, pooling=pooling), asked, positives, corpus, rules)
+    with explain_cache_failures(path.parent):
+        write_text(path, json.dumps(found))
+    return found
 
 
 def _counted_queries(number: int) -> str:

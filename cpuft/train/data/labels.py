@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +14,6 @@ from cpuft.errors import CpuftError, counted, list_names
 from cpuft.serialization import to_number
 from cpuft.tasks import Task
 from cpuft.train.data.columnar import Cell
-from cpuft.train.data.delimited import advise_conversion
 from cpuft.train.data.tables import Table, describe_empty, is_blank
 
 SCORE_KINDS = ("score", "similarity", "relevance")
@@ -205,19 +202,9 @@ def _refuse_few(places: Sequence[str], count: int, what: str, label_type: str) -
 
 
 def describe_printed_list(where: str, name: str, cell: str) -> str:
-    """Say that a cell holds a list as Python or NumPy prints it, and name the command that converts a CSV file."""
+    """Say that a cell holds a list as Python or NumPy prints it."""
     what = f"{where}: {name!r} is a list that was printed as text ({cell!r:.60})"
-    path = Path(where.partition(", line ")[0])
-    if path.suffix != ".csv":
-        return f"{what}: write a list in JSON lines or Parquet instead"
-    # NumPy puts no commas between the parts, so that Python would join its texts.
-    is_python = cell.lstrip()[0] in "[({" and ("," in cell or not re.search(r"\S\s+\S", cell))
-    parse = "ast.literal_eval(c)" if is_python else "re.findall(r'[^][(){},\\s\\x22\\x27]+', c.strip('array'))"
-    code = (
-        f"import ast, csv, json, re; [print(json.dumps(row | {{{name!r}: list({parse})}})) "
-        f"for row in csv.DictReader(open({str(path)!r}, newline='')) for c in [row[{name!r}]]]"
-    )
-    return f"{what}: {advise_conversion(path, '-lists.jsonl', f'python -c {shlex.quote(code)}')}"
+    return f"{what}: write the rows as JSON lines or Parquet, which have lists"
 
 
 def number_labels(task: Task, train: Iterable[str], others: Mapping[str, str], source: str, check_labels: bool) -> Task:

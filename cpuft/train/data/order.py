@@ -41,10 +41,10 @@ def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: 
     return [updates[i] for i in generator.permutation(len(updates))]
 
 
-def is_grouped(padding: str, kind: str) -> bool:
-    """Return whether the updates of a kind of task have examples of similar length, for --padding dynamic."""
+def is_grouped(kind: str) -> bool:
+    """Return whether the updates of a kind of task have examples of similar length."""
     # Texts of similar length as negatives would change what an embedding model learns.
-    return padding == "dynamic" and kind not in EMBEDDING_KINDS
+    return kind not in EMBEDDING_KINDS
 
 
 def select_for_rank(examples: Indices, rank: int, world_size: int) -> Indices:

@@ -40,6 +40,7 @@ from cpuft.train.data.archive import (
     UNTAGGED,
     Prepared,
     Tokens,
+    count_classes,
     count_repeated,
     explain_cache_failures,
     read_prepared,
@@ -77,7 +78,7 @@ from cpuft.train.data.tokenizer import (
     get_vocab_size,
     may_mismatch_model,
 )
-from cpuft.train.data.validation_rows import TextBeginnings, checksum_rows, read_slices
+from cpuft.train.data.validation_rows import checksum_rows, keep_beginnings, make_validation_rows, read_slices
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
 from cpuft.train.memory_estimate import check_fit
@@ -95,7 +96,7 @@ from cpuft.train.startup import describe_exit
 
 _FORMAT = 8
 """Part of the checksum: to be raised when the same input gives other tokens, so that older archives are not reused."""
-_ARCHIVE_FORMAT = 2
+_ARCHIVE_FORMAT = 3
 """To be raised when archives hold something else. It is no part of the checksum, by which runs are compared."""
 _MOST_TEXTS = 100_000
 """Number of validation rows, the first ones of a split, whose texts are kept."""
@@ -173,12 +174,13 @@ def _tokenize_to_files(
     max_length: int,
     task: Task,
     folder: Path,
-    beginnings: TextBeginnings | None,
+    kept: list[list[str]],
+    most: int,
 ) -> tuple[Tokens, int, int]:
-    """Return what `_tokenize_and_count` does, as maps of files, and how many examples lack a text; fill beginnings."""
-    if beginnings and isinstance(examples, RetrievalExamples):
-        beginnings.add((query,) for query in examples.queries)
-        beginnings = None
+    """Return what `_tokenize_and_count` does, as maps of files, and how many examples lack a text; keep beginnings."""
+    if isinstance(examples, RetrievalExamples):
+        keep_beginnings(kept, ((query,) for query in examples.queries), most)
+        most = 0
     folder.mkdir()
     offsets, truncated, done, next_line = [np.zeros(1, np.int64)], 0, 0, time.monotonic() + _SECONDS_BETWEEN_LINES
     empty: dict[str, NDArray[Any]] = {}
@@ -194,8 +196,7 @@ def _tokenize_to_files(
             offsets.append(tokens.offsets[1:] + offsets[-1][-1])
             truncated = truncated + cut if cut != UNKNOWN else UNKNOWN
             done += len(batch)
-            if beginnings:
-                beginnings.add(batch.texts, are_words=task.kind == "tags")
+            keep_beginnings(kept, batch.texts, most, are_words=task.kind == "tags")
             blank = list_blank(batch, task)
             blanks += sum(map(bool, blank))
             blank_texts.update(chain.from_iterable(blank))
@@ -270,12 +271,18 @@ def prepare(config: TrainConfig) -> Path:
         return path
     tokenizer, trained = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     splits = {"train": data.train, **{f"validation{name}": split for name, split in data.validation.items()}}
-    beginnings = {key: TextBeginnings(_MOST_TEXTS if config.examples else 0) for key in splits if key != "train"}
+    beginnings, most = {key: list[list[str]]() for key in splits}, _MOST_TEXTS if config.examples else 0
     with explain_cache_failures(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix="tokens-") as folder:
         tokens, truncated, blanks = dict[str, Tokens](), dict[str, int](), dict[str, int]()
         for key, split in splits.items():
             tokens[key], truncated[key], blanks[key] = _tokenize_to_files(
-                split, tokenizer, config.max_length, data.task, Path(folder, key), beginnings.get(key)
+                split,
+                tokenizer,
+                config.max_length,
+                data.task,
+                Path(folder, key),
+                beginnings[key],
+                most * (key != "train"),
             )
             if isinstance(split, RetrievalExamples):
                 tokens[key] = replace(tokens[key], labels=split.relevant)
@@ -286,7 +293,7 @@ def prepare(config: TrainConfig) -> Path:
             repeated = sum(count_repeated(tokens["train"], split) for key, split in tokens.items() if key != "train")
         more = {"note": "; ".join(notes), "repeated": repeated, "rows": checksum_rows(data)}
         meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens, truncated["train"])
-        rows = {name: beginnings[f"validation{name}"].finish(values) for name, values in slices.items()}
+        rows = {name: make_validation_rows(beginnings[f"validation{name}"], one) for name, one in slices.items()}
         write_prepared(path, meta | more, tokens, rows)
     return path
 
@@ -497,8 +504,7 @@ def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
     if prepared.kind == "labels":
         counts, what = labels.sum(0).astype(int).tolist(), "classes, of which an example may have several"
     else:
-        known = labels[labels != UNTAGGED].astype(int)
-        counts = np.bincount(known, minlength=len(prepared.labels)).tolist()
+        counts = count_classes(labels, len(prepared.labels)).tolist()
         what = "tags of words" if prepared.kind == "tags" else "classes"
     common = sorted(zip(prepared.labels, counts), key=lambda one: -one[1])[:_MAX_LISTED_LABELS]
     shown = prepared.labels if len(prepared.labels) <= _MAX_LISTED_LABELS else [label for label, _ in common]

@@ -10,7 +10,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.serialization import is_count, to_number
 from cpuft.tasks import EMBEDDING_KINDS
-from cpuft.train.data.archive import UNTAGGED, Prepared
+from cpuft.train.data.archive import Prepared, count_classes
 from cpuft.train.model import get_model_name
 from cpuft.train.model_shape import find_shape
 
@@ -70,9 +70,8 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
     if not text:
         return ()
     if text == "balanced":
-        labels = prepared.train.labels[prepared.train.labels != UNTAGGED].astype(np.int64)
-        counts = np.maximum(np.bincount(labels, minlength=len(prepared.labels)), 1)
-        return tuple(float(weight) for weight in len(labels) / (len(counts) * counts))
+        counts = count_classes(prepared.train.labels, len(prepared.labels))
+        return tuple(float(weight) for weight in counts.sum() / (len(counts) * np.maximum(counts, 1)))
     weights = tuple(map(to_number, text.split(",")))
     if len(weights) != len(prepared.labels) or not all(0 < weight < math.inf for weight in weights):
         raise CpuftError(

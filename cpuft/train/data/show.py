@@ -44,11 +44,6 @@ from cpuft.train.startup import run_as_process
 
 _MAX_LISTED = 20
 """Number of labels in the table of the text form; JSON has all."""
-_BAR = 40
-"""Characters of the longest bar of the histogram."""
-_BINS = 10
-"""Largest number of bins of a histogram up to twice --max-length; longer examples are in its last bin."""
-_WIDTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 _NO_LIMIT = 1 << 20
 """Most tokens of an example whose whole length is measured."""
 _MAX_CUT_SHARE = 0.05
@@ -56,16 +51,6 @@ _MAX_CUT_SHARE = 0.05
 
 Known = dict[tuple[str, ...], set[Any]]
 """The labels of the training examples, by their texts."""
-
-
-@dataclass(frozen=True)
-class Bin:
-    """A bar of a histogram."""
-
-    least: int
-    most: int
-    """The largest length in it; -1 for the last bin if longer examples are in it, too."""
-    examples: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +64,8 @@ class Lengths:
     longest: int
     cut: int
     """Examples that are longer than --max-length."""
-    histogram: list[Bin]
+    examples: int
+    """All of them; for embedding models, which read each text by itself, the number of texts."""
 
 
 @dataclass(frozen=True)
@@ -216,18 +202,8 @@ def _summarize_lengths(lengths: NDArray[np.int64], max_length: int) -> Lengths:
         float(np.percentile(lengths, 95)),
         int(lengths.max()),
         int((lengths > max_length).sum()),
-        make_histogram(lengths, max_length),
+        len(lengths),
     )
-
-
-def make_histogram(lengths: NDArray[np.int64], max_length: int) -> list[Bin]:
-    """Return up to 10 bins from 1 on of one round width, such as 20; lengths above 2 * `max_length` are in the last."""
-    top = min(int(lengths.max()), 2 * max_length)
-    width = next(step for step in _WIDTHS if step * _BINS >= top)
-    numbers = Counter(((np.minimum(lengths, top) - 1) // width).tolist())
-    bins = [Bin(place * width + 1, (place + 1) * width, numbers[place]) for place in range(max(numbers) + 1)]
-    is_open = int(lengths.max()) > bins[-1].most
-    return [*bins[:-1], replace(bins[-1], most=-1)] if is_open else bins
 
 
 def _summarize_texts(config: TrainConfig) -> DataSummary:
@@ -322,10 +298,11 @@ def find_problems(summary: DataSummary) -> list[str]:
             f"{counted(train.contradictions, 'training example')} with the texts of another one but another label: "
             f"correct the labels"
         )
-    if train.lengths.cut > _MAX_CUT_SHARE * train.examples:
+    if train.lengths.cut > _MAX_CUT_SHARE * train.lengths.examples:
+        what = "texts" if summary.kind in EMBEDDING_KINDS else "examples"
         problems.append(
-            f"--max-length {summary.max_length} cuts {_percent(train.lengths.cut, train.examples)} of the training "
-            f"examples: consider a larger one"
+            f"--max-length {summary.max_length} cuts {_percent(train.lengths.cut, train.lengths.examples)} of the "
+            f"training {what}: consider a larger one"
         )
     if train.unknown_share > MAX_UNKNOWN_SHARE:
         problems.append(
@@ -378,8 +355,7 @@ def format_summary(summary: DataSummary) -> list[str]:
     rows.append(["tokens: 95 % up to", *(f"{split.lengths.percentile_95:,.0f}" for split in splits)])
     rows.append(["tokens: longest", *(f"{split.lengths.longest:,}" for split in splits)])
     if summary.kind not in TEXT_KINDS:
-        counts = [sum(one.examples for one in split.lengths.histogram) for split in splits]
-        cut = [_count(split.lengths.cut, count) for split, count in zip(splits, counts)]
+        cut = [_count(split.lengths.cut, split.lengths.examples) for split in splits]
         rows.append([f"cut at --max-length {summary.max_length}", *cut])
     rows.append(["unknown tokens", *(f"{100 * split.unknown_share:.2f} %" for split in splits)])
     repeats = "duplicate lines" if summary.kind in ("masked", "causal") else "duplicates"
@@ -387,21 +363,12 @@ def format_summary(summary: DataSummary) -> list[str]:
     if summary.kind not in (*TEXT_KINDS, *EMBEDDING_KINDS):
         rows.append(["  with another label", *(f"{split.contradictions:,}" for split in splits)])
     lines += align(rows)
-    lines += ["", "lengths of the training examples in tokens", *_draw(train.lengths.histogram)]
     if train.labels and others:
         unknown_labels = ", ".join(f"{_show(one)} ({count:,})" for one, count in summary.unknown_labels.items())
         lines += ["", f"labels of validation examples only: {unknown_labels or 'none'}"]
     lines += [f"note: {note}" for note in summary.notes]
     lines += [format_baseline(baseline) for baseline in summary.baselines]
     return [*lines, *(f"problem: {problem}" for problem in summary.problems)]
-
-
-def _draw(bins: Sequence[Bin]) -> list[str]:
-    most = max(one.examples for one in bins)
-    names = [f"{one.least} to {one.most}" if one.most > 0 else f"{one.least} or more" for one in bins]
-    bars = ["#" * (max(1, round(_BAR * one.examples / most)) if one.examples else 0) for one in bins]
-    width = max(map(len, names))
-    return [f"{name:>{width}}  {bar:<{_BAR}}  {one.examples:,}" for name, bar, one in zip(names, bars, bins)]
 
 
 def _percent(count: int, whole: int) -> str:

@@ -375,12 +375,10 @@ def _choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ..
     others = [name for name in table.columns if name != label]
     if not others:
         raise CpuftError(f"{table.source} has no column but {label!r}: give a file that also has a column of texts")
-    is_one = len(others) == 1
-    which = "the column of the texts" if is_one else "the column of the texts, or the two columns of pairs of texts,"
-    listed = "" if is_one else f" (the file has {list_names(others)})"
     raise CpuftError(
-        f"no column of {table.source} is named text, sentence or sentence1: name {which} with --text-columns, "
-        f"for example --text-columns {shlex.quote(find_longest_column(table, others))}{listed}{hint_header(others)}"
+        f"no column of {table.source} is named text, sentence or sentence1 (it has {list_names(others)}): name the "
+        f"column of the texts, or the two columns of pairs, with --text-columns, for example --text-columns "
+        f"{shlex.quote(find_longest_column(table, others))}{hint_header(others)}"
     )
 
 
@@ -406,15 +404,16 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
     # Words, tags, single labels, and texts of embedding models and rerankers must not be empty; other texts may.
     needs_all = task.kind in ("tags", *SENTENCE_TRANSFORMERS_KINDS)
     needed = {name for name in needs_list if needs_all or (name == task.label and task.kind != "labels")}
-    is_empty, rows = True, iter(table.rows)
-    for where, row in rows:
+    is_empty = True
+    for where, row in table.rows:
         for name in task.texts if is_empty else ():
             if isinstance(cell := row.get(name), str) and _PRINTED_WORDS.fullmatch(cell.strip()):
                 raise CpuftError(describe_printed_list(where, name, cell))
         is_empty = False
         for name, is_list in needs_list.items():
             if name not in row or (name in needed and not _has_text(row[name])):
-                raise CpuftError(_describe_gap(where, name, task, rows))
+                others = ", or leave out rows with --skip-unlabelled" * (name == task.label)
+                raise CpuftError(f"{where} has no {name!r}: correct or remove that line{others}")
             if isinstance(row[name], list) != is_list:
                 form = "a list" if is_list else "one text"
                 raise CpuftError(f"{where}: {name!r} must be {form}, as in the other lines: correct that line")
@@ -425,16 +424,6 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
         yield where, row
     if is_empty:
         raise CpuftError(describe_empty(table.source))
-
-
-def _describe_gap(where: str, name: str, task: Task, rows: Iterator[Row]) -> str:
-    """Return the message for a cell that is missing. `rows` are those after it, whose labels are counted."""
-    if name != task.label:
-        return f"{where} has no {name!r}: correct or remove that line"
-    others = sum(not _has_text(row.get(name, "")) for _, row in rows)
-    several = f", and {counted(others, 'later line')} {'has' if others == 1 else 'have'} none" if others else ""
-    what = "those lines" if others else "that line"
-    return f"{where} has no {name!r}{several}: correct or remove {what}, or leave out rows with --skip-unlabelled"
 
 
 def _has_text(cell: Cell) -> bool:
@@ -477,24 +466,23 @@ def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True, id_c
         cells = [row[name] for name in task.texts]
         examples.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))
         if id_column:
-            examples.ids.append(get_id(row, id_column, where))
+            examples.ids.append(get_text(row, id_column, where))
         labels = split_label(row[task.label], task) if has_labels else []
         numbers = [known[label] if label in known else parse_label(label, task, where) for label in labels]
         examples.labels.append(tuple(map(int, numbers)) if several else numbers[0] if has_labels else 0.0)
     return examples
 
 
-def get_id(row: Mapping[str, Cell], id_column: str, where: str) -> str:
-    """Return the text in the row's column `id_column`, perhaps "". CpuftError: the column is missing or has a list."""
-    if not isinstance(cell := row.get(id_column), str):
-        raise CpuftError(f"{where} has no text in the column {id_column!r}: correct that row, or name another column")
+def get_text(row: Mapping[str, Cell], column: str, where: str, may_be_blank: bool = True) -> str:
+    """Return the text in a column of a row. CpuftError: the column is missing there, has a list or, unless it
+    `may_be_blank`, has no text.
+    """
+    cell = row.get(column)
+    if not isinstance(cell, str) or not (may_be_blank or cell.strip()):
+        raise CpuftError(
+            f"{where} has no text in the column {column!r}: correct or remove that row, or name another column"
+        )
     return cell
-
-
-# The demo: do both sentences of a pair tell the same event?
-#
-# Synonyms, voice and word order are random. In half of the pairs two facts differ: agent, action, place or time. So
-# neither length nor grammar tells the label, shared words alone mislead, and an untrained head is near chance.
 
 
 def _make_demo_examples(count: int, seed: int) -> Examples:

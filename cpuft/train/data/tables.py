@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config.table_files import DELIMITERS, TableOptions
+from cpuft.config.table_files import DELIMITERS
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer, split_paths
@@ -34,7 +34,7 @@ from cpuft.train.data.columnar import (
     read_columnar,
     read_dataset,
 )
-from cpuft.train.data.delimited import Dialect, advise_conversion, choose_dialect, split_rows
+from cpuft.train.data.delimited import Dialect, TableOptions, advise_conversion, choose_dialect, split_rows
 from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 Row = tuple[str, dict[str, Cell]]
@@ -464,6 +464,28 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
             f"{source} has no column {name!r}{there}: {advice or suggest_names(name, columns)}{hint_header(columns)}"
         )
     return columns.index(name)
+
+
+_USUAL_TEXTS = ("text", "sentence", "document", "query", "question")
+
+
+def choose_column(
+    table: Table, wanted: str, option: str = "--text-columns", usual: Sequence[str] = _USUAL_TEXTS
+) -> str:
+    """Return the column of the texts: `wanted`, else the first of `usual` names, else the only column; `option` names
+    it in messages. Raises CpuftError: there is no such column, or `wanted` names several.
+    """
+    if "," in wanted and wanted not in table.columns:
+        raise CpuftError(f"{option} {wanted!r:.80}: name one column, as each text is taken by itself")
+    if wanted:
+        find_column(table.columns, wanted, table.source)
+        return wanted
+    known = [name for name in usual if name in table.columns]
+    if not known and len(table.columns) != 1:
+        raise CpuftError(
+            f"{table.source} has the columns {', '.join(table.columns)}: name the one of the texts with {option}"
+        )
+    return known[0] if known else table.columns[0]
 
 
 def split_names(text: str) -> tuple[str, ...]:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config.table_files import TableOptions
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, list_names
 from cpuft.files import list_files, split_paths
 from cpuft.train.data.columnar import Cell, is_columnar
+from cpuft.train.data.delimited import TableOptions
 from cpuft.train.data.tables import (
     JSON_SUFFIXES,
     Table,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -33,25 +34,19 @@ def checksum_rows(data: TaskData) -> str:
     return digest.hexdigest()[:16]
 
 
-class TextBeginnings:
-    """Collects the first 500 characters of each text of a split's first rows, of at most `most` rows."""
+def keep_beginnings(kept: list[list[str]], rows: Iterable[Sequence[str]], most: int, are_words: bool = False) -> None:
+    """Add the first 500 characters of each text of the rows to `kept`, which gets no longer than `most` rows; with
+    `are_words`, a row's words become one text with spaces.
+    """
+    for texts in islice(rows, max(0, most - len(kept))):
+        parts = [" ".join(texts[:_MOST_CHARACTERS])] if are_words else texts
+        kept.append([text[:_MOST_CHARACTERS] for text in parts])
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._content, self._ends = bytearray(), list[list[int]]()
 
-    def add(self, rows: Iterable[Sequence[str]], are_words: bool = False) -> None:
-        """Add rows of texts, as far as `most` allows; with `are_words`, a row's words become one text with spaces."""
-        for texts in islice(rows, self._most - len(self._ends)):
-            self._ends.append([])
-            for text in (" ".join(texts[:_MOST_CHARACTERS]),) if are_words else texts:
-                self._content += text[:_MOST_CHARACTERS].encode(errors="replace")
-                self._ends[-1].append(len(self._content))
-
-    def finish(self, slices: Slices) -> ValidationRows:
-        """Return the beginnings of all texts that were added, with the values of --slice-by."""
-        ends = np.asarray(self._ends, np.int64) if self._ends else np.zeros((0, 1), np.int64)
-        return ValidationRows(np.frombuffer(bytes(self._content), np.uint8), ends, *slices)
+def make_validation_rows(kept: list[list[str]], slices: Slices) -> ValidationRows:
+    """Return the beginnings of texts with the values of --slice-by."""
+    content = json.dumps(kept, ensure_ascii=False).encode(errors="replace")
+    return ValidationRows(np.frombuffer(content, np.uint8), *slices)
 
 
 def read_slices(split: Examples | FileExamples, column: str) -> Slices:

@@ -105,6 +105,6 @@ class Exchange:
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
         """Bring the ranks' parameters together after an update, if the exchange sends parameters; this one does not.
 
-        `is_due`: an average of the ranks' parameters is planned after this update (`plan_averages`). `wait`: all ranks
+        `is_due`: an average of the ranks' parameters is planned after this update (--sync-every). `wait`: all ranks
         must have the same parameters afterwards; otherwise the exchange decides when they do.
         """

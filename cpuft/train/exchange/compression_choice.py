@@ -122,8 +122,8 @@ def _measure_compute(
 ) -> float:
     """Measure the seconds of an update's forward and backward passes on this rank; the first pass is a warm-up."""
     model.train()
-    grouped = is_grouped(config.padding, prepared.kind)
-    updates = plan_updates(prepared.train, config.batch_size * world.size, config.seed, 1, grouped)
+    size = config.batch_size * world.size
+    updates = plan_updates(prepared.train, size, config.seed, 1, is_grouped(prepared.kind))
     _, examples = next(iter(updates))
     own = select_for_rank(examples, world.rank, world.size)
     batch = objective.make_batch(prepared.train, own[: config.micro_batch or len(own)])
@@ -154,8 +154,7 @@ def count_sent_numbers(
 def _count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
     """Return the mean number of distinct tokens of all ranks together, in the first updates on this many ranks."""
     tokens, batch = prepared.train, config.batch_size * config.gradient_accumulation * ranks
-    grouped = is_grouped(config.padding, prepared.kind)
-    updates: Any = plan_updates(tokens, batch, config.seed, _SAMPLED_UPDATES, grouped)
+    updates: Any = plan_updates(tokens, batch, config.seed, _SAMPLED_UPDATES, is_grouped(prepared.kind))
     found = [
         len(torch.unique(objective.list_token_ids(tokens, examples)))
         for _, examples in islice(updates, _SAMPLED_UPDATES)

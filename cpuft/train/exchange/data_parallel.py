@@ -26,7 +26,8 @@ from cpuft.compressions import count_buckets
 from cpuft.config.train import TrainConfig
 from cpuft.train.arena import B, Bucket, GradientBuckets, list_unused, plan_buckets
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
+from cpuft.train.fast.adamw import clip_gradients
+from cpuft.train.fast.master_weights import set_gradient_rows
 
 
 class GradientExchange(Exchange, ABC, Generic[B]):

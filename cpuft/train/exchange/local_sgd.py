@@ -13,11 +13,11 @@ from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.comm.compression.local_sgd import LocalSGD
 from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.fast.adamw import fp32_weights
+from cpuft.train.fast.master_weights import fp32_weights
 
 
 class LocalSGDExchange(Exchange):
-    """Average the ranks' parameters, or their fp32 masters, when `plan_averages` says so. Making it is collective, and
+    """Average the ranks' parameters, or their fp32 masters, every N updates. Making it is collective, and
     raises CpuftError for a `--grad-compression` that cannot send changes of parameters.
     """
 

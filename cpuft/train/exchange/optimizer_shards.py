@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from cpuft.comm.compression.int8 import all_gather
 from cpuft.compressions import BUCKET_NUMBERS
 from cpuft.train.arena import Bucket, plan_buckets
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE, MasterWeights
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
 """Names of the fp32 weights and of AdamW's moments in `OptimizerShards.gather_state` and in checkpoints."""

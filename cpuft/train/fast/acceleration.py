@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from cpuft.compiler import read_cpu_flags
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import PRECISIONS, bf16_hardware
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, use_masters
+from cpuft.train.fast.adamw import use_masters
 from cpuft.train.fast.architectures import ARCHITECTURES, reads_first_token
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.fast.frozen import list_frozen_weights
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE, MasterWeights
 from cpuft.train.fast.stack import FastLayer, find_stacks, list_stacks
 from cpuft.train.fast.token_embedding import patch_embedding
 

@@ -421,8 +421,6 @@ SIZE_SETTINGS = {
 }
 """Sizes that decide how much memory a model takes -> their names in config.json, first BERT's, then DistilBERT's."""
 
-ATTENTION_DROPOUT_SETTINGS = ("attention_probs_dropout_prob", "attention_dropout")
-"""Names in config.json of the dropout rate on attention probabilities, for models of `POST_NORM_ARCHITECTURES`."""
 
 POSITIONS_AFTER_PADDING = (
     "roberta",

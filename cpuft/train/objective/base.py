@@ -72,8 +72,6 @@ class Objective:
     metrics: tuple[str, ...]
     """Names of the metrics that `compute_metrics` returns."""
     pad_id: int
-    padded_length: int
-    """Length to which examples are padded; 0: the longest example of each batch."""
     vocab_size: int = 0
     """Vocabulary size of the tokenizer. An untrained model gets an embedding of this size."""
     model_class: ClassVar[str]
@@ -172,12 +170,12 @@ class Objective:
         """Write more files into the folder of the saved model, if programs need them to load it; here none."""
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples (at least one), padded to `padded_length`, or if 0 to its longest one.
+        """Return the batch of these examples (at least one), padded to its longest one.
 
         `epoch` is for objectives that change examples from epoch to epoch; -1 is evaluation.
         """
         lengths, places = tokens.lengths[examples], tokens.positions(examples)
-        mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
+        mask = np.arange(lengths.max()) < lengths[:, None]
         inputs = {
             "input_ids": pad(tokens.ids[places], mask, self.pad_id),
             "attention_mask": torch.from_numpy(mask).long(),

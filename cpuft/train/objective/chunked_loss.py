@@ -35,7 +35,7 @@ def compute_token_losses(
     `hidden` has the shape (tokens, hidden size), `weight` (vocabulary, hidden size), `targets` (tokens,), int64.
     Products are computed in the type of autocast if that is switched on, else in the type of `hidden`; softmax and
     losses always in fp32. Gradients flow to `hidden`, `weight` and `bias`, if they require them; they are computed in
-    the forward pass, and again in backward if the losses are not added up with one factor for all tokens.
+    the forward pass, and so the losses have to be added up with one factor for all tokens.
     """
     function: Any = _ChunkedCrossEntropy  # torch has no types for functions of one's own
     losses: torch.Tensor = function.apply(hidden, weight, bias, targets, form, torch.is_grad_enabled())
@@ -100,9 +100,9 @@ class _Head:
 
 
 def _run_chunks(
-    head: _Head, targets: torch.Tensor, needed: tuple[bool, ...], factors: torch.Tensor | None = None
+    head: _Head, targets: torch.Tensor, needed: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return the losses, and gradients of their sum times `factors` (None: 1) for hidden states, weight and bias."""
+    """Return the losses, and gradients of their sum for hidden states, weight and bias, as far as they are needed."""
     losses = torch.empty(len(head.hidden))
     for_hidden = torch.empty_like(head.hidden) if needed[0] else None
     for_weight = torch.zeros(head.weight.shape) if needed[1] else None
@@ -120,8 +120,6 @@ def _run_chunks(
             gradient *= slope
         if head.form.factor != 1:
             gradient *= head.form.factor
-        if factors is not None:
-            gradient *= factors[part, None]
         if for_bias is not None:
             for_bias += gradient.sum(0)
         gradient = gradient.to(head.dtype)
@@ -144,25 +142,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         head = _Head(hidden, weight, bias, form)
         with torch.autocast("cpu", enabled=False):
             losses, ctx.gradients = _run_chunks(head, targets, needed)
-        ctx.form, ctx.needed, ctx.dtype = form, needed, head.dtype
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.dtypes = [None if one is None else one.dtype for one in (hidden, weight, bias)]
         return losses
 
     @staticmethod
     def backward(ctx: Any, *factors: Any) -> Any:
-        """Return the gradients, times the factor that all losses have; computed again if the factors differ."""
-        hidden, weight, bias, targets = ctx.saved_tensors
+        """Return the gradients, once, times the factor that all losses have; ValueError: their factors differ."""
+        if (factors[0] != factors[0][:1]).any():
+            raise ValueError("the losses of tokens are added up with different factors")
         gradients, ctx.gradients = ctx.gradients, None
-        is_uniform = len(targets) == 0 or bool((factors[0] == factors[0][0]).all())
-        if gradients is None or not is_uniform:
-            with torch.autocast("cpu", ctx.dtype, enabled=ctx.dtype != torch.float32):
-                head = _Head(hidden, weight, bias, ctx.form)
-            with torch.autocast("cpu", enabled=False):
-                _, gradients = _run_chunks(head, targets, ctx.needed, factors[0])
-        elif len(targets):
-            for one in gradients:
-                if one is not None:
-                    one.mul_(factors[0][0])
-        pairs = zip(gradients, (hidden, weight, bias))
-        found = (None if one is None else one.to(like.dtype) for one, like in pairs)
+        for one in gradients if len(factors[0]) else ():
+            if one is not None:
+                one.mul_(factors[0][0])
+        found = (None if one is None else one.to(dtype) for one, dtype in zip(gradients, ctx.dtypes))
         return (*found, None, None, None)

@@ -80,7 +80,7 @@ class EmbeddingObjective(Objective):
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
         """Return the padded batch of these examples: the first texts of all, then all second texts, and so on."""
         lengths, places, order = self._find_texts(tokens, examples)
-        mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
+        mask = np.arange(lengths.max()) < lengths[:, None]
         ids = pad(tokens.ids[places], mask, self.pad_id)
         inputs = {"input_ids": ids[order], "attention_mask": torch.from_numpy(mask[order]).long()}
         return Batch(inputs, self.make_labels(tokens, examples, mask), int(lengths.sum()))
@@ -122,8 +122,6 @@ class Pairs(EmbeddingObjective):
     """
 
     temperature: float = 0.05
-    symmetric: bool = False
-    """Whether each positive has to find its anchor, too."""
 
     label_type = torch.int64
 
@@ -138,27 +136,18 @@ class Pairs(EmbeddingObjective):
         return torch.from_numpy(keys.view(np.int64).reshape(len(examples), -1))
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the cross entropy of each anchor's search for its positive, or with `symmetric` the mean of both
-        searches; fp32, (examples,), summed over `matryoshka`.
-        """
+        """Return the cross entropy of each anchor's search, fp32, (examples,), summed over `matryoshka`."""
         count, texts = labels.shape
-        same_anchor = labels[:, :1] == labels[:, 0]
-        own = torch.eye(count, dtype=torch.bool)
         # Candidates are all positives, then all first negatives, and so on.
         hidden = labels[:, 1:2] == labels[:, 1:].T.reshape(1, -1)
-        hidden[:, :count] |= same_anchor
-        hidden[:, :count] &= ~own
-        hidden_anchors = (same_anchor | (labels[:, 1:2] == labels[:, 1])) & ~own
+        hidden[:, :count] |= labels[:, :1] == labels[:, 0]
+        hidden[:, :count] &= ~torch.eye(count, dtype=torch.bool)
         wanted, losses = torch.arange(count), represented.new_zeros(count)
         for embeddings in self.cut(represented.view(count, texts, -1)):
             compared = normalize(embeddings) if self.form.similarity == "cosine" else embeddings
             anchors, candidates = compared[:, 0], compared[:, 1:].transpose(0, 1).flatten(0, 1)
             scores = (anchors @ candidates.T / self.temperature).masked_fill(hidden, -torch.inf)
-            found = torch.nn.functional.cross_entropy(scores, wanted, reduction="none")
-            if self.symmetric:
-                scores = (candidates[:count] @ anchors.T / self.temperature).masked_fill(hidden_anchors, -torch.inf)
-                found = (found + torch.nn.functional.cross_entropy(scores, wanted, reduction="none")) / 2
-            losses = losses + found
+            losses = losses + torch.nn.functional.cross_entropy(scores, wanted, reduction="none")
         return losses
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:

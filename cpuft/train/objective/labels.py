@@ -16,8 +16,6 @@ from cpuft.train.data.archive import UNTAGGED, Tokens
 from cpuft.train.data.order import Indices
 from cpuft.train.objective.base import Batch, Objective, Predictions, pad
 
-_PROBABILITIES_AT_ONCE = 1 << 22
-
 
 def _name_classes(labels: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a model's configuration that number the classes, from 0, and name them."""
@@ -80,18 +78,11 @@ class Classification(ClassObjective):
         from scipy.special import softmax
 
         names, labels, likeliest = np.asarray(self.labels, object), tokens.labels.astype(int), predictions.argmax(-1)
+        probabilities, rows = softmax(predictions, axis=-1), np.arange(len(labels))
         columns = {"label": names[labels], "prediction": names[likeliest]}
-        columns |= {name: np.empty(len(labels), np.float32) for name in ("confidence", "label_probability")}
+        columns |= {"confidence": probabilities[rows, likeliest], "label_probability": probabilities[rows, labels]}
         if len(names) <= MOST_PROBABILITIES:
-            columns["probabilities"] = np.empty_like(predictions)
-        size = max(1, _PROBABILITIES_AT_ONCE // len(names))
-        for part in (slice(start, start + size) for start in range(0, len(labels), size)):
-            found = softmax(predictions[part], axis=-1)
-            rows = np.arange(len(found))
-            columns["confidence"][part] = found[rows, likeliest[part]]
-            columns["label_probability"][part] = found[rows, labels[part]]
-            if "probabilities" in columns:
-                columns["probabilities"][part] = found
+            columns["probabilities"] = probabilities
         return columns
 
 

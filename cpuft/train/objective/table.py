@@ -37,9 +37,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
     """Return the objective for these examples' kind. Raises CpuftError: an option or the file it names is invalid."""
-    padded_length = config.max_length if config.padding == "max_length" else 0
     objective = OBJECTIVES[prepared.kind]
-    shared = (prepared.labels, find_metrics(config, prepared), prepared.pad_id, padded_length, prepared.vocab_size)
+    shared = (prepared.labels, find_metrics(config, prepared), prepared.pad_id, prepared.vocab_size)
     if objective is MaskedLanguageModelling:
         return objective(*shared, kinds=prepared.token_kinds, mask_id=prepared.mask_id, config=config)
     if objective is Chat:
@@ -53,7 +52,6 @@ def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
             texts=len(prepared.texts),
             matryoshka=parse_dimensions(config.matryoshka),
             temperature=config.temperature if config.temperature > 0 else usual,
-            symmetric=config.symmetric_loss,
         )
     if objective is ScoredPairs:
         dimensions = parse_dimensions(config.matryoshka)

@@ -16,7 +16,7 @@ from cpuft.train.objective.labels import Classification
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_disk_that_fills_up_leaves_no_half_model(tmp_path: Path) -> None:
-    model = Classification(("0", "1"), (), 0, 0).load_model(TrainConfig())
+    model = Classification(("0", "1"), (), 0).load_model(TrainConfig())
     (tmp_path / "small").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", "small"], check=True)
     try:
@@ -30,7 +30,7 @@ def test_a_disk_that_fills_up_leaves_no_half_model(tmp_path: Path) -> None:
 def test_labels_and_weights_read_back(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    model = Classification(("no", "yes"), (), 0, 0).load_model(TrainConfig())
+    model = Classification(("no", "yes"), (), 0).load_model(TrainConfig())
     saved = AutoModelForSequenceClassification.from_pretrained(save_model(model, "minilm", str(tmp_path)))
     assert saved.config.id2label == {0: "no", 1: "yes"}
     assert all((a == b).all() for a, b in zip(saved.state_dict().values(), model.state_dict().values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,11 +42,21 @@ def test_a_card_has_the_baseline() -> None:
     assert "without a model" not in card()
 
 
-def test_names_of_hosts_and_local_paths_stay_at_home() -> None:
-    text = card(model="/home/me/model")
-    assert "/home/me" not in text
+@pytest.mark.parametrize("model", ["/home/me/model", "./me/model", "mine/model", "mine/model/"])
+def test_names_of_hosts_and_local_paths_stay_at_home(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a folder that was removed while the run trained."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    text = card(model=model)
+    assert model not in text
     assert not any(host in text for host in HEADER.hosts)
     assert "base_model" not in text
+
+
+def test_an_untrained_model_has_no_base() -> None:
+    assert "base_model" not in card(model="bert-base", options={**HEADER.options, "from_config": "bert-base"})
 
 
 @pytest.mark.parametrize(("task", "pipeline"), [("rerank", "text-ranking"), ("pairs", "sentence-similarity")])
@@ -56,6 +67,12 @@ def test_a_card_says_which_library_loads_the_model_and_for_what(task: str, pipel
     assert (front["library_name"], front["pipeline_tag"]) == ("sentence-transformers", pipeline)
     assert "| --hard-negatives | 3 |" in text
     assert "/home/me" not in text
+
+
+@pytest.mark.parametrize("name", ["[click](http://x.example)", "![](//x.example)", "HTTP://x.example", "www.x.example"])
+def test_a_name_is_no_link(name: str) -> None:
+    text = card(versions={name: name}, cpu_model=name, task=name)
+    assert not any(mark in text for mark in ("://", "](", "www."))
 
 
 def test_a_name_with_a_line_break_ends_neither_the_header_nor_a_row() -> None:

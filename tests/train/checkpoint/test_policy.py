@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Record, format_line
 from cpuft.train.checkpoint.files import list_checkpoints, read_newest, remove_after, remove_all, write_checkpoint
-from cpuft.train.checkpoint.policy import DEFAULT_TIME_SHARE, is_due
+from cpuft.train.checkpoint.policy import DEFAULT_TIME_SHARE, Checkpoints, is_due
 from cpuft.train.checkpoint.resume import describe_other_job, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks
@@ -50,13 +51,12 @@ def test_the_interval_is_as_asked_or_follows_from_the_cost(tmp_path: Path) -> No
 
 def test_a_keeper_that_still_writes_takes_no_snapshot_and_stands_by(tmp_path: Path) -> None:
     stood: list[int] = []
-    model, going_on = torch.nn.Linear(2, 2), threading.Event()
-    state = TrainingState(model, torch.optim.AdamW(model.parameters()))
-    writer = CheckpointWriter(state, tmp_path, 1, 0.0, lambda: stood.append(1))
+    going_on, writer = threading.Event(), make_linear_writer(tmp_path, 0.0)
+    exchange: Any = SimpleNamespace(contribute_to_checkpoint=lambda: stood.append(1))
     assert writer.write(1, wait=True)
     writer._thread = threading.Thread(target=going_on.wait, args=(60,))
     writer._thread.start()
-    assert not writer.write(2, skip_if_busy=True)
+    Checkpoints(exchange, writer).write(2)
     going_on.set()
     assert writer.write(3, wait=True)
     assert stood == [1]

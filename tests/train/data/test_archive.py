@@ -56,18 +56,9 @@ def save(path: Path, changes: dict[str, Any], compress: bool = False) -> str:
 @pytest.mark.parametrize(
     "name, array, problem",
     [
-        # As a memory map these would be taken for pointers.
-        (
-            "train.ids",
-            np.asarray([{}, "x", 1, 2], object),
-            r"array 'train\.ids' of type object and 1 axes does",
-        ),
-        ("train.labels", np.asarray([[], {}], object), r"array 'train\.labels' of type object"),
-        ("others.x", np.asarray([{}], object), r"array 'others\.x' of type object"),
-        ("train.ids", np.arange(4), r"array 'train\.ids' of type int64"),
-        ("train.ids", np.zeros((2, 2), np.int32), r"array 'train\.ids' of type int32 and 2 axes"),
-        ("train.ids", np.zeros(4, [("a", "<i4")]), r"array 'train\.ids' of type \[\('a', '<i4'\)\]"),
-        ("train.labels", np.asfortranarray(np.zeros((2, 3), np.float32)), "or not stored row by row"),
+        # As a memory map this would be taken for pointers.
+        ("train.ids", np.asarray([{}, "x", 1, 2], object), r"array 'train\.ids' has objects"),
+        ("train.labels", np.asfortranarray(np.zeros((2, 3), np.float32)), "or is not stored row by row"),
         ("train.offsets", np.asarray([0, 9, 4]), "the examples' offsets do not fit the token ids"),
         ("train.offsets", np.asarray([0, 1, 5]), "the examples' offsets do not fit the token ids"),
         ("train.offsets", np.asarray([-1, 1, 4]), "the examples' offsets do not fit the token ids"),

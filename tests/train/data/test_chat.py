@@ -135,11 +135,6 @@ def test_packing_loses_nothing_and_fills_well(lengths: list[int], room: int) -> 
     assert len(sums) < 2 or sums[0] + sums[1] > room
 
 
-def test_a_length_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="a length of 9 is larger than 8"):
-        pack_lengths([3, 9], 8)
-
-
 def test_packed_examples_hold_whole_conversations(tokenizer: Any) -> None:
     generator = random.Random(1)
     found = encode(tokenizer, *(make_conversation(generator, generator.randint(1, 3)) for _ in range(30)))

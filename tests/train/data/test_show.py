@@ -6,14 +6,13 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
-from cpuft.train.data.show import Bin, count_duplicates, find_problems, format_summary, make_histogram, summarize
+from cpuft.train.data.show import count_duplicates, find_problems, format_summary, summarize
 from cpuft.train.data.sources import Examples
 from tests.train.tiny import MAKERS, make_config
 
@@ -40,7 +39,6 @@ def test_it_is_what_a_training_uses(kind: str, tmp_path: Path) -> None:
         assert all(f"{name} ({count:,})" in describe_data(prepared, config) for name, count in labels.items())
     else:
         assert train.scores[0] == pytest.approx(prepared.train.labels.min(), abs=1e-6)
-    assert sum(one.examples for one in train.lengths.histogram) == 96
     assert any("--max-length 8 cuts" in line for line in summary.problems)
     assert any("task       files" in line for line in format_summary(summary))
 
@@ -67,21 +65,6 @@ def test_contradicting_labels_are_a_problem(tmp_path: Path) -> None:
     assert summary.problems == [
         "1 training example with the texts of another one but another label: correct the labels"
     ]
-
-
-@pytest.mark.parametrize(
-    "lengths, max_length, wanted",
-    [
-        ([3], 128, [Bin(1, 1, 0), Bin(2, 2, 0), Bin(3, 3, 1)]),
-        ([1, 10, 11, 20], 128, [Bin(1, 2, 1), *(Bin(n, n + 1, n in (9, 11, 19)) for n in range(3, 20, 2))]),
-        ([4, 7, 500], 8, [Bin(1, 2, 0), Bin(3, 4, 1), Bin(5, 6, 0), Bin(7, 8, 1), *[]]),
-    ],
-)
-def test_the_histogram(lengths: list[int], max_length: int, wanted: list[Bin]) -> None:
-    found = make_histogram(np.asarray(lengths), max_length)
-    assert found[: len(wanted)] == wanted
-    assert sum(one.examples for one in found) == len(lengths)
-    assert (found[-1].most == -1) == (max(lengths) > 2 * max_length)
 
 
 def test_texts_have_lines_in_both_splits(tmp_path: Path) -> None:
@@ -150,3 +133,10 @@ def test_how_a_file_was_understood_is_told(tmp_path: Path) -> None:
     summary = summarize(TrainConfig(task="files", train_file=train, validation_file=train))
     note = f"an example may have several labels, because the label in {train}, line 2 has a bar"
     assert f"note: {note}" in format_summary(summary)
+
+
+def test_of_pairs_the_share_of_their_texts_that_are_cut_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text("anchor,positive\n" + "".join(f"a{n} b c d e f,g{n} h i j k l\n" for n in range(12)))
+    summary = summarize(TrainConfig(task="pairs", train_file=str(path), max_length=4))
+    assert "--max-length 4 cuts 100.0 % of the training texts: consider a larger one" in summary.problems

@@ -30,7 +30,7 @@ from cpuft.train.checkpoint.writer import CheckpointWriter
 from cpuft.train.data.archive import Prepared
 from cpuft.train.exchange.optimizer_shards import OptimizerShards
 from cpuft.train.exchange.zero1 import ShardedExchange
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE
 from cpuft.train.loop import train
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.optimizer import make_optimizer

@@ -24,7 +24,7 @@ from tests.train.tokens import make_tokens
 
 TOKENS = make_tokens([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9], types=False)
 PREPARED = Prepared((), (), "", 0, TOKENS, {"": TOKENS})
-OBJECTIVE = Objective((), (), 0, 0)
+OBJECTIVE = Objective((), (), 0)
 
 
 class Encoder(torch.nn.Module):
@@ -49,7 +49,7 @@ def test_words_travel_by_rows_and_all_else_whole() -> None:
 
 
 def test_adapters_are_under_three_hundredths_of_what_a_small_encoder_sends() -> None:
-    objective = Classification(("no", "yes"), (), 0, 0)
+    objective = Classification(("no", "yes"), (), 0)
     whole, adapted = (
         count_sent_numbers(objective.load_model(config), objective, config, PREPARED)
         for config in (TrainConfig(), TrainConfig(lora_rank=16))

@@ -13,7 +13,7 @@ from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.compression_choice import make_levels
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE
 from tests.comm.ranks import fork_ranks
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer
 
@@ -42,7 +42,7 @@ def test_a_rank_alone_clips_and_clears(max_grad_norm: float, norm: float) -> Non
 
 @pytest.mark.usefixtures("alone")
 def test_a_few_small_gradients_are_those_of_a_compiled_model() -> None:
-    model, config = torch.nn.Linear(2, 1, bias=False), TrainConfig(compile=True)
+    model, config = torch.nn.Linear(2, 1, bias=False), TrainConfig()
     model.compile(backend="eager")
     exchange = choose_exchange(config, 2)(model, torch.optim.SGD(model.parameters()), config, "fp32")
     torch.autograd.backward(exchange.forward_model(torch.tensor([[3.0, 4.0]])).sum())

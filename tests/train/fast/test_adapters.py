@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cpuft.train.fast.acceleration import accelerate, describe_layers
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE
 from cpuft.train.fast.stack import find_stacks
 from cpuft.train.lora import add_adapters
 from tests.train.fast.encoders import KINDS, make_batch, make_model, relative_error

@@ -97,7 +97,6 @@ def test_an_encoder_that_is_entered_at_its_model_is_not_replaced_alone() -> None
     ("options", "said"),
     [
         ({"fast_path": False}, "not used, because of --no-fast-path"),
-        ({"compile": True}, "not used, because of --compile"),
         ({"engine": "deepspeed"}, "not used, because of --engine deepspeed"),
         ({}, "0 of 0 layers replaced, because it does not know Linear " + UNKNOWN),
     ],

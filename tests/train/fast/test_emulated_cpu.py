@@ -16,7 +16,8 @@ from cpuft.comm.compression.powersgd import Matrices, orthonormalise
 from cpuft.compiler import SOURCES
 from cpuft.kernels import Kernels, kernels_for, use_kernels
 from cpuft.train.fast import products
-from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
+from cpuft.train.fast.adamw import clip_gradients, use_masters
+from cpuft.train.fast.master_weights import MasterWeights
 from tests.conftest import COMPILE_ONCE
 from tests.train.fast.encoders import relative_error
 from tests.train.fast.test_attention import MASK, check_whole_heads

@@ -17,12 +17,13 @@ from cpuft.compiler import TARGETS, compile_target, find_compiler, native_option
 from cpuft.errors import CpuftError
 from cpuft.hardware import compiler_target
 from cpuft.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
-from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
+from cpuft.train.fast.adamw import clip_gradients, use_masters
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.attention import Grid, attention
 from cpuft.train.fast.disentangled import disentangled_attention
 from cpuft.train.fast.elementwise import Mask, Norm, add_norm, dropout_add_norm, gelu, glu, masked
 from cpuft.train.fast.int8_products import multiply, quantise_rows
+from cpuft.train.fast.master_weights import MasterWeights
 from cpuft.train.fast.projection import column_sums
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 from tests.conftest import COMPILE_ONCE

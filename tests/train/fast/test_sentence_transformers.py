@@ -14,7 +14,7 @@ from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncode
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 
 from cpuft.train.fast.acceleration import accelerate, describe_layers
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE
 from cpuft.train.model import find_model
 from tests.conftest import run_cpuft
 from tests.train.architectures import save_architecture

@@ -12,7 +12,8 @@ import torch
 
 from cpuft.train.fast import token_embedding
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, clip_gradients, set_gradient_rows
+from cpuft.train.fast.adamw import clip_gradients
+from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE, set_gradient_rows
 from cpuft.train.fast.token_embedding import EmbeddingGradient, FusedEmbeddings
 from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import KINDS, make_model

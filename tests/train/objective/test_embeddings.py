@@ -33,7 +33,7 @@ def draw(examples: int, texts: int, seed: int = 0, hidden: int = 12) -> torch.Te
 
 
 def make_pairs(**settings: Any) -> Pairs:
-    return Pairs((), ("ndcg@10",), 0, 0, **settings)
+    return Pairs((), ("ndcg@10",), 0, **settings)
 
 
 def compare(own: torch.Tensor, theirs: torch.Tensor, embeddings: torch.Tensor) -> None:
@@ -45,16 +45,12 @@ def compare(own: torch.Tensor, theirs: torch.Tensor, embeddings: torch.Tensor) -
 
 
 @pytest.mark.parametrize("texts", [2, 4])
-@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("dimensions", [(), (12, 8, 4)])
-def test_contrastive_losses_are_those_of_sentence_transformers(
-    texts: int, symmetric: bool, dimensions: tuple[int, ...]
-) -> None:
+def test_contrastive_losses_are_those_of_sentence_transformers(texts: int, dimensions: tuple[int, ...]) -> None:
     embeddings = draw(6, texts)
     keys = ALL_DIFFERENT[: 6 * texts].view(6, texts)
-    own = make_pairs(texts=texts, symmetric=symmetric, matryoshka=dimensions).joint_losses(embeddings.flatten(1), keys)
-    both: Any = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"} if symmetric else {}
-    loss = MultipleNegativesRankingLoss(NO_MODEL, scale=20.0, **both)
+    own = make_pairs(texts=texts, matryoshka=dimensions).joint_losses(embeddings.flatten(1), keys)
+    loss = MultipleNegativesRankingLoss(NO_MODEL, scale=20.0)
     theirs = sum(
         loss.compute_loss_from_embeddings([embeddings[:, i, :size] for i in range(texts)], torch.zeros(0))
         for size in dimensions or (12,)
@@ -67,7 +63,7 @@ def test_contrastive_losses_are_those_of_sentence_transformers(
 def test_losses_of_scores_are_those_of_sentence_transformers(name: str, theirs: Any) -> None:
     embeddings, scores = draw(7, 2), torch.tensor([0.1, 0.9, 0.5, 0.5, 0.0, 1.0, 0.7])
     cosines = torch.nn.functional.cosine_similarity(embeddings[:, 0], embeddings[:, 1])
-    own = ScoredPairs((), (), 0, 0, loss=name).joint_losses(cosines[:, None], scores)
+    own = ScoredPairs((), (), 0, loss=name).joint_losses(cosines[:, None], scores)
     compare(
         own, theirs(NO_MODEL).compute_loss_from_embeddings([embeddings[:, 0], embeddings[:, 1]], scores), embeddings
     )
@@ -75,7 +71,7 @@ def test_losses_of_scores_are_those_of_sentence_transformers(name: str, theirs: 
 
 def test_scores_that_are_all_equal_have_a_loss_of_0_with_a_gradient() -> None:
     cosines = torch.tensor([[0.5], [0.7]], requires_grad=True)
-    losses = ScoredPairs((), (), 0, 0).joint_losses(cosines, torch.ones(2))
+    losses = ScoredPairs((), (), 0).joint_losses(cosines, torch.ones(2))
     torch.autograd.backward(losses.sum())
     assert losses.tolist() == [0.0, 0.0]
     assert cosines.grad is not None
@@ -90,13 +86,12 @@ def test_dot_products_are_not_normalised() -> None:
     torch.testing.assert_close(own, torch.nn.functional.cross_entropy(scores, torch.arange(4), reduction="none"))
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_a_text_that_equals_the_own_positive_is_no_negative(symmetric: bool) -> None:
+def test_a_text_that_equals_the_own_positive_is_no_negative() -> None:
     # Examples 0 and 2 have the same positive; so the positive of the one is no negative of the other.
     embeddings = draw(3, 2)
     keys = torch.tensor([[1, 2], [3, 4], [5, 2]])
-    own = make_pairs(symmetric=symmetric).joint_losses(embeddings.flatten(1), keys)
-    alone = make_pairs(symmetric=symmetric).joint_losses(embeddings[:2].flatten(1), keys[:2])
+    own = make_pairs().joint_losses(embeddings.flatten(1), keys)
+    alone = make_pairs().joint_losses(embeddings[:2].flatten(1), keys[:2])
     assert own[0].item() == pytest.approx(alone[0].item())
     assert own[1].item() > alone[1].item()
 

@@ -29,8 +29,8 @@ from tests.train.tokens import make_tokens
 
 BINARY = (("no", "yes"), ("accuracy", "f1", "matthews_correlation"))
 SCORES = ((), ("pearson", "spearman"))
-CLASSES = Classification(*BINARY, pad_id=9, padded_length=0)
-NUMBERS = Regression(*SCORES, pad_id=9, padded_length=0)
+CLASSES = Classification(*BINARY, pad_id=9)
+NUMBERS = Regression(*SCORES, pad_id=9)
 
 
 class Predictions(torch.nn.Module):
@@ -45,16 +45,13 @@ def answered(outputs: list[list[float]], labels: torch.Tensor) -> Batch:
 
 
 def test_a_batch_is_padded_to_its_longest_row() -> None:
-    batch = Classification(*BINARY, pad_id=9, padded_length=0).make_batch(make_tokens([2, 5, 3]), np.asarray([0, 2]))
+    batch = Classification(*BINARY, pad_id=9).make_batch(make_tokens([2, 5, 3]), np.asarray([0, 2]))
     assert batch.inputs["input_ids"].tolist() == [[1, 1, 9], [3, 3, 3]]
     assert batch.inputs["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.inputs["token_type_ids"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert (batch.labels.dtype, batch.tokens, len(batch.labels)) == (torch.int64, 5, 2)
-    wide = Regression(*SCORES, pad_id=0, padded_length=8).make_batch(
-        make_tokens([2, 5], types=False), np.asarray([0, 1])
-    )
-    assert wide.inputs["input_ids"].shape == (2, 8)
-    assert ("token_type_ids" in wide.inputs, wide.labels.dtype) == (False, torch.float32)
+    plain = NUMBERS.make_batch(make_tokens([2, 5], types=False), np.asarray([0, 1]))
+    assert ("token_type_ids" in plain.inputs, plain.labels.dtype) == (False, torch.float32)
 
 
 def test_the_words_of_rows_are_theirs_and_the_one_that_pads() -> None:
@@ -64,7 +61,7 @@ def test_the_words_of_rows_are_theirs_and_the_one_that_pads() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weights", [(), (0.5, 2.0)])
 def test_a_weighted_loss_is_that_of_torch(smoothing: float, weights: tuple[float, ...]) -> None:
-    objective = Classification(*BINARY, 9, 0, label_smoothing=smoothing, class_weights=weights)
+    objective = Classification(*BINARY, 9, label_smoothing=smoothing, class_weights=weights)
     tokens = replace(make_tokens([1, 2, 3]), labels=np.asarray([0, 1, 1], np.float32))
     logits = [[0.5, 0.25], [0.0, 2.0], [1.0, -1.0]]
     losses = objective.losses(Predictions(), answered(logits, torch.tensor([0, 1, 1])))
@@ -74,7 +71,7 @@ def test_a_weighted_loss_is_that_of_torch(smoothing: float, weights: tuple[float
 
 
 def test_words_without_a_tag_have_no_weight() -> None:
-    objective = TokenClassification(("O", "B-PER"), ("f1",), 0, 0, class_weights=(0.5, 3.0))
+    objective = TokenClassification(("O", "B-PER"), ("f1",), 0, class_weights=(0.5, 3.0))
     labels = np.asarray([UNTAGGED, 1, 0, UNTAGGED, 0], np.int32)
     tokens = replace(make_tokens([3, 2]), labels=labels)
     assert objective.count_terms(tokens, np.asarray([0])) == 3.5
@@ -138,16 +135,8 @@ def test_dropout_is_set_everywhere(kind: str, tmp_path: Path) -> None:
     assert type(getattr(model.config, "token_dropout", False)) is bool  # of ESM: no rate
 
 
-@pytest.mark.parametrize("padding, width", [("dynamic", 2), ("max_length", 16)])
-def test_rows_are_padded_as_asked_for(padding: str, width: int) -> None:
-    rows = make_tokens([2, 1])
-    config = TrainConfig(padding=padding, max_length=16)
-    objective = make_objective(config, Prepared(("a", "b"), (), "", 0, rows, {"": rows}))
-    assert objective.make_batch(rows, np.asarray([0, 1])).inputs["input_ids"].shape == (2, width)
-
-
 CLASS_NAMES = ("f1_micro", "f1_macro", "accuracy")
-SEVERAL = MultiLabelClassification(("a", "b"), CLASS_NAMES, pad_id=9, padded_length=0)
+SEVERAL = MultiLabelClassification(("a", "b"), CLASS_NAMES, pad_id=9)
 TOKENS = replace(make_tokens([1, 2, 3]), labels=np.asarray([[1, 0], [1, 1], [0, 0]], np.float32))
 
 
@@ -170,7 +159,7 @@ def test_multi_label_metrics_by_hand() -> None:
 
 NAMES = ("f1", "precision", "recall", "accuracy")
 TAGS = ("B-LOC", "B-PER", "I-PER", "O")
-TAGGING = TokenClassification(TAGS, NAMES, pad_id=9, padded_length=0)
+TAGGING = TokenClassification(TAGS, NAMES, pad_id=9)
 NONE = UNTAGGED
 
 

@@ -38,7 +38,7 @@ def make_rows(lengths: list[int], seed: int = 0) -> Tokens:
 
 def make_masking(share: float = 0.15, whole: bool = False, seed: int = 42) -> MaskedLanguageModelling:
     config = TrainConfig(mlm_probability=share, whole_word_mask=whole, seed=seed)
-    return MaskedLanguageModelling((), (), PAD, 0, kinds=KINDS, mask_id=MASK, config=config)
+    return MaskedLanguageModelling((), (), PAD, kinds=KINDS, mask_id=MASK, config=config)
 
 
 @given(st.integers(3, 200), st.sampled_from([0.01, 0.15, 0.5, 0.9]), st.booleans(), st.integers(0, 10**6))

@@ -30,7 +30,7 @@ def make_tokens(lengths: list[int], seed: int = 0) -> Tokens:
 
 
 def make_objective() -> CausalLanguageModelling:
-    return CausalLanguageModelling((), METRICS, PAD, 0)
+    return CausalLanguageModelling((), METRICS, PAD)
 
 
 def model_inputs(batch: Batch) -> dict[str, torch.Tensor]:
@@ -159,7 +159,7 @@ def make_conversations(lengths: list[int], room: int, seed: int = 0) -> tuple[To
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_conversations_have_the_losses_and_gradients_of_single_ones(family: str, attention: str) -> None:
-    model, objective = make_decoder(family).train(), Chat((), METRICS, PAD, 0)
+    model, objective = make_decoder(family).train(), Chat((), METRICS, PAD)
     model.set_attn_implementation(attention)
     compute_losses_in_model(model, family)
     alone, packed = make_conversations([12, 20, 9, 16, 11], 40)
@@ -181,15 +181,15 @@ def test_packed_conversations_have_the_losses_and_gradients_of_single_ones(famil
 
 def test_positions_begin_anew_at_each_conversation_and_in_padding() -> None:
     _, packed = make_conversations([4, 5, 7], 9)
-    batch = Chat((), METRICS, PAD, 12).make_batch(packed, np.arange(2))
+    batch = Chat((), METRICS, PAD).make_batch(packed, np.arange(2))
     positions = batch.inputs["position_ids"].tolist()
-    assert positions == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]
+    assert positions == [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 1]]
 
 
 def test_only_what_the_assistant_says_is_predicted() -> None:
     alone, packed = make_conversations([8, 12], 20)
     for tokens in (alone, packed):
-        objective, examples = Chat((), METRICS, PAD, 0), np.arange(len(tokens))
+        objective, examples = Chat((), METRICS, PAD), np.arange(len(tokens))
         batch = objective.make_batch(tokens, examples)
         assert objective.count_terms(tokens, examples) == len(batch.inputs["targets"]) == 4 + 6
         said = tokens.ids[tokens.labels == 1].tolist()
@@ -200,7 +200,7 @@ def test_only_what_the_assistant_says_is_predicted() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_loss_of_conversations_is_that_of_transformers(family: str) -> None:
-    model, objective = make_decoder(family).train(), Chat((), METRICS, PAD, 0)
+    model, objective = make_decoder(family).train(), Chat((), METRICS, PAD)
     alone, _ = make_conversations([12, 20, 9], 40)
     batch = objective.make_batch(alone, np.arange(3))
     wanted = model(**model_inputs(batch), labels=batch.labels).loss

@@ -103,7 +103,7 @@ class Fixed(torch.nn.Module):
 
 def test_the_loss_is_that_of_torch_and_scores_are_from_0_to_1() -> None:
     tokens = replace(make_tokens([2, 3, 1]), labels=np.asarray([1.0, 0.25, 0.0], np.float32))
-    objective = Relevance((), NAMES, 0, 0)
+    objective = Relevance((), NAMES, 0)
     batch = objective.make_batch(tokens, np.arange(3))
     logits = batch.inputs["input_ids"][:, 0] / 10
     losses = objective.losses(Fixed(), batch)
@@ -116,7 +116,7 @@ def test_the_loss_is_that_of_torch_and_scores_are_from_0_to_1() -> None:
 def test_validation_labels_are_scores_with_the_numbers_of_queries() -> None:
     labels = np.asarray([[1, 0], [0, 1], [0, 0], [0.5, 1]], np.float32)
     tokens = replace(make_tokens([1, 1, 1, 1]), labels=labels)
-    objective = Relevance((), NAMES, 0, 0)
+    objective = Relevance((), NAMES, 0)
     assert objective.make_batch(tokens, np.asarray([3, 0])).labels.tolist() == [0.5, 1.0]
     scores = np.asarray([[0.1], [0.2], [0.9], [0.8]], np.float32)
     assert objective.compute_metrics(scores, tokens)["mrr@10"] == (1 / 2 + 1) / 2
