@@ -132,13 +132,14 @@ def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> 
     return Precision("bf16", f"warning: emulated, this CPU has {missing}: slower than fp32")
 
 
-def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float) -> Precision:
+def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float, earlier: str = "") -> Precision:
     """Return fp32 for a bf16 whose products were measured to be clearly slower than those in fp32: the CPU multiplies
-    bf16, but this build of torch does not use that, as some builds for Arm.
+    bf16, but this build of torch does not use that, as some builds for Arm. A run that goes on keeps its `earlier` one.
     """
-    if chosen.name != "bf16" or teraflops >= _WORTH * fp32_teraflops:
+    if chosen.name != "bf16" or earlier == "bf16" or (not earlier and teraflops >= _WORTH * fp32_teraflops):
         return chosen
-    return Precision("fp32", f"bf16 is slower with this torch ({teraflops:.2f} TFLOP/s measured)")
+    why = f"bf16 is slower with this torch ({teraflops:.2f} TFLOP/s measured)"
+    return Precision("fp32", "as when the run began" if earlier else why)
 
 
 def _describe_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:

@@ -514,10 +514,12 @@ class EarlierMeasurements:
     """The backend that `auto` chose; "" if nothing was measured, because --backend was given or there was one rank."""
     gradients: str = ""
     """The compression level that was chosen by measuring; "" if none was (`Header.gradients`)."""
+    precision: str = ""
+    """The precision of the run; "" at its first start."""
 
 
 def read_measurements(header: Header) -> EarlierMeasurements:
     """Return what the first start of a run has measured, from the header of its record."""
     was_given = header.options.get("backend") != "auto" or header.world_size == 1
     backend = "" if was_given else header.backend
-    return EarlierMeasurements(header.world_size, backend, header.gradients)
+    return EarlierMeasurements(header.world_size, backend, header.gradients, header.precision)

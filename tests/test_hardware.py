@@ -135,3 +135,5 @@ def test_a_bf16_that_torch_multiplies_slowly_is_dropped() -> None:
     slow = Precision("fp32", "bf16 is slower with this torch (0.02 TFLOP/s measured)")
     assert drop_slow_bf16(bf16, 0.02, 0.2) == slow
     assert drop_slow_bf16(slow, 0.2, 0.2) == slow
+    assert drop_slow_bf16(bf16, 0.02, 0.2, earlier="bf16") == bf16
+    assert drop_slow_bf16(bf16, 0.5, 0.2, earlier="fp32") == Precision("fp32", "as when the run began")

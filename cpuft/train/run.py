@@ -91,7 +91,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         ranks = check_ranks(world)
         products = measure_products(precision.name)
         if config.precision == "auto":  # rank 0 decides, because ranks do not measure quite the same
-            faster = broadcast_value(drop_slow_bf16(precision, products["teraflops"], products["fp32_teraflops"]))
+            speeds = products["teraflops"], products["fp32_teraflops"]
+            faster = broadcast_value(drop_slow_bf16(precision, *speeds, earlier.precision))
             if faster != precision:
                 precision, products = faster, measure_products(faster.name)
         kernels, kernel_warning = find_kernels(config, ranks, worker.independent)

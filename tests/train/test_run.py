@@ -79,7 +79,7 @@ HEADER = make_record(4, 4, backend="mpi", gradients="int8", options=AUTO).header
 
 def test_it_comes_through_json_whole() -> None:
     measured = read_measurements(HEADER)
-    assert measured == EarlierMeasurements(4, "mpi", "int8")
+    assert measured == EarlierMeasurements(4, "mpi", "int8", "bf16")
     assert read_earlier_measurements(json.dumps(asdict(measured)), 4) == measured
     assert read_earlier_measurements("", 3) == EarlierMeasurements(3)
 
