@@ -63,7 +63,7 @@ def measure(builds: tuple[Kernels, Kernels], rounds: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    shares = sorted(measure(load_builds(), int(*sys.argv[1:2] or [20])))
+    shares = sorted(measure(load_builds(), int(sys.argv[1]) if sys.argv[1:] else 20))
     print(
         f"the installed kernels have {median(shares):.3f} ({shares[0]:.3f} to {shares[-1]:.3f}) of the speed of those "
         f"compiled here, {len(shares)} rounds"
