@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -254,6 +255,14 @@ def _last_lines(text: str) -> str:
     return os.linesep.join(escape_controls(line, kept="\t") for line in lines[-_TRACE_LINES:])
 
 
+def read_interruption(run_dir: str) -> InterruptedLine | None:
+    """Return the last line of a run's record, if that says how the run was interrupted; None for a script."""
+    with suppress(OSError, LookupError, ValueError, CpuftError):
+        line = parse_lines(Path(run_dir, FILE_NAME).read_text(encoding="utf-8"), FILE_NAME)[-1]
+        return line if isinstance(line, InterruptedLine) else None
+    return None
+
+
 def describe_end(
     code: int,
     run_dir: str,
@@ -275,10 +284,9 @@ def describe_end(
         return 1, ""
     if not ended_to_be_resumed(read_failures(Path(run_dir, "logs"), hosts)):
         return code, ""
-    record, what = Path(run_dir, FILE_NAME), "the ranks ended with exit code 75"
-    for line in parse_lines(record.read_text(encoding="utf-8"), str(record))[-1:] if not script else ():
-        if isinstance(line, InterruptedLine):
-            what = f"the run was interrupted by {line.by} after update {line.step} of {line.updates}"
+    what = "the ranks ended with exit code 75"
+    if line := read_interruption(run_dir):
+        what = f"the run was interrupted by {line.by} after update {line.step} of {line.updates}"
     where = [f"--{name}={value}" for name in ("cluster", "hostfile") if (value := getattr(config, name))]
     if script and script_config:
         where += [f"--{name}" for name in option_names(ScriptConfig) if getattr(script_config, name)]
