@@ -77,13 +77,14 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
     from cpuft.launch.run_folder import choose_run_dir
     from cpuft.plans import Plan
     from cpuft.sweep.parallel import parse_parallel
-    from cpuft.sweep.plan import find_places, plan_sweep
+    from cpuft.sweep.places import plan_places
+    from cpuft.sweep.plan import plan_sweep
 
     launch = pick(LaunchConfig, values)
     refuse_detaching(replace(launch, copy_checkpoints=False), config.resume)
     plan_sweep(config, _list_training_options(values))
     folder = choose_run_dir(launch.run_dir, "sweep")
-    find_places(config.hosts_per_run, parse_parallel(config.parallel) or 0, launch)
+    plan_places(launch, config.hosts_per_run, parse_parallel(config.parallel) or 0)
     cluster = gather_cluster(replace(launch, np=1))
     say(f"cpuft: the sweep is moved to {cluster.head} and ends with that host; nobody continues it then")
     sys.exit(move("sweep", values, (), cluster, folder, Plan(), dry_run, ("optuna",)))
@@ -92,8 +93,8 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
 def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.launch.run_folder import choose_run_dir
     from cpuft.sweep.parallel import parse_parallel
-    from cpuft.sweep.places import find_host_share
-    from cpuft.sweep.plan import find_places, measure_places, plan_sweep
+    from cpuft.sweep.places import find_host_share, plan_places
+    from cpuft.sweep.plan import measure_places, plan_sweep
     from cpuft.sweep.study import NOT_STORED, create_sweep, make_sweep
 
     launch = pick(LaunchConfig, values)
@@ -101,7 +102,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     settings, is_maximized, runs = plan_sweep(config, _list_training_options(values))
     options = _list_launch_options()
     folder, measurement = choose_run_dir(launch.run_dir, "sweep"), ""
-    places = find_places(config.hosts_per_run, parallel or 0, launch)
+    places = plan_places(launch, config.hosts_per_run, parallel or 0)
     if dry_run or parallel is None:
         first = make_sweep(folder, settings, is_maximized, runs)
         if config.search == "tpe":
@@ -131,8 +132,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
 def _resume(config: SweepConfig, dry_run: bool) -> None:
     from cpuft.hosts.cluster import LOCAL, read_hosts
     from cpuft.sweep.parallel import AUTO, parse_parallel
-    from cpuft.sweep.places import make_launch_config
-    from cpuft.sweep.plan import find_places
+    from cpuft.sweep.places import make_launch_config, plan_places
     from cpuft.sweep.study import read_sweep
 
     fixed = {*option_names(TrainConfig), *option_names(SweepConfig), "run_dir"}
@@ -161,7 +161,7 @@ def _resume(config: SweepConfig, dry_run: bool) -> None:
     if not parallel and read_hosts(launch) == (LOCAL,):
         # How this machine was divided says nothing about other hosts.
         parallel = round(1 / settings.host_share) * (settings.host_share < 1)
-    places = find_places(settings.hosts_per_run, parallel or 0, launch)
+    places = plan_places(launch, settings.hosts_per_run, parallel or 0)
     if dry_run:
         _print_plan(found, options, places)
         return

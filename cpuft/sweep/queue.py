@@ -266,8 +266,11 @@ class SweepQueue:
         elif end.status == PRUNED:
             self._failures.pop(place.name, None)
         elif gone := find_lost_hosts(place, self._options):
-            status, told = self._decide_after_loss(end)
-            end = replace(end, status=status)
+            update, problem = check_copy(str(Path(self.sweep.folder, end.folder)))
+            end = replace(end, status=STOPPED if update else LOST)
+            told = f"it starts again from the beginning on another host, because {problem}"
+            if update:
+                told = f"it continues on another host after update {update}, from the copy of its checkpoint"
             if REFUSES not in gone.values():  # programs such as fail2ban lock out who asks again
                 self._lost.append(place)
             self._retire(place, ", ".join(f"{name} {what}" for name, what in gone.items()))
@@ -296,13 +299,6 @@ class SweepQueue:
         if active.pruned_at:
             return replace(end, status=PRUNED, reason=active.run.configuration.pruned)
         return replace(end, status=FAILED, reason=find_reason(self.sweep.find_log(start.folder)))
-
-    def _decide_after_loss(self, end: Attempt) -> tuple[str, str]:
-        """Return (status of an attempt whose host was lost, what the user is told about the next attempt)."""
-        update, problem = check_copy(str(Path(self.sweep.folder, end.folder)))
-        if update:
-            return STOPPED, f"it continues on another host after update {update}, from the copy of its checkpoint"
-        return LOST, f"it starts again from the beginning on another host, because {problem}"
 
     def _note_failure(self, place: Place, has_trained: bool) -> None:
         """Retire a place on which several launches in a row have ended without an update, or because of its disk."""
