@@ -208,9 +208,13 @@ def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
 
 def test_a_new_sweep_stores_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_text("a1\n")
-    monkeypatch.setattr("cpuft.cli.sweep._carry_out", lambda *_: None)
-    sweep.main(["--seed", "1,2", "--hostfile", "hosts", "--run-dir", "s"], standalone_mode=False)
+    given = list[str]()
+    monkeypatch.setattr("cpuft.cli.sweep._carry_out", lambda folder, config, options, places: given.extend(options))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ("--seed", "1,2", "--hostfile", "hosts", "--ssh-config", "~/lab", "--run-dir", "s")
+    sweep.main(words, standalone_mode=False)
     assert read_sweep("s").settings.launch == [f"--hostfile={Path.cwd()}/hosts"]
+    assert f"--ssh-config={tmp_path}/lab" in given
 
 
 def test_a_sweep_that_runs_on_another_host_is_active(tmp_path: Path) -> None:
