@@ -56,7 +56,6 @@ _SAME_SIZES = (
     "pass tensors of the same shape and type on all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL in your shell, "
     "torch's gloo names the operation and the shapes"
 )
-_NOTHING = "(it printed nothing)"
 _COMM_ERROR = "cpuft comm: rank "
 """Start of the line with which cpuft.comm reports a collective that did not finish."""
 _LOST_PEER = (
@@ -198,9 +197,7 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
             return f"cpuft: {what}"
         summary = f"\ncpuft: {what}. Last lines of rank {first.rank}"
     output = _last_lines(text)
-    was_killed = failures and _is_signal(failures[0].code)
-    nothing = "(no output: the signal ended the rank before it could report an error)" if was_killed else _NOTHING
-    shown = [] if not (failures or output) and absent else [f"{summary}:", output or nothing]
+    shown = [] if not (failures or output) and absent else [f"{summary}:", output or "(it printed nothing)"]
     return "\n".join([*shown, *(f"cpuft: {line}" for line in absent or [blame] if line)])
 
 
