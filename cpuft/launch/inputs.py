@@ -288,9 +288,8 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
         if bundle.is_for_head:
             hosts = [host for host in hosts if host == cluster.head]
         if hosts and not bundle.sources:
-            do = "do" if len(hosts) > 1 else "does"
             raise CpuftError(
-                f"{', '.join(hosts)} {do} not have {bundle.remote_folder}, with which the run was started: name "
+                f"{bundle.remote_folder}, with which the run was started, is missing on {', '.join(hosts)}: name "
                 "--model, --data-dir or the files with examples again, as when it was started"
             )
         if hosts:

@@ -420,7 +420,7 @@ def test_remote_paths_in_recorded_options_may_be_replaced() -> None:
     bundle = Bundle((), f"{AWAY.inputs}/feed")
     assert plan_sending((bundle,), {"a": set(), "b": set()}, AWAY) == ()
     with pytest.raises(
-        CpuftError, match=r"^b does not have .*/feed, with which the run was started: name --model, --data-dir"
+        CpuftError, match=r"/feed, with which the run was started, is missing on b: name --model, --data-dir"
     ):
         plan_sending((bundle,), {"a": set(), "b": {bundle.remote_folder}}, AWAY)
 
