@@ -252,7 +252,7 @@ def _last_lines(text: str) -> str:
     return os.linesep.join(escape_controls(line, kept="\t") for line in lines[-_TRACE_LINES:])
 
 
-def read_interruption(run_dir: str) -> InterruptedLine | None:
+def find_interruption(run_dir: str) -> InterruptedLine | None:
     """Return the last line of a run's record, if that says how the run was interrupted; None for a script."""
     with suppress(OSError, LookupError, ValueError, CpuftError):
         line = parse_lines(Path(run_dir, FILE_NAME).read_text(encoding="utf-8"), FILE_NAME)[-1]
@@ -282,7 +282,7 @@ def describe_end(
     if not ended_to_be_resumed(read_failures(Path(run_dir, "logs"), hosts)):
         return code, ""
     what = "the ranks ended with exit code 75"
-    if line := read_interruption(run_dir):
+    if line := find_interruption(run_dir):
         what = f"the run was interrupted by {line.by} after update {line.step} of {line.updates}"
     where = [f"--{name}={value}" for name in ("cluster", "hostfile") if (value := getattr(config, name))]
     if script and script_config:

@@ -27,10 +27,10 @@ from cpuft.launch.failures import (
     describe_absent,
     describe_failures,
     ended_to_be_resumed,
+    find_interruption,
     is_for_users,
     list_error_logs,
     read_failures,
-    read_interruption,
     worst_exit_code,
 )
 from cpuft.launch.results import write_plan
@@ -444,7 +444,7 @@ def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit:
         )
     failures = read_failures(logs, hosts)
     if ended_to_be_resumed(failures):
-        line = read_interruption(str(logs.parent))
+        line = find_interruption(str(logs.parent))
         leaving = tuple(sorted({hosts[rank] for rank in line.leaving})) if line else ()
         writer.note(leaving=leaving, reason="the ranks ended to be resumed")
         if not was_stuck:

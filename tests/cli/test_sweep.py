@@ -51,6 +51,9 @@ def create(folder: Path, **settings: Any) -> None:
 SHORT = ("--task", "demo", "--max-steps", "2", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
 
 
+NO_SWEEP: Any = None
+
+
 class Terminal(io.StringIO):
     """A terminal that can be read."""
 
@@ -63,7 +66,7 @@ def test_the_state_is_drawn_below_what_is_printed_and_removed_at_the_end(monkeyp
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with show_status(None, 1) as draw:  # type: ignore[arg-type]
+    with show_status(NO_SWEEP, 1) as draw:
         draw()
         draw()
         say("run 1 of 2 [b]ended: 7")
@@ -76,7 +79,7 @@ def test_the_state_is_drawn_below_what_is_printed_and_removed_at_the_end(monkeyp
 
 def test_without_a_terminal_no_state_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
-    with show_status(None, 1) as draw:  # type: ignore[arg-type]
+    with show_status(NO_SWEEP, 1) as draw:
         draw()
     assert log.getvalue() == ""
 
