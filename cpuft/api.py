@@ -432,7 +432,7 @@ def _find_unpicklable(
     parts += [(f"argument {key!r} of {name}", value) for key, value in kwargs.items()]
     with suppress(TypeError, ValueError):  # it is no function of Python, or a variable has no value yet
         used = inspect.getclosurevars(function)
-        parts += [(f"the variable {key!r} that {name} uses", value) for key, value in (used[0] | used[1]).items()]
+        parts += [(f"the variable {key!r} that {name} uses", value) for key, value in {**used[0], **used[1]}.items()]
     for what, value in (*parts, (f"the function {name}", function)):
         try:
             dumps(value)
