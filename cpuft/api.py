@@ -6,6 +6,7 @@ Both functions plan and execute what the commands of the same names do. Errors a
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import pickle
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from cpuft.cli.common import check_hosts, find_model_folder, say
 from cpuft.cli.options import pick
 from cpuft.cli.predict import check_request, is_embedding_task, plan_prediction
 from cpuft.config.compare import CompareConfig
-from cpuft.config.fields import option_names, parse_value
+from cpuft.config.fields import option_names, parse_numbers, parse_value
 from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig, ResumeConfig, ScriptConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import ALTERNATIVES, TrainConfig
@@ -34,14 +35,13 @@ from cpuft.errors import (
     RESUMABLE,
     CpuftError,
     Interrupted,
-    describe_path_error,
-    find_full_disk,
+    explain_os_error,
     requires,
     suggest_names,
 )
 from cpuft.execute import open_memory_file, run_step
 from cpuft.hosts.cluster import Cluster
-from cpuft.launch.compare import parse_numbers, plan_comparison, run_comparison
+from cpuft.launch.compare import plan_comparison, run_comparison
 from cpuft.launch.failures import explain_exit, read_failures
 from cpuft.launch.progress_bar import choose_progress, is_notebook
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, plan_request, run_launch
@@ -296,7 +296,7 @@ def compare(
         comparison, train = pick(CompareConfig, values), pick(TrainConfig, values)
         launch_config = pick(LaunchConfig, values | {"np": 1})
         run_dir = choose_run_dir(launch_config.run_dir, f"{train.task}-compare")
-        ranks, progress = parse_numbers(comparison.np), choose_progress()
+        ranks, progress = parse_numbers(comparison.np, "--np"), choose_progress()
         planned = plan_comparison(ranks, launch_config, train, comparison, run_dir, progress, os.environ)
         check_hosts(planned[-1].cluster, launch_config)
         code, last = run_comparison(planned, progress, launch_config.time_limit, say)
@@ -430,26 +430,15 @@ def _find_unpicklable(
     name = getattr(function, "__name__", "the function")
     parts = [(f"argument {number} of {name}", value) for number, value in enumerate(args, start=1)]
     parts += [(f"argument {key!r} of {name}", value) for key, value in kwargs.items()]
-    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    if code:
-        parts += [(f"the variable {key!r} that {name} uses", cell.cell_contents) for key, cell in _cells(code, closure)]
-        names = function.__globals__
-        parts += [(f"the variable {key!r} that {name} uses", names[key]) for key in code.co_names if key in names]
+    with suppress(TypeError, ValueError):  # it is no function of Python, or a variable has no value yet
+        used = inspect.getclosurevars(function)
+        parts += [(f"the variable {key!r} that {name} uses", value) for key, value in {**used[0], **used[1]}.items()]
     for what, value in (*parts, (f"the function {name}", function)):
         try:
             dumps(value)
         except Exception as error:
             return f"{what}, a {type(value).__name__},", str(error)
     return f"the function {name}", ""
-
-
-def _cells(code: Any, closure: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    for key, cell in zip(code.co_freevars, closure):
-        try:
-            _ = cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            continue
-        yield key, cell
 
 
 def _load_results(run_dir: str, ranks: int, key: str) -> list[Any]:
@@ -514,11 +503,7 @@ def _raise_for_python() -> Iterator[None]:
     except SystemExit as stopped:
         code = stopped.code if isinstance(stopped.code, int) else 1
     except OSError as error:
-        if full := find_full_disk(error):
-            raise full from None
-        if problem := describe_path_error(error):
-            raise CpuftError(problem) from None
-        raise
+        raise explain_os_error(error) or error from None
     if code == _SIGINT_CODE:
         raise KeyboardInterrupt("all ranks have ended") from None
     raise CpuftError(f"signal {code - 128} ended the run, and all ranks have ended: start it again") from None

@@ -76,6 +76,12 @@ def last_line(text: str, default: str) -> str:
     return (text.strip().splitlines() or [default])[-1]
 
 
+def join_last_lines(text: str, most: int = 6) -> str:
+    """Return up to `most` of the last lines with text in a program's output with " | " between them."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-most:]) or "without a message"
+
+
 def describe_error(error: BaseException) -> str:
     """Return the text of any exception in one line of at most 200 characters; its class's name if it has no text."""
     return " ".join(str(error).split())[:200] or type(error).__name__
@@ -112,32 +118,28 @@ def refuse_other_systems(what: str, advice: str) -> None:
         raise CpuftError(f"{what} needs Linux, and this machine has {name}: {advice}")
 
 
-def find_full_disk(error: OSError) -> DiskFullError | None:
-    """Return, without raising it, the error to report if a disk or the user's quota is full; None for other errors."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return DiskFullError(str(error.filename2 or error.filename or "a file")) if full else None
-
-
 NO_MORE_PROCESSES = (
     "the limit of the user's processes and threads is reached on this host: end some, or raise the limit (ulimit -u, "
     "nproc in /etc/security/limits.conf)"
 )
 
 
-def describe_path_error(error: OSError) -> str:
-    """Return what is wrong with an OSError's path or the limit of processes, and what to do; "" if a file is missing
-    and for other errors.
+def explain_os_error(error: OSError) -> CpuftError | None:
+    """Return, without raising it, the error to report for a full disk, another problem with a path or the limit of
+    processes; None if a file is missing and for other errors.
     """
+    path = str(error.filename2 or error.filename or "a file")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(path)
     if error.errno == errno.ENOENT and _is_working_folder_deleted():
-        return "the working folder does not exist any more: change to another one"
-    if error.errno == errno.ENAMETOOLONG:
-        return f"the path {reprlib.repr(str(error.filename))} is longer than the file system takes: give a shorter one"
+        return CpuftError("the working folder does not exist any more: change to another one")
     if error.errno == errno.EAGAIN:  # of fork
-        return NO_MORE_PROCESSES
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
-        return ""
-    path = error.filename2 or error.filename or "a file"
-    return f"{path} cannot be used ({error.strerror}): see to its disk and its mode, or give another place"
+        return CpuftError(NO_MORE_PROCESSES)
+    if error.errno == errno.ENAMETOOLONG:
+        return CpuftError(f"the path {reprlib.repr(path)} is longer than the file system takes: give a shorter one")
+    if error.errno not in (errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
+        return None
+    return CpuftError(f"{path} cannot be used ({error.strerror}): see to its disk and its mode, or give another place")
 
 
 def _is_working_folder_deleted() -> bool:

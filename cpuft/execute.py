@@ -12,15 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO, Any, TextIO
+from typing import IO, Any, TextIO, TypeVar
 
-from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted, TransientError
+from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted, TransientError, join_last_lines
 from cpuft.plans import Plan, Step
 
+T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SSH_FAILED = 255
 """Exit code of ssh itself, when the connection failed."""
@@ -31,7 +32,6 @@ _DROPPED_ROUNDS = 8
 PIPE = subprocess.PIPE
 _POLL_SECONDS = 0.05
 _PROGRESS_SECONDS = 20.0
-_LAST_LINES = 6
 _REMIND_SECONDS = 30.0
 _GRACE_SECONDS = 3.0
 """Time between SIGTERM and SIGKILL; together with what mpirun needs, all processes are gone within 5 s."""
@@ -197,6 +197,26 @@ def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
             raise kind(f"{'; '.join(failures)}: {advice}")
 
 
+def retry(
+    function: Callable[[], T],
+    pauses: Iterable[float],
+    say: Say = lambda line: None,
+    may_help: Callable[[CpuftError], bool] = lambda error: error.is_transient,
+) -> T:
+    """Return what a function returns. While it raises errors against which that `may_help`, it is called again, after
+    each of the pauses in seconds; `say` gets each pause and the error.
+    """
+    for pause in pauses:
+        try:
+            return function()
+        except CpuftError as error:
+            if not may_help(error):
+                raise
+            say(f"{pause:.0f} s: {error}")
+        time.sleep(pause)
+    return function()
+
+
 def make_reminder(report: Callable[[float], None]) -> Callable[[], None]:
     """Return a function to call often in a wait: every 30 s it calls `report` with the seconds since it was made."""
     begun, calls = time.monotonic(), 0
@@ -212,11 +232,10 @@ def make_reminder(report: Callable[[float], None]) -> Callable[[], None]:
 
 
 def _describe(step: Step, output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()][-_LAST_LINES:]
     where = f"{step.host}: " if step.host else ""
     if _DROPPED in output:
-        lines.append("if many log in there or to a bastion at the same time, raise MaxStartups in its sshd_config")
-    return f"{where}{step.why}: failed ({' | '.join(lines) or 'without any output'})"
+        output += "\nif many log in there or to a bastion at the same time, raise MaxStartups in its sshd_config"
+    return f"{where}{step.why}: failed ({join_last_lines(output)})"
 
 
 def open_memory_file() -> IO[bytes]:
@@ -301,11 +320,10 @@ def _open_process(command: Sequence[str], environ: Mapping[str, str], stays: boo
     return subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **options)
 
 
-def wait_for_exit(process: Process, seconds: float) -> int:
-    """Wait for a process and return its exit code; 0, too, if it has not ended after `seconds`: it then runs on."""
+def wait_for_exit(process: Process, seconds: float) -> None:
+    """Wait for the end of a process, at most `seconds`: it then runs on."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    return exit_code_of(process) if process.returncode is not None else 0
 
 
 def exit_code_of(process: Process) -> int:

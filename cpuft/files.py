@@ -19,13 +19,6 @@ from cpuft.errors import CpuftError
 from cpuft.transfer import FILE, TransferError, lock_file, walk
 
 _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
-_SPECIAL = {
-    stat.S_IFDIR: "folder",
-    stat.S_IFCHR: "device",
-    stat.S_IFBLK: "device",
-    stat.S_IFIFO: "named pipe",
-    stat.S_IFSOCK: "socket",
-}
 _HERE = Path(__file__)
 PRIVATE = _HERE.with_name("private.sh").read_text(encoding="utf-8")
 """Shell function `private FOLDER`: make a folder that only this user can open, or accept one that is there.
@@ -95,9 +88,8 @@ def refuse_filled(folder: Path) -> None:
 def refuse_special(path: Path) -> None:
     """Raise CpuftError if a folder, device, named pipe or socket is at `path`, or a link to one."""
     with suppress(OSError):  # nothing is there, or the same error will come when the file is written
-        kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
-        if kind:
-            raise CpuftError(f"{path} is a {kind}, and only a regular file can be written: give another file")
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CpuftError(f"{path} is a folder or no regular file, which cannot be written: give another file")
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:

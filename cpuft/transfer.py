@@ -9,9 +9,9 @@ The protocol, over the two streams of a command such as ssh:
 1. The sender lists what it has, in the order of its walk: frames (4 bytes of length, then JSON) of lists [name, kind,
    size, mode, time in ns]. An empty frame ends the list.
 2. The receiver names each block of 1 MiB that it has of an earlier try: number of the file or folder, number of the
-   block, SHA-256. Number 2**32 - 1 ends this, and says whether the receiver wants checksums.
-3. The sender goes through all blocks of all files. It writes `=` for a block that the receiver has, `+`, the SHA-256
-   and the block for another one, or `-` and the block if no checksum is wanted. `.` is the end.
+   block, SHA-256. Number 2**32 - 1 ends this.
+3. The sender goes through all blocks of all files. It writes `=` for a block that the receiver has, and `+`, the
+   SHA-256 and the block for another one. `.` is the end.
 4. The receiver verifies and writes the blocks in a folder beside their destination, which stays if the connection
    breaks, and moves the files to their places when all have come. A receiver without an answer (`cpuft.launch.relay`)
    leaves step 2 out.
@@ -47,7 +47,7 @@ _END_SECONDS = 10.0
 _LOCK_SECONDS = 15.0
 _KEEP_SECONDS = 30 * 86400.0
 _MAGIC = b"cpuft-transfer-begins\n"
-_SAME, _SENT, _UNCHECKED, _END = b"=", b"+", b"-", b"."
+_SAME, _SENT, _END = b"=", b"+", b"."
 _LENGTH, _HAVE = struct.Struct(">I"), struct.Struct(">II32s")
 _LAST = (1 << 32) - 1
 _MOST_FRAME, _MOST_NAMES = 1 << 24, 10**7
@@ -193,12 +193,9 @@ def _list_batches(entries: "Sequence[FileEntry]") -> "Iterator[list[Block]]":
 
 def _read_block(block: Block) -> bytes:
     entry = block.entry
-    file = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        data = os.pread(file, block.size, block.place * BLOCK)
-        state = os.fstat(file)
-    finally:
-        os.close(file)
+    with os.fdopen(os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", 0) as file:
+        data = os.pread(file.fileno(), block.size, block.place * BLOCK)
+        state = os.fstat(file.fileno())
     if len(data) != block.size or (state.st_size, state.st_mtime_ns) != (entry.size, entry.time):
         raise TransferError(f"{entry.path} has changed while it was read: try again when no program writes to it")
     return data
@@ -349,11 +346,10 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
         raise problem
 
 
-def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = True, has_checksums: bool = True) -> None:
+def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = True) -> None:
     """Send files and folders as `walk` finds them. If `is_answered`, the receiver first says which blocks it has, which
-    are not sent, and whether it wants checksums; else `has_checksums` decides. Raises TransferError: a file has
-    changed, or the connection was lost; OSError: a file cannot be read; RefusedError: the receiver names a block that
-    does not exist.
+    are not sent. Raises TransferError: a file has changed, or the connection was lost; OSError: a file cannot be read;
+    RefusedError: the receiver names a block that does not exist.
     """
     entries = list(entries)
     for start in range(0, len(entries), 1000):
@@ -366,7 +362,6 @@ def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = Tru
     while is_answered:
         number, index, digest = _HAVE.unpack(stream.read(_HAVE.size))
         if number == _LAST:
-            has_checksums = bool(index)
             break
         have[number, index] = digest
         if number >= len(entries) or index * BLOCK >= entries[number].size:
@@ -375,9 +370,9 @@ def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = Tru
     def read(batch: "list[Block]") -> "list[bytes]":
         pieces = []
         for block in batch:
-            data, known = _read_block(block), have.get((block.number, block.place))
-            digest = _hash(data) if known or has_checksums else b""
-            pieces += [_SAME] if known and known == digest else [_SENT + digest if digest else _UNCHECKED, data]
+            data = _read_block(block)
+            digest = _hash(data)
+            pieces += [_SAME] if digest == have.get((block.number, block.place)) else [_SENT + digest, data]
         return pieces
 
     for piece in _run_ahead(read, _list_batches(entries)):
@@ -454,8 +449,8 @@ def receive(
     have come, and what else the sender has, which it does not send.
 
     Files get at most mode 755 and at least 600, folders at least 700; owners are not restored. `checksum` is what
-    `make_checksum` must return of all that has come; if it is empty, each block comes with its own. With `syncs`, all
-    is on the disk at the end. Raises TransferError: the connection was lost, or a block is damaged. Raises
+    `make_checksum` must return of all that has come; empty if nobody knows it. With `syncs`, all is on the disk at the
+    end. Raises TransferError: the connection was lost, or a block is damaged. Raises
     RefusedError: a path leads out of the folder or is there twice, this is no transfer, or the checksum is wrong.
     Raises OSError: a file cannot be written.
     """
@@ -470,16 +465,16 @@ def receive(
         for block, digest in hash_blocks([_find_blocks(one) if one.kind == FILE else one for one in entries]):
             have[block.number, block.place] = digest
             stream.write(_HAVE.pack(block.number, block.place, digest))
-        stream.write(_HAVE.pack(_LAST, not checksum, b""))
+        stream.write(_HAVE.pack(_LAST, 0, b""))
         stream.flush()
 
     def read(block: Block) -> "tuple[Block, bytes, bytes]":
         mark, known = stream.read(1), have.get((block.number, block.place))
         if mark == _SAME and known:
             return block, b"", known
-        if mark not in (_SENT, _UNCHECKED):
+        if mark != _SENT:
             raise RefusedError(f"the host did not send {block.entry.name} as it said")
-        digest = stream.read(32) if mark == _SENT else b""
+        digest = stream.read(32)
         return block, stream.read(block.size), digest
 
     digests = [*_run_ahead(_write_blocks, ([read(block) for block in batch] for batch in _list_batches(entries)))]
@@ -570,18 +565,14 @@ def _write_blocks(batch: "list[tuple[Block, bytes, bytes]]") -> "list[bytes]":
     """Verify and write blocks, and return their SHA-256; without data, that of a block which is there."""
     digests = []
     for block, data, digest in batch:
-        found = _hash(data) if data else digest
-        if digest not in (b"", found):
+        if data and _hash(data) != digest:
             raise TransferError(f"{block.entry.name} was damaged on its way")
-        digests.append(found)
+        digests.append(digest)
         if data:
-            file = os.open(block.entry.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                written = 0
-                while written < len(data):
-                    written += os.pwrite(file, memoryview(data)[written:], block.place * BLOCK + written)
-            finally:
-                os.close(file)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(block.entry.path, flags, 0o600), "wb") as file:
+                file.seek(block.place * BLOCK)
+                file.write(data)
     return digests
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cpuft
-from cpuft.errors import CPU_INDEX, CpuftError, describe_path_error, install_command, suggest_names
+from cpuft.errors import CPU_INDEX, CpuftError, explain_os_error, install_command, suggest_names
 
 PACKAGE = Path(cpuft.__file__).parent
 
@@ -39,16 +39,16 @@ def test_what_would_end_the_line_is_escaped(text: str, shown: str) -> None:
 
 def test_a_working_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "a.csv")
-    assert describe_path_error(missing) == ""
+    assert explain_os_error(missing) is None
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(FileNotFoundError) as caught:
         os.getcwd()
     for error in (caught.value, missing):
-        assert describe_path_error(error) == "the working folder does not exist any more: change to another one"
-    assert describe_path_error(OSError(errno.EIO, "I/O error")) == ""
-    assert "ulimit -u" in describe_path_error(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
+        assert str(explain_os_error(error)) == "the working folder does not exist any more: change to another one"
+    assert explain_os_error(OSError(errno.EIO, "I/O error")) is None
+    assert "ulimit -u" in str(explain_os_error(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")))
 
 
 def test_pip_takes_the_command_that_hints_print() -> None:

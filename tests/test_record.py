@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.comm.bench import format_record
-from cpuft.errors import CpuftError, describe_path_error
+from cpuft.errors import CpuftError, explain_os_error
 from cpuft.record import (
     BaselineLine,
     EvaluationLine,
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_is_named_by_the_records_path(tmp_path: Path) -> Non
     with largest_file(1 << 10), pytest.raises(OSError, match="File too large") as caught:
         fill(tmp_path)
     said = f"{tmp_path}/record.jsonl cannot be used (File too large): see to its disk and its mode, or give another"
-    assert describe_path_error(caught.value).startswith(said)
+    assert str(explain_os_error(caught.value)).startswith(said)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

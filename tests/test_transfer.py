@@ -290,9 +290,7 @@ def test_files_are_compared_with_the_checksum_of_the_plan(root: Path) -> None:
     (source / "a").write_text("x" * 100)
     entries = [*walk(str(source))]
     checksum = make_checksum(entries, [digest for _, digest in hash_blocks(entries)])
-    link = Link()
-    move(entries, root / "to", link, checksum=checksum)
-    assert link.nbytes < 100 + 7 + 120  # the sender has no checksums to send
+    move(entries, root / "to", Link(), checksum=checksum)
     (source / "a").write_text("y" * 100)
     with pytest.raises(RefusedError, match="have changed since their checksum was computed"):
         move([*walk(str(source))], root / "other", Link(), checksum=checksum)

@@ -15,8 +15,7 @@ from cpuft.errors import (
     NO_MORE_PROCESSES,
     CpuftError,
     Interrupted,
-    describe_path_error,
-    find_full_disk,
+    explain_os_error,
     refuse_other_systems,
     suggest_names,
 )
@@ -91,8 +90,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = _run_verb(args)
         check_stdout()
         sys.exit(code)
-    except CpuftError as error:
-        message, exit_code = str(error), error.exit_code
+    except (CpuftError, OSError) as error:
+        explained = explain_os_error(error) if isinstance(error, OSError) else error
+        if not explained:
+            raise
+        message, exit_code = str(explained), explained.exit_code
     except click.ClickException as error:
         message = _format_click_error(error)
     except click.exceptions.Abort:
@@ -100,11 +102,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except Interrupted as stopped:
         click.echo(f"cpuft: stopped by {stopped}: run the same command again to continue", err=True)
         sys.exit(stopped.exit_code)
-    except OSError as error:
-        full = find_full_disk(error)
-        message, exit_code = (str(full), full.exit_code) if full else (describe_path_error(error), 2)
-        if not message:
-            raise
     except RuntimeError as error:
         if "can't start new thread" not in str(error):
             raise

@@ -50,8 +50,7 @@ def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bo
     """
     scripts = [number for number, text in enumerate(arguments) if text.endswith(".py") and text[0] != "-"]
     place = scripts[0] if script and scripts else len(arguments)
-    replaced: list[str] = []
-    left_out: list[tuple[str, str]] = []
+    replaced, left_out = list[str](), list[str]()
     for name in dict.fromkeys(text.partition("=")[0] for text in arguments[:place]):
         known = (alias for alias in read_aliases() if _dashed(name) in map(_dashed, alias.names(*TOOLS)))
         alias = next(known, None) if name not in flags else None
@@ -60,13 +59,9 @@ def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bo
             if alias.ours:
                 replaced.append(f"{alias.ours} instead of {name}{why}")
             else:
-                left_out.append((name, alias.why))
+                left_out.append(f"{name}{why}")
     parts = [f"write {', '.join(replaced)}"] * bool(replaced)
-    if len(left_out) == 1:
-        parts.append("cpuft does not have the option {}, so leave it out: {}".format(*left_out[0]))
-    elif left_out:
-        listed = ", ".join(f"{name} ({why})" for name, why in left_out)
-        parts.append(f"cpuft does not have these options, so leave them out: {listed}")
+    parts += [f"leave out what cpuft does not have: {', '.join(left_out)}"] * bool(left_out)
     if any(text.startswith("--") and text.partition("=")[0] not in flags for text in arguments[place:]):
         parts.append(
             f"the script {arguments[place]} needs -- before it, and its own options after it: write for example "

@@ -13,6 +13,7 @@ from cpuft.cli.common import check_hosts, print_plans, say
 from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.config.compare import CompareConfig
+from cpuft.config.fields import parse_numbers
 from cpuft.config.launch import LAUNCH_ONLY, DetachConfig, LaunchConfig
 from cpuft.config.train import TrainConfig
 
@@ -38,14 +39,14 @@ def compare(dry_run: bool, detach: bool, **values: Any) -> None:
     Jinja2 are installed. With --seeds, the reports also say whether all numbers of ranks reach the same metric. If a
     run fails, the command ends with its exit code, without the other runs and without a report.
     """
-    from cpuft.launch.compare import parse_numbers, plan_comparison, run_comparison
+    from cpuft.launch.compare import plan_comparison, run_comparison
     from cpuft.launch.progress_bar import choose_progress
     from cpuft.launch.run_folder import choose_run_dir
     from cpuft.report.page import write_all
 
     config, train = pick(LaunchConfig, values | {"np": 1}), pick(TrainConfig, values)
     comparison = pick(CompareConfig, values)
-    ranks = parse_numbers(comparison.np)
+    ranks = parse_numbers(comparison.np, "--np")
     if detach:
         refuse_detaching(config)
     run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")

@@ -93,7 +93,7 @@ def move(
         plan_start,
         start_detached,
     )
-    from cpuft.launch.inputs import LaunchNote, list_input_paths
+    from cpuft.launch.inputs import list_input_paths, make_note
     from cpuft.plans import format_comment, format_plan
     from cpuft.secret_variables import secrets_for_ranks
 
@@ -109,9 +109,7 @@ def move(
         click.echo(format_plan(plan, os.getcwd()) + text)
         return 0
     named = {name: value for name, value in given.items() if name in TRAINING_INPUTS}
-    paths = tuple(sorted(list_input_paths(TrainConfig(**named), named)))
-    hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
-    note = LaunchNote(paths, config.cluster, hostfile, ssh_config)
+    note = make_note(config, list_input_paths(TrainConfig(**named), named))
     run = Detached(head, order, run_dir)
     try:
         code = start_detached(run, plan, note, os.environ, say)

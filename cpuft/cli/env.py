@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from cpuft.cli.common import say
 from cpuft.cli.options import CONFIG_FILE, Verb, make_options, pick
 from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig
 
@@ -23,14 +22,12 @@ def env(**values: Any) -> None:
     a shell, run: eval "$(cpuft env)"
     """
     from cpuft.hosts.cluster import gather_cluster, read_hosts
-    from cpuft.launch.settings import export_settings, plan_settings, unexportable_names
+    from cpuft.launch.settings import export_settings, plan_settings
     from cpuft.plans import format_export
 
     config = pick(LaunchConfig, values)
     # One rank on each host: a shell that sets these variables starts one process.
     config = replace(config, np=max(config.np, len(read_hosts(config))))
     shared, per_host = plan_settings(gather_cluster(config), config, "gloo", os.environ)
-    for name in unexportable_names(os.environ):
-        say(f"cpuft: left out, because no shell can set it: {name}")
     for setting in export_settings(shared + per_host[0]):
         click.echo(format_export(setting))

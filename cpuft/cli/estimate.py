@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cpuft.cli.options import Verb, complete_runs, make_options, pick, refuse_options
-from cpuft.config.fields import hosts_option
+from cpuft.config.fields import hosts_option, parse_numbers
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import read_given_text
 from cpuft.network import parse_bit_rate
-from cpuft.serialization import is_count
 
 if TYPE_CHECKING:
     from cpuft.instance_types import InstanceType
@@ -80,16 +79,6 @@ class EstimateConfig:
     )
 
 
-def parse_hosts(text: str) -> list[int]:
-    """Return the numbers of hosts in a text such as "1, 2,4", ascending and each once; CpuftError for other texts."""
-    numbers = [number.strip() for number in text.split(",")]
-    if not all(is_count(number, most=MOST_HOSTS) for number in numbers):
-        raise CpuftError(
-            f"--hosts {text[:60]!r} is not a list of whole numbers from 1 to {MOST_HOSTS}: write for example 1,2,4,8"
-        )
-    return sorted(set(map(int, numbers)))
-
-
 @click.command(
     cls=Verb,
     params=[
@@ -123,7 +112,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     )
 
     config = pick(EstimateConfig, values)
-    hosts = parse_hosts(config.hosts)
+    hosts = parse_numbers(config.hosts, "--hosts", MOST_HOSTS)
     if run:
         refuse_options(TrainConfig, "is for the short training that is done without RUN: leave out this option, or RUN")
     rented = find_instance(config.instance, config.instances) if config.instance else None
@@ -191,18 +180,6 @@ def _describe_instance(record: Record, rented: InstanceType | None) -> list[str]
     ]
 
 
-@contextmanager
-def _output_on_stderr() -> Iterator[None]:
-    """Send the output of the ranks to standard error, because programs read the table from standard output."""
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-
 def _probe(train: TrainConfig) -> Record:
     """Train 16 steps on this machine for at most a minute, and return the record, whose files are removed."""
     import tempfile  # takes half the time of `cpuft estimate --help`
@@ -221,7 +198,7 @@ def _probe(train: TrainConfig) -> Record:
         plan = plan_training(cluster, launch, probe, run_dir, "lines", os.environ)
         click.echo("estimate: training for at most a minute on this machine", err=True)
         try:
-            with _output_on_stderr():
+            with redirect_stdout(sys.stderr):  # programs read the table from standard output
                 state = begin_state(cluster, run_dir, plan.owner)
                 run_as_head_host(plan, run_dir, state, PROBE_SECONDS, cluster.access.transport)
         except CpuftError:

@@ -38,7 +38,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, detach: bool, **
     --independent. Options of the training, such as --backend or --batch-size, are not for your own script.
     """
     from cpuft.launch.progress_bar import choose_progress
-    from cpuft.launch.run import LaunchRequest, describe_dry_run, plan_request, run_launch
+    from cpuft.launch.run import LaunchRequest, plan_request, run_launch
 
     if script:
         refuse_options(
@@ -55,14 +55,14 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, detach: bool, **
         with ExitStack() as sessions:
             planned = plan_request(request, os.environ, say, None if dry_run else locks, sessions)
             if dry_run and not detach:
-                print_plans([describe_dry_run(planned)])
+                print_plans([planned.plan])
                 return
             if planned.job and not dry_run:
                 check_hosts(planned.cluster, planned.job.config)
             if detach:
-                there = describe_dry_run(planned).full_plan
                 values["np"] = planned.cluster.ranks
-                sys.exit(move("launch", values, script, planned.cluster, planned.run_dir, there, dry_run))
+                place = planned.cluster, planned.run_dir
+                sys.exit(move("launch", values, script, *place, planned.plan.full_plan, dry_run))
         code, line = run_launch(request, planned, os.environ, say)
     click.echo(line, err=bool(code), nl=bool(line))
     sys.exit(code)

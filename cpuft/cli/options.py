@@ -6,7 +6,6 @@ import dataclasses
 import glob
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import click
@@ -16,6 +15,7 @@ from cpuft.cli.aliases import suggest_options
 from cpuft.config.fields import SECTIONS, format_flag, option_names, parse_value
 from cpuft.config.train import ALTERNATIVES
 from cpuft.errors import CpuftError, suggest_names
+from cpuft.files import read_given_text
 from cpuft.serialization import find_control, load, parse_yaml
 
 if TYPE_CHECKING:
@@ -313,11 +313,7 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
 
 def _read_mapping(path: str) -> dict[str, Any]:
     try:
-        values = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
-    except FileNotFoundError:
-        raise CpuftError(f"--config {path}: there is no such file: check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"--config {path} cannot be read ({error}): give a YAML file") from None
+        values = parse_yaml(read_given_text(path, "--config", "give a YAML file")) or {}
     except ValueError as error:
         raise CpuftError(f"--config {path} is not YAML ({error}): write lines of the form `option: value`") from None
     if not isinstance(values, dict):
@@ -327,9 +323,6 @@ def _read_mapping(path: str) -> dict[str, Any]:
 
 def _format_value(value: Any, where: str) -> str:
     try:
-        text = ",".join(load(list[str], value if isinstance(value, list) else [value], where))
-        if control := find_control(text):
-            raise ValueError(f"{where} contains the control character {control!r}")
-        return text
+        return ",".join(load(list[str], value if isinstance(value, list) else [value], where))
     except ValueError as error:
         raise CpuftError(f"{error}: write what its flag takes, or a list of that") from None

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,7 +25,6 @@ from cpuft.sweep.search import format_assignment, list_variable_options
 
 if TYPE_CHECKING:
     from cpuft.sweep.places import Place
-    from cpuft.sweep.queue import SweepQueue
     from cpuft.sweep.study import Sweep
 
 _REDRAW_SECONDS = 1.0
@@ -77,13 +77,14 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
     from cpuft.launch.run_folder import choose_run_dir
     from cpuft.plans import Plan
     from cpuft.sweep.parallel import parse_parallel
-    from cpuft.sweep.plan import find_places, plan_sweep
+    from cpuft.sweep.places import plan_places
+    from cpuft.sweep.plan import plan_sweep
 
     launch = pick(LaunchConfig, values)
     refuse_detaching(replace(launch, copy_checkpoints=False), config.resume)
     plan_sweep(config, _list_training_options(values))
     folder = choose_run_dir(launch.run_dir, "sweep")
-    find_places(config.hosts_per_run, parse_parallel(config.parallel) or 0, launch)
+    plan_places(launch, config.hosts_per_run, parse_parallel(config.parallel) or 0)
     cluster = gather_cluster(replace(launch, np=1))
     say(f"cpuft: the sweep is moved to {cluster.head} and ends with that host; nobody continues it then")
     sys.exit(move("sweep", values, (), cluster, folder, Plan(), dry_run, ("optuna",)))
@@ -92,8 +93,8 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
 def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.launch.run_folder import choose_run_dir
     from cpuft.sweep.parallel import parse_parallel
-    from cpuft.sweep.places import find_host_share
-    from cpuft.sweep.plan import find_places, measure_places, plan_sweep
+    from cpuft.sweep.places import find_host_share, plan_places
+    from cpuft.sweep.plan import measure_places, plan_sweep
     from cpuft.sweep.study import NOT_STORED, create_sweep, make_sweep
 
     launch = pick(LaunchConfig, values)
@@ -101,7 +102,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     settings, is_maximized, runs = plan_sweep(config, _list_training_options(values))
     options = _list_launch_options()
     folder, measurement = choose_run_dir(launch.run_dir, "sweep"), ""
-    places = find_places(config.hosts_per_run, parallel or 0, launch)
+    places = plan_places(launch, config.hosts_per_run, parallel or 0)
     if dry_run or parallel is None:
         first = make_sweep(folder, settings, is_maximized, runs)
         if config.search == "tpe":
@@ -131,8 +132,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
 def _resume(config: SweepConfig, dry_run: bool) -> None:
     from cpuft.hosts.cluster import LOCAL, read_hosts
     from cpuft.sweep.parallel import AUTO, parse_parallel
-    from cpuft.sweep.places import make_launch_config
-    from cpuft.sweep.plan import find_places
+    from cpuft.sweep.places import make_launch_config, plan_places
     from cpuft.sweep.study import read_sweep
 
     fixed = {*option_names(TrainConfig), *option_names(SweepConfig), "run_dir"}
@@ -161,7 +161,7 @@ def _resume(config: SweepConfig, dry_run: bool) -> None:
     if not parallel and read_hosts(launch) == (LOCAL,):
         # How this machine was divided says nothing about other hosts.
         parallel = round(1 / settings.host_share) * (settings.host_share < 1)
-    places = find_places(settings.hosts_per_run, parallel or 0, launch)
+    places = plan_places(launch, settings.hosts_per_run, parallel or 0)
     if dry_run:
         _print_plan(found, options, places)
         return
@@ -191,7 +191,7 @@ def _list_launch_options() -> list[str]:
 def _make_path_absolute(option: str) -> str:
     """Return an option of a launch such as "--hostfile=hosts" with an absolute path, if it is one of this machine."""
     flag, _, path = option.partition("=")
-    absolute = os.path.abspath(path)
+    absolute = os.path.abspath(os.path.expanduser(path))
     # --mpirun may be a name that is looked up on PATH, or a path on another host.
     is_mpirun = flag == "--mpirun" and "/" in path and os.path.exists(absolute)
     return f"{flag}={absolute}" if path and (flag in ("--hostfile", "--ssh-config") or is_mpirun) else option
@@ -227,13 +227,11 @@ def _carry_out(folder: str, config: SweepConfig, options: list[str], places: lis
     from cpuft.sweep.results import format_sweep
     from cpuft.sweep.study import open_sweep
 
-    live = LiveStatus(len(places)) if sys.stderr.isatty() else None
     with ExitStack() as stack:
         found = stack.enter_context(open_sweep(folder))
-        queue = SweepQueue(found, options, places, config.stop_after_failures, live.say if live else say)
-        stack.callback(live.clear if live else lambda: None)
+        queue = SweepQueue(found, options, places, config.stop_after_failures, say)
         try:
-            failed = queue.run((lambda: live.show(queue)) if live else (lambda: None))
+            failed = queue.run(stack.enter_context(show_status(found, len(places))))
         except Interrupted as stopped:
             say(f"cpuft: the sweep was stopped by {stopped}: continue it with cpuft sweep --resume {folder}")
             sys.exit(RESUMABLE if stopped.exit_code == 128 + signal.SIGUSR1 else stopped.exit_code)
@@ -242,34 +240,27 @@ def _carry_out(folder: str, config: SweepConfig, options: list[str], places: lis
     sys.exit(1 if failed else 0)
 
 
-class LiveStatus:
-    """Lines at the end of a terminal with the state of a sweep that has `places` runs at the same time."""
+@contextmanager
+def show_status(sweep: Sweep, places: int) -> Iterator[Callable[[], None]]:
+    """Yield a function that draws the state of a sweep anew, at most once a second, at the end of a terminal. What is
+    printed meanwhile appears above it. Without a terminal, the function does nothing.
+    """
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    def __init__(self, places: int) -> None:
-        self._places, self._lines, self._drawn = places, 0, 0.0
+    from cpuft.sweep.queue import format_status
 
-    def show(self, queue: SweepQueue) -> None:
-        """Draw the state anew; nothing is done within a second of the last time."""
-        from cpuft.sweep.queue import format_status
+    drawn = 0.0
 
-        if time.monotonic() - self._drawn < _REDRAW_SECONDS:
-            return
-        self.clear()
-        try:
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns
-        except OSError:  # The terminal was closed, which must not end the active runs.
-            columns = 80
-        lines = [line[: columns - 1] for line in format_status(queue.sweep, self._places, time.time()).split("\n")]
-        click.echo("\n".join(lines), err=True)
-        self._lines, self._drawn = len(lines), time.monotonic()
+    def draw() -> None:
+        nonlocal drawn
+        if time.monotonic() - drawn >= _REDRAW_SECONDS:
+            live.update(Text(format_status(sweep, places, time.time()), no_wrap=True, overflow="crop"), refresh=True)
+            drawn = time.monotonic()
 
-    def clear(self) -> None:
-        """Remove the lines."""
-        if self._lines:
-            click.echo(f"\x1b[{self._lines}F\x1b[J", err=True, nl=False)
-        self._lines, self._drawn = 0, 0.0
-
-    def say(self, line: str) -> None:
-        """Remove the state and print a line; the next `show` draws the state below it."""
-        self.clear()
-        say(line)
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+        yield draw

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
 from cpuft.errors import CpuftError, suggest_names
+from cpuft.serialization import is_count
 
 SECTIONS = (
     "Hosts and ranks",
@@ -136,3 +137,19 @@ def _describe_values(kind: type, least: float | None, most: float | None) -> str
 def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
     """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
     return f"{value!r} is not a value of {option}: {suggest_names(value, choices)}"
+
+
+def parse_numbers(text: str, flag: str, most: int = 10**6) -> tuple[int, ...]:
+    """Return the numbers in a text such as "4,1,2" in ascending order: (1, 2, 4). Raises CpuftError, about `flag`: a
+    word is no whole number from 1 to `most`, or a number is there twice.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for place, word in enumerate(words):
+        if not is_count(word, most=most):
+            problem = f"{word[:60]!r} is not a whole number from 1 to {most}"
+        elif int(word) in map(int, words[:place]):
+            problem = f"the number {word[:60]} is there twice"
+        else:
+            continue
+        raise CpuftError(f"{flag} {text[:60]}: {problem}: give numbers with commas between them, for example 1,2,4")
+    return tuple(sorted(map(int, words)))

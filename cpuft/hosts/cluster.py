@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cpuft import transfer
@@ -68,10 +69,12 @@ class Access:
         """Return the argv with which a host is the other side of `transfer.connect`; `words`: role and arguments."""
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
-    def run_transfer(self, host: Host, *words: str) -> Answer:
-        """Run `cpuft.transfer` on a host, which needs no cpuft, and return its answer. Raises as `Transport.run`."""
-        program = Path(transfer.__file__).read_text(encoding="utf-8")
-        return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program)
+    def run_module(self, host: Host, module: ModuleType, *words: str, seconds: float = 60.0) -> Answer:
+        """Run a module that imports the standard library alone on a host, which needs no cpuft, with `words` as its
+        arguments, and return its answer. Raises as `Transport.run`.
+        """
+        program = Path(str(module.__file__)).read_text(encoding="utf-8")
+        return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program, seconds)
 
     @property
     def mpirun_options(self) -> tuple[str, ...]:
@@ -347,10 +350,9 @@ def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ..
     addresses = access.transport.addresses(hosts)
     # Each host reports its route to the head host, and the head host its route to the first other host.
     targets = {host.name: addresses[0] for host in hosts[1:]} | {hosts[0].name: addresses[:2][-1]}
-    source = Path(facts.__file__).read_text(encoding="utf-8")
 
     def gather(host: Host) -> HostFacts:
-        answer = access.transport.run(host, access.any_python("-c", FROM_STDIN, targets[host.name]), source)
+        answer = access.run_module(host, facts, targets[host.name])
         return parse_facts(answer.output or answer.errors, host.name)
 
     try:

@@ -57,7 +57,9 @@ def _read_text(path: str) -> str:
 
 def _find_library(name: str) -> str:
     """Return the path of a shared library, in this Python's environment or else the system's; empty for none."""
-    found = sorted(glob.glob(os.path.join(sys.prefix, "lib", f"lib{name}.so*")))
+    # Of a virtual environment, sys.prefix is not known without the module site.
+    prefix = os.path.dirname(os.path.dirname(sys.executable or "/"))
+    found = sorted(glob.glob(os.path.join(prefix, "lib", f"lib{name}.so*")))
     for folder in ("/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/local/lib", "/usr/lib"):
         found += sorted(glob.glob(os.path.join(folder, f"lib{name}.so*")))
     return found[0] if found else ""

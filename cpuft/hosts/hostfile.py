@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from cpuft.errors import CpuftError
+from cpuft.files import read_given_text
 from cpuft.serialization import LAST_PORT, find_control, is_count
 
 NAME = re.compile(r"(?=[A-Za-z0-9].{0,252}$)[\w-]{1,63}(\.[\w-]{1,63})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{2,39}", re.ASCII)
@@ -135,15 +135,8 @@ def format_hostfile(hosts: tuple[Host, ...]) -> str:
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """Return the hosts of a hostfile, the head host first. Raises CpuftError: it cannot be read or understood."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise CpuftError(
-            f"hostfile {path}: there is no such file: check the path, or write a file with one host on each line"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"hostfile {path} cannot be read ({error}): give a file with one host on each line") from None
-    return parse_hostfile(text, path)
+    text = read_given_text(path, "--hostfile", "give a file with one host on each line")
+    return parse_hostfile(text.removeprefix("\ufeff"), path)
 
 
 def find_job_hostfile(environ: Mapping[str, str]) -> str:

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat, takewhile
 from pathlib import Path
 from typing import TypeVar
 
 from cpuft.errors import CpuftError
-from cpuft.execute import Answer
+from cpuft.execute import Answer, retry
 from cpuft.files import make_private_folder, write_text
 from cpuft.hosts import ssh_config
 from cpuft.hosts.hostfile import Host
@@ -58,19 +59,16 @@ class MpiJobTransport(SshTransport):
         return self._retry(host, partial(super()._run_remotely, host, argv, stdin, seconds))
 
     def _retry(self, host: Host, call: Callable[[], T]) -> T:
-        while True:
-            try:
-                return call()
-            except CpuftError as error:
-                kind = error.kind if isinstance(error, HostError) else UNREACHABLE
-                if kind == KEY_CHANGED:
-                    raise CpuftError(
-                        f"host {host.name} does not show the job's key as its host key: "
-                        f"start workers by python -m cpuft.hosts.mpijob, or name your own --ssh-config"
-                    ) from None
-                if kind != UNREACHABLE or time.monotonic() > self.deadline:
-                    raise
-            time.sleep(_RETRY_SECONDS)
+        pauses = takewhile(lambda pause: time.monotonic() < self.deadline, repeat(_RETRY_SECONDS))
+        try:
+            return retry(call, pauses, may_help=lambda error: getattr(error, "kind", UNREACHABLE) == UNREACHABLE)
+        except HostError as error:
+            if error.kind != KEY_CHANGED:
+                raise
+            raise CpuftError(
+                f"host {host.name} does not show the job's key as its host key: "
+                f"start workers by python -m cpuft.hosts.mpijob, or name your own --ssh-config"
+            ) from None
 
 
 def make_transport() -> MpiJobTransport:

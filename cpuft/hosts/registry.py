@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.serialization import find_control, load, parse_json
@@ -98,7 +97,7 @@ def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
             found = os.lstat(place)
             why = ""
             if found.st_uid not in trusted and (place == leaf or found.st_uid != _find_unmapped()):
-                why = f"its owner is {_name_user(found.st_uid)}"
+                why = f"its owner is user {found.st_uid}"
             elif not stat.S_ISLNK(found.st_mode) and (place == leaf or not found.st_mode & stat.S_ISVTX):
                 others = found.st_mode & stat.S_IWOTH
                 others |= 0 if _has_private_group(found) else found.st_mode & stat.S_IWGRP
@@ -134,15 +133,6 @@ def _find_unmapped() -> int:
     except (OSError, ValueError):
         return -1
     return -1 if any(int(first) <= overflow < int(first) + int(count) for first, _, count in maps) else overflow
-
-
-def _name_user(number: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
 
 
 def make_state_root(root: Path) -> None:
@@ -196,9 +186,7 @@ def read_entry(root: Path, name: str) -> Entry:
         if os.path.lexists(path.with_name(beside)):
             refuse_untrusted(path.with_name(beside))
     try:
-        values = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
-        # Entries of earlier versions lack this key. They had settings only for hosts that run this machine's own cpuft.
-        entry = load(Entry, {"shares_files": bool(values.get("settings"))} | values)
+        entry = load(Entry, parse_json(path.read_text(encoding="utf-8")))
         _check_entry(entry, path.parent)
         return entry
     except OSError:

@@ -121,7 +121,7 @@ def read_login(host: Host, config_path: str = "") -> Login:
         ) from None
     path = os.path.expanduser(config_path or "~/.ssh/config")
     try:
-        config = _read_config(path, *_read_stamp(path)) if os.path.exists(path) else paramiko.SSHConfig()
+        config = _read_config(path, os.stat(path).st_mtime_ns) if os.path.exists(path) else paramiko.SSHConfig()
         found: dict[str, Any] = dict(config.lookup(host.name))
     except (paramiko.SSHException, OSError, ValueError) as error:
         raise CpuftError(f"ssh's configuration {path} cannot be read ({error}): correct it") from None
@@ -170,13 +170,8 @@ def _split_paths(text: str) -> tuple[str, ...]:
     return tuple(map(os.path.expanduser, words))
 
 
-def _read_stamp(path: str) -> tuple[int, int, int]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
 @lru_cache(maxsize=8)
-def _read_config(path: str, changed: int, size: int, inode: int) -> paramiko.SSHConfig:
+def _read_config(path: str, changed: int) -> paramiko.SSHConfig:
     """Return a client configuration, which is parsed again only if the file has changed: for each host, it would take
     quadratic time.
     """

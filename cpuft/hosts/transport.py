@@ -13,12 +13,12 @@ import random
 import re
 import socket
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
@@ -237,7 +237,7 @@ class SshTransport(Transport):
             line = f"echo {_BEGIN}; {make_shell_line(argv)}"
             answer = _run_in_session(client, line, stdin.encode(), seconds)
         before, begun, output = answer.output.partition(f"{_BEGIN}\n")
-        if before if begun else answer.exit_code >= 0:  # it is -1 if the connection broke
+        if before or not begun:
             printed = " ".join((before or answer.text).split())[:80]
             raise HostError(
                 host.name,
@@ -343,14 +343,9 @@ def _log_in_to_bastions(login: Login, config_path: str, stack: ExitStack) -> par
 
 
 def _log_in(host: Host, login: Login, bastion: paramiko.SSHClient | None, stack: ExitStack) -> paramiko.SSHClient:
-    for pause in _DROPPED_PAUSES:
-        try:
-            return _try_to_log_in(host, login, bastion, stack)
-        except HostError as error:
-            if _DROPPED not in str(error):
-                raise
-        time.sleep(pause * random.uniform(0.5, 1))
-    return _try_to_log_in(host, login, bastion, stack)
+    pauses = (pause * random.uniform(0.5, 1) for pause in _DROPPED_PAUSES)
+    log_in = partial(_try_to_log_in, host, login, bastion, stack)
+    return execute.retry(log_in, pauses, may_help=lambda error: _DROPPED in str(error))
 
 
 def _try_to_log_in(

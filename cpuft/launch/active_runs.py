@@ -86,22 +86,19 @@ def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
     """Return where the run with the folder `run` is active, from the note that its launch keeps in the user's cache.
     Asks no host. Raises CpuftError: no run that was launched on this machine is active in the folder.
     """
-    run_dir = os.path.realpath(run)
-    try:
+    run_dir, note = os.path.realpath(run), None
+    with suppress(OSError, ValueError):
         path = _name_file(cache_path(environ), run_dir, "run")
-        note = load(_RunNote, parse_json(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        if Path(run_dir).is_dir():
-            raise CpuftError(
-                f"no run is active in the folder {run}: the run has ended, or no cpuft launch of yours on this "
-                f"machine started it; look into {run}/logs for what its ranks printed"
-            ) from None
+        if is_locked(path):  # a launch that was killed leaves its note
+            note = load(_RunNote, parse_json(path.read_text(encoding="utf-8")))
+    if not note and not Path(run_dir).is_dir():
         raise CpuftError(
             f"there is no folder {run_dir}: give the folder of a run that is running now, for example runs/mrpc-np2"
-        ) from None
-    if not is_locked(path):
+        )
+    if not note:
         raise CpuftError(
-            f"the run in {run} has ended, and its launch was killed: look into {run}/logs for what its ranks printed"
+            f"no run is active in the folder {run}: the run has ended, or no cpuft launch of yours on this machine "
+            f"started it; look into {run}/logs for what its ranks printed"
         )
     transport = slurm.find_transport(environ) or SshTransport(note.ssh_config)
     return ActiveRun(note.work, note.hosts, Access(transport, replace(NO_CLUSTER, python=note.python)))

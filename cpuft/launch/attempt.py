@@ -42,7 +42,6 @@ from cpuft.launch.run_state import (
 from cpuft.launch.supervise import StopRequest, run_as_head_host
 from cpuft.plans import RunPlan, Setting, Step
 from cpuft.rank.process import OWNER_VARIABLE, end_with_parent
-from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import protect_streams
 from cpuft.transfer import open_locked
@@ -90,10 +89,7 @@ def run_attempt(
                 return run_remotely(plan, run_dir, state, cluster, time_limit, say, request)
             return run_as_head_host(plan, run_dir, state, time_limit, cluster.access.transport, request)
     except Interrupted as stopped:
-        what = "nothing had started"
-        if Path(run_dir, "logs").exists():
-            has_record = Path(run_dir, FILE_NAME).exists()
-            what = f"the record is in {run_dir}" if has_record else f"nothing was recorded yet; logs are in {run_dir}"
+        what = f"their logs are in {run_dir}" if Path(run_dir, "logs").exists() else "nothing had started"
         say(f"cpuft: stopped by {stopped}: all ranks have ended, and {what}")
         if update := find_newest_update(run_dir):
             say(f"cpuft: continue after update {update} with {shlex.join(['cpuft', 'launch', '--resume', run_dir])}")

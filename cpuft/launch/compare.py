@@ -18,7 +18,6 @@ from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
 from cpuft.launch.progress_bar import show_progress
 from cpuft.plans import RunPlan
-from cpuft.serialization import is_count
 
 
 @dataclass(frozen=True)
@@ -31,20 +30,6 @@ class PlannedRun:
     """Folder of this run in that of the comparison, such as "np-2", "ideal-2-round-1" or "np-2-seed-42"."""
     cluster: Cluster
     plan: RunPlan
-
-
-def parse_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of ranks in a text such as "4,1,2" in ascending order: (1, 2, 4). Raises CpuftError: a word is
-    no whole number of 1 or more, or a number is there twice.
-    """
-    words = [word.strip() for word in text.split(",")]
-    advice = "give the numbers of ranks to compare, for example --np 1,2,4"
-    for place, word in enumerate(words):
-        if not is_count(word):
-            raise CpuftError(f"--np {text[:60]}: {word[:60]!r} is not a whole number of 1 or more: {advice}")
-        if int(word) in map(int, words[:place]):
-            raise CpuftError(f"--np {text[:60]}: the number {word[:60]} is there twice: {advice}")
-    return tuple(sorted(map(int, words)))
 
 
 def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:

@@ -15,7 +15,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,7 +69,7 @@ from cpuft.launch.inputs import (
     save_note,
 )
 from cpuft.launch.progress_bar import format_seconds
-from cpuft.launch.resume import CHECKPOINTS, has_begun, remove_empty_run
+from cpuft.launch.resume import CHECKPOINTS, remove_empty_run
 from cpuft.launch.run_folder import choose_run_dir, plan_claim
 from cpuft.launch.run_state import RunState, begin_state, write_state
 from cpuft.launch.script_command import plan_script
@@ -85,9 +85,9 @@ _NO_CLUSTER = "hosts"
 _EXAMINE = """
 import importlib.util, json, sys
 import cpuft
-print(json.dumps([cpuft.__version__, [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]]))
+print(json.dumps([cpuft.__version__, *(name for name in sys.argv[1:] if not importlib.util.find_spec(name))]))
 """
-_NO_PROGRAM, _KILLED = 127, 137
+_KILLED = 137
 _EVENT = re.compile(rb"([0-9]{1,18}) (\{.*\})\n")
 _MOST_SECONDS = 1e12
 """Greatest age of a run that a host may tell: not infinite, and a number."""
@@ -171,15 +171,14 @@ def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
     command = head.access.with_settings(python, "-c", FROM_STDIN, *packages)
     answer = head.access.transport.run(head.host, command, _EXAMINE)
     advice = "install it there, for example with cpuft provision hosts, or leave out --detach"
-    if answer.exit_code == _NO_PROGRAM:
-        raise CpuftError(f"host {name} has no Python at {python}, which would run the detached command: {advice}")
-    if answer.exit_code:
-        reason = last_line(answer.errors, "no reason was given")
-        raise CpuftError(f"the Python of host {name}, {python}, cannot import cpuft ({reason}): {advice}")
-    version, missing = parse_json(answer.output.splitlines()[-1])
+    try:
+        version, *missing = load(list[str], parse_json(last_line(answer.output, "")))
+    except ValueError:
+        reason = last_line(answer.errors, f"exit code {answer.exit_code}")
+        raise CpuftError(f"the Python of host {name}, {python}, cannot import cpuft ({reason}): {advice}") from None
     if version != cpuft.__version__:
         raise CpuftError(
-            f"host {name} has cpuft {str(version)[:40]}, and this machine has {cpuft.__version__}: install the same "
+            f"host {name} has cpuft {version[:40]}, and this machine has {cpuft.__version__}: install the same "
             "version on both, or leave out --detach"
         )
     if missing:
@@ -396,30 +395,26 @@ class Detached:
         """
         send = self.head.access.transfer_command("send-run", self.order.run_dir, CHECKPOINTS)
         is_stored, viewer = False, secrets.token_hex(6)
-        for pause in (*_FETCH_PAUSES, 0):
-            try:
-                now = next((one for one in self.head.list_runs() if one.order.id == self.order.id), None)
-                if now is None:
-                    raise CpuftError(f"host {self.head.host.name} does not list run {self.order.id} any more")
-                if now.fetched or not now.has_results:
-                    return now.fetched
-                if not is_stored:
-                    self.head.ask("claim", self.order.id, viewer)
-                    with lock_run(self.run_dir):
-                        self._claim()
-                        say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
-                        results.fetch(Path(self.run_dir), self.head.from_here(send), refuses_earlier=True)
-                    is_stored = True
-                self.head.ask("fetched", self.order.id, f"{socket.gethostname()}:{self.run_dir}")
-                return self.run_dir
-            except results.NotStoredError:
-                raise
-            except CpuftError as error:  # also while another attach fetches them
-                if not pause:
-                    raise
-                say(f"cpuft: trying again in {pause} s: {error}")
-                time.sleep(pause)
-        return ""
+
+        def fetch_now() -> str:
+            nonlocal is_stored
+            now = next((one for one in self.head.list_runs() if one.order.id == self.order.id), None)
+            if now is None:
+                raise CpuftError(f"host {self.head.host.name} does not list run {self.order.id} any more")
+            if now.fetched or not now.has_results:
+                return now.fetched
+            if not is_stored:
+                self.head.ask("claim", self.order.id, viewer)  # which fails while another attach fetches them
+                with lock_run(self.run_dir):
+                    self._claim()
+                    say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
+                    results.fetch(Path(self.run_dir), self.head.from_here(send), refuses_earlier=True)
+                is_stored = True
+            self.head.ask("fetched", self.order.id, f"{socket.gethostname()}:{self.run_dir}")
+            return self.run_dir
+
+        told = "cpuft: trying again in"
+        return execute.retry(fetch_now, _FETCH_PAUSES, lambda line: say(f"{told} {line}"), results.may_be_fetched)
 
 
 def list_heads(config: LaunchConfig) -> list[Head]:
@@ -521,18 +516,6 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
     if not read_host_folder(folder) == description.order.claimed != "":
         folder = choose_run_dir(folder, name)
     return replace(run, run_dir=folder)
-
-
-def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: Mapping[str, str]) -> list[str]:
-    """Return a line that says how to continue the run for each detached run noted on this machine, unless its id is in
-    `seen` or its folder here has more than the run state. Empty without `errors`: all hosts have answered.
-    """
-    return [
-        f"the head host of run {note.id} may be lost, and nobody restarts the run then: continue it with cpuft launch "
-        f"--resume {shlex.quote(note.run_dir)}"
-        for note in list_detached(environ)
-        if errors and note.id not in seen and read_host_folder(note.run_dir) and not has_begun(note.run_dir)
-    ]
 
 
 def list_run_cells(head: Head, one: Description) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +56,6 @@ _SAME_SIZES = (
     "pass tensors of the same shape and type on all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL in your shell, "
     "torch's gloo names the operation and the shapes"
 )
-_NOTHING = "(it printed nothing)"
 _COMM_ERROR = "cpuft comm: rank "
 """Start of the line with which cpuft.comm reports a collective that did not finish."""
 _LOST_PEER = (
@@ -197,9 +197,7 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
             return f"cpuft: {what}"
         summary = f"\ncpuft: {what}. Last lines of rank {first.rank}"
     output = _last_lines(text)
-    was_killed = failures and _is_signal(failures[0].code)
-    nothing = "(no output: the signal ended the rank before it could report an error)" if was_killed else _NOTHING
-    shown = [] if not (failures or output) and absent else [f"{summary}:", output or nothing]
+    shown = [] if not (failures or output) and absent else [f"{summary}:", output or "(it printed nothing)"]
     return "\n".join([*shown, *(f"cpuft: {line}" for line in absent or [blame] if line)])
 
 
@@ -254,6 +252,14 @@ def _last_lines(text: str) -> str:
     return os.linesep.join(escape_controls(line, kept="\t") for line in lines[-_TRACE_LINES:])
 
 
+def find_interruption(run_dir: str) -> InterruptedLine | None:
+    """Return the last line of a run's record, if that says how the run was interrupted; None for a script."""
+    with suppress(OSError, LookupError, ValueError, CpuftError):
+        line = parse_lines(Path(run_dir, FILE_NAME).read_text(encoding="utf-8"), FILE_NAME)[-1]
+        return line if isinstance(line, InterruptedLine) else None
+    return None
+
+
 def describe_end(
     code: int,
     run_dir: str,
@@ -275,10 +281,9 @@ def describe_end(
         return 1, ""
     if not ended_to_be_resumed(read_failures(Path(run_dir, "logs"), hosts)):
         return code, ""
-    record, what = Path(run_dir, FILE_NAME), "the ranks ended with exit code 75"
-    for line in parse_lines(record.read_text(encoding="utf-8"), str(record))[-1:] if not script else ():
-        if isinstance(line, InterruptedLine):
-            what = f"the run was interrupted by {line.by} after update {line.step} of {line.updates}"
+    what = "the ranks ended with exit code 75"
+    if line := find_interruption(run_dir):
+        what = f"the run was interrupted by {line.by} after update {line.step} of {line.updates}"
     where = [f"--{name}={value}" for name in ("cluster", "hostfile") if (value := getattr(config, name))]
     if script and script_config:
         where += [f"--{name}" for name in option_names(ScriptConfig) if getattr(script_config, name)]

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
 from cpuft.config.fields import format_flag
+from cpuft.config.launch import LaunchConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TRAINING_INPUTS, TrainConfig
 from cpuft.errors import CpuftError, last_line
@@ -81,6 +82,12 @@ class LaunchNote:
     """Id of a detached run; else empty."""
     run_dir: str = ""
     """Absolute path of the run folder of a detached run; else empty."""
+
+
+def make_note(config: LaunchConfig, paths: Iterable[str]) -> LaunchNote:
+    """Return the note of a launch with these options, which names these paths of files."""
+    files = (path and os.path.abspath(os.path.expanduser(path)) for path in (config.hostfile, config.ssh_config))
+    return LaunchNote(tuple(sorted(paths)), config.cluster, *files)
 
 
 def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> None:
@@ -243,7 +250,7 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
 
     def ask(host: Host) -> set[str]:
         folders = (one.remote_folder for one in bundles)
-        answer = cluster.access.run_transfer(host, "find-missing", cluster.folder, *folders)
+        answer = cluster.access.run_module(host, transfer, "find-missing", cluster.folder, *folders)
         if answer.exit_code:
             reason = last_line(answer.errors, "check its disk").removeprefix("cpuft: error: ")
             raise CpuftError(f"host {host.name} has no safe folder for the files of the run: {reason}")
@@ -257,7 +264,7 @@ def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
     used = sorted({*re.findall(rf"{re.escape(cluster.inputs)}/[0-9a-f]{{24}}", str(plan))})
     hosts = list(cluster.hosts.values()) if cluster.has_own_disks else []
     # A host that does not answer is reported by the first step that needs it.
-    try_hosts(lambda host: cluster.access.run_transfer(host, "keep-bundles", cluster.inputs, *used), hosts)
+    try_hosts(lambda host: cluster.access.run_module(host, transfer, "keep-bundles", cluster.inputs, *used), hosts)
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
@@ -270,9 +277,8 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
         if bundle.is_for_head:
             hosts = [host for host in hosts if host == cluster.head]
         if hosts and not bundle.sources:
-            do = "do" if len(hosts) > 1 else "does"
             raise CpuftError(
-                f"{', '.join(hosts)} {do} not have {bundle.remote_folder}, with which the run was started: name "
+                f"{bundle.remote_folder}, with which the run was started, is missing on {', '.join(hosts)}: name "
                 "--model, --data-dir or the files with examples again, as when it was started"
             )
         if hosts:

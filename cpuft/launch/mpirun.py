@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cpuft.errors import CpuftError
 from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.rank_counts import Assignment
 from cpuft.plans import Setting
 
 KEY = "CPUFT_RUN_KEY"
@@ -15,13 +14,8 @@ MAKE_KEY = ("sh", "-c", f'export {KEY}="$(od -vAn -N32 -tx1 /dev/urandom | tr -d
 """Put before a command, these words run the command with a new random key in its environment."""
 
 
-@dataclass(frozen=True)
-class RankGroup:
-    """The ranks of one host, and its settings."""
-
-    host: str
-    ranks: int
-    settings: tuple[Setting, ...]
+RankGroup = tuple[Assignment, tuple[Setting, ...]]
+"""The ranks of one host, and its settings."""
 
 
 def plan_mpirun(
@@ -48,14 +42,14 @@ def plan_mpirun(
         argv = ["-iface", iface, *(["-silent-abort"] if mpi.name == "intel" else [])]
         argv += ["-outfile-pattern", f"{folder}/rank-%r.out", "-errfile-pattern", f"{folder}/rank-%r.err"]
         argv += [word for one in shared for word in ("-genv", one.name, one.value)]
-    for index, group in enumerate(groups):
+    for index, (group, settings) in enumerate(groups):
         argv += [":"] if index else []
         if is_openmpi:  # env passes the settings: -x is global and drops empty values
-            settings = [f"{one.name}={one.value}" for one in shared + group.settings]
-            argv += ["--host", f"{group.host}:{group.ranks}", "-np", str(group.ranks), "env", *settings]
+            argv += ["--host", f"{group.host.name}:{group.ranks}", "-np", str(group.ranks)]
+            argv += ["env", *(f"{one.name}={one.value}" for one in shared + settings)]
         else:
-            argv += ["-host", group.host, "-n", str(group.ranks)]
-            argv += [word for one in group.settings for word in ("-env", one.name, one.value)]
+            argv += ["-host", group.host.name, "-n", str(group.ranks)]
+            argv += [word for one in settings for word in ("-env", one.name, one.value)]
         argv += command
     return (mpi.path, *argv)
 
@@ -72,15 +66,15 @@ def _plan_srun(
     srun: str, groups: tuple[RankGroup, ...], shared: tuple[Setting, ...], command: tuple[str, ...], logs: str
 ) -> tuple[str, ...]:
     """Start one job step on all cores of the job; `cpuft.rank` pins the ranks. --cpus-per-task would give it fewer."""
-    tasks = [group.host for group in groups for _ in range(group.ranks)]
+    tasks = [group.host.name for group, _ in groups for _ in range(group.ranks)]
     folder = logs.replace("%", "%%")  # srun replaces %t
     argv = [srun, "--quiet", "--mpi=pmi2", "--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--input=none"]
     argv += ["--overlap", "--overcommit", "--cpu-bind=none", f"--output={folder}/rank-%t.out"]
     argv += [f"--error={folder}/rank-%t.err", f"--nodes={len(groups)}", f"--ntasks={len(tasks)}"]
     argv += ["--distribution=arbitrary", f"--nodelist={','.join(tasks)}"]
     argv += ["env", *(f"{one.name}={one.value}" for one in shared), "sh", "-c", _SELECT_HOST, "select_host"]
-    for group in groups:
-        argv += [f"@{group.host}", *(f"{one.name}={one.value}" for one in group.settings)]
+    for group, settings in groups:
+        argv += [f"@{group.host.name}", *(f"{one.name}={one.value}" for one in settings)]
     return (*argv, "--", *command)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from cpuft.argv import module_command, pack_argv
@@ -55,6 +55,8 @@ from cpuft.rank.process import OWNER_VARIABLE
 class Job:
     """What is run: cpuft's own training, or a user's script."""
 
+    run_dir: str
+    """Absolute path of the run folder on this machine."""
     config: LaunchConfig
     train: TrainConfig
     script: tuple[str, ...] = ()
@@ -68,27 +70,18 @@ class Job:
     """This machine's file with a function of the user's, if the script is the module that calls it; else empty."""
     allowed_paths: frozenset[str] | None = None
     """Local files and folders that may be sent to hosts, if `train` comes from a record; None if the user gave it."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that the ranks inherit."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A job, its run folder, and the environment variables that the ranks inherit."""
-
-    job: Job
-    run_dir: str
-    """Absolute path of the run folder on this machine."""
-    environ: Mapping[str, str]
-
-
-def plan_run(
-    job: Job, cluster: Cluster, run_dir: str, environ: Mapping[str, str], resumed: ResumedRun | None = None
-) -> RunPlan:
-    """Plan a job on these hosts: a new run in `run_dir` of this machine, or with `resumed` its next attempt.
+def plan_run(job: Job, cluster: Cluster, resumed: ResumedRun | None = None) -> RunPlan:
+    """Plan a job on these hosts: a new run, or with `resumed` its next attempt.
 
     Reads the input files here, and asks the hosts which of them they lack. Changes nothing. Raises CpuftError: options
     do not fit, files or hosts cannot be used, or the newest checkpoint would not be used.
     """
-    work, config = cluster.work_dir(run_dir), job.config
+    run_dir, config, environ = job.run_dir, job.config, job.environ
+    work = cluster.work_dir(run_dir)
     if resumed:
         check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     if job.script:
@@ -323,10 +316,7 @@ def plan_ranks(
     shared, per_host = plan_settings(cluster, config, backend, environ)
     secret_settings, without_secrets, notes = plan_secrets(cluster, work, environ)
     per_host = tuple(settings + secret for settings, secret in zip(per_host, secret_settings))
-    groups = tuple(
-        mpirun.RankGroup(assignment.host.name, assignment.ranks, settings)
-        for assignment, settings in zip(cluster.assignments, per_host)
-    )
+    groups = tuple(zip(cluster.assignments, per_host))
     shared = tuple(setting for setting in shared if setting.name not in {one.name for one in extra})
     shared += keep_user_values(extra, user_variables(environ))
     owner = resumed.owner + 1 if resumed else 1
@@ -374,9 +364,8 @@ def _find_notice(place: str) -> str:
 
 def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
     """Return the settings that cpuft's own commands need on hosts with disks of their own."""
-    reasons = {"XDG_CACHE_HOME": "the cache of the user who made the cluster"}
     return tuple(
-        Setting(name, value, reasons.get(name, "so that Python finds cpuft on the hosts"))
+        Setting(name, value, "cpuft's own commands need it on the hosts of this cluster")
         for name, value in cluster.access.entry.settings.items()
         if cluster.works_remotely
     )

@@ -16,7 +16,6 @@ from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.run_state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
-from cpuft.launch.settings import unexportable_names
 from cpuft.plans import RunPlan, Setting
 from cpuft.secret_variables import SECRETS_PREFIX, may_be_secret, secrets_for_ranks
 
@@ -37,14 +36,13 @@ def plan_secrets(
     them in its environment, which it hands to the first process that claims to be its proxy on a host.
     """
     names = sorted(name for name, value in environ.items() if may_be_secret(name, value))
-    notes = [f"not passed on, because no shell can set this name: {name}" for name in unexportable_names(environ)]
     if cluster.inherits:
-        notes += [f"may be secret, so ranks only inherit them: {', '.join(names)}"] if names else []
+        notes = [f"may be secret, so ranks only inherit them: {', '.join(names)}"] if names else []
         return ((),), (), tuple(notes)
     sent = ", ".join([KEY, *sorted(secrets_for_ranks(environ))])
     local = ", ".join(sorted(set(names) - secrets_for_ranks(environ).keys()))
     channel = "srun" if cluster.access.transport.bootstrap else "ssh"
-    notes += [f"may be secret, so each rank gets them in a file of its own, over {channel}: {sent}"]
+    notes = [f"may be secret, so each rank gets them in a file of its own, over {channel}: {sent}"]
     notes += [f"may be secret, so they stay on this machine, and ranks do not get them: {local}"] if local else []
     files = [cluster.sent_file(run_dir, index) for index in range(len(cluster.assignments))]
     reason = f"each rank reads {sent} from its file and removes the file"

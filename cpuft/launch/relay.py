@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from cpuft import execute, transfer
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, join_last_lines
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import detect_dead_peer
 
@@ -48,7 +48,6 @@ _BACKLOG = 64
 """Connections that wait to be accepted: more than a host serves, so that strangers do not keep others away."""
 _DIRECT = 8
 """Most hosts that get a copy of their own from the sender at the same time, after the tree did not serve them."""
-_LAST_LINES = 3
 _FIRST_DAY, _LAST_DAY = datetime.datetime(2000, 1, 1), datetime.datetime(2999, 1, 1)
 """When a certificate is valid: its end is the end of the processes that have it, and clocks of hosts may be wrong."""
 
@@ -207,16 +206,14 @@ class _Link:
         if self._problem:
             return 1, self._problem
         _, errors = self._process.communicate()
-        lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
-        return execute.exit_code_of(self._process), " | ".join(lines[-_LAST_LINES:]) or "without a message"
+        return execute.exit_code_of(self._process), join_last_lines(errors.decode(errors="replace"), most=3)
 
 
 def _feed(order: RelayOrder, link: _Link, is_alone: bool) -> None:
     """Send the files to the first host of a tree, which can answer if it is alone."""
     try:
         found = transfer.walk_names(order.folder, order.names)
-        # A bundle is compared with its checksum when all of it has come.
-        transfer.send(link.open_stream(), found, is_alone, has_checksums=len(order.place) == 2)
+        transfer.send(link.open_stream(), found, is_alone)
     except transfer.LostError:
         pass  # its command says why
     except (transfer.TransferError, OSError) as error:

@@ -15,16 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, counted, last_line
-from cpuft.execute import Say
+from cpuft.execute import Say, retry
 from cpuft.files import remove_command
-from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
+from cpuft.hosts.cluster import Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.launch.failures import Failure, explain_exit, read_failures
-from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
+from cpuft.launch.plan import Job, plan_fetching, plan_run
 from cpuft.launch.results import (
     FILES_LEFT,
     HeadHostLostError,
@@ -46,7 +45,6 @@ from cpuft.plans import RunPlan
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
 
-T = TypeVar("T")
 Start = Callable[[RunPlan, str, Cluster, float], int]
 """Carries out a plan in a run folder on a cluster within a time limit in seconds (0: none); returns its exit code."""
 
@@ -59,8 +57,8 @@ _TRACEBACK = "Traceback (most recent call last)"
 _KILL_SECONDS = 15.0
 _LOST_HOST_SECONDS = 2.5
 """How long a host that was lost earlier may take to answer. A restart waits longer for the other hosts."""
-_RETRY_PAUSE_SECONDS = 2.0
-_RETRIES = 2
+_RETRY_PAUSES = (2.0, 2.0)
+"""Seconds before each new try to plan a restart after a failed connection."""
 
 
 @dataclass(frozen=True)
@@ -192,18 +190,6 @@ def find_limit(job: Job, cluster: Cluster) -> int:
     return config.max_restarts if config.max_restarts >= 0 else DEFAULT_RESTARTS * (len(cluster.assignments) > 1)
 
 
-def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """Return a plan's line about restarts of the run; () if there is none."""
-    limit = find_limit(job, cluster)
-    if not limit:
-        return ()
-    least = f", with at least {job.config.min_np} ranks" if job.config.min_np > 1 else ""
-    times = counted(limit, "time")
-    return (
-        f"if a host or a rank is lost, cpuft launch restarts the run up to {times} on the hosts that answer{least}",
-    )
-
-
 def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str], ranks: int, update: int) -> str:
     """Return "restart 1 of 3: REASON; 4 ranks on a, b continue after update 40" ("start from the beginning" for 0)."""
     plural = "s" * (ranks == 1)
@@ -214,7 +200,7 @@ def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str],
 
 
 def run_with_restarts(
-    launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say, request: StopRequest | None = None
+    job: Job, plan: RunPlan, cluster: Cluster, start: Start, say: Say, request: StopRequest | None = None
 ) -> int:
     """Run a job until it succeeds or another attempt would not help; return the exit code of the last attempt.
 
@@ -226,26 +212,26 @@ def run_with_restarts(
     """
     is_new = not plan.resumed
     # A host that did not answer when the run was resumed may have files of it.
-    earlier = read_state(launch.run_dir) if plan.resumed else None
-    known = read_hosts(launch.job.config) if earlier else ()
+    earlier = read_state(job.run_dir) if plan.resumed else None
+    known = read_hosts(job.config) if earlier else ()
     used = {host.name: host for host in known if earlier and host.name in earlier.hosts}
     history = RestartHistory(cluster, used_hosts=used)
-    policy, begun = RestartPolicy(find_limit(launch.job, cluster)), time.monotonic()
+    policy, begun = RestartPolicy(find_limit(job, cluster)), time.monotonic()
     while True:
         try:
-            time_limit = _time_left(launch.job, begun) if policy.restarts else launch.job.config.time_limit
+            time_limit = _time_left(job, begun) if policy.restarts else job.config.time_limit
             # The hosts keep what they have until the last attempt has ended.
-            start_now = partial(start, replace(plan, keep_host_copies=True), launch.run_dir, cluster, time_limit)
-            tried = make_attempt(launch, cluster, plan.owner, start_now)
+            start_now = partial(start, replace(plan, keep_host_copies=True), job.run_dir, cluster, time_limit)
+            tried = make_attempt(job.run_dir, cluster, plan.owner, start_now)
         except (NotStoredError, LaterStartError):
             raise  # the hosts have the only copies of the results, or work for another launcher: nothing is removed
         except CpuftError:
             if policy.restarts:
                 unreachable = cluster.access.transport.unresponsive
-                remove_all_but_checkpoints(plan, launch.run_dir, unreachable, say)
+                remove_all_but_checkpoints(plan, job.run_dir, unreachable, say)
             raise
-        if not tried.code or (tried.unfetched_from and _fetch_if_finished(launch, plan, cluster, say)):
-            clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
+        if not tried.code or (tried.unfetched_from and _fetch_if_finished(job.run_dir, plan, cluster, say)):
+            clean_up_lost_hosts(history, cluster, job.run_dir, plan.owner, say)
             return 0
         decision = policy.decide(tried)
         reason, signal_number = decision.reason, request.signal_number if request else 0
@@ -257,27 +243,27 @@ def run_with_restarts(
         history.leaving |= tried.leaving
         try:
             with cluster.access.transport.keep_sessions():
-                plan_next = partial(plan_next_attempt, launch, history, plan, cluster, tried, reason)
-                plan, cluster, update = retry_connections(plan_next)
+                plan_next = partial(plan_next_attempt, job, history, plan, cluster, tried, reason)
+                plan, cluster, update = retry(plan_next, _RETRY_PAUSES)
         except CpuftError as error:
             reason = f"{reason}, and {error}"
             break
         if not plan.ranks:
-            fetch_and_clean_up(plan, launch.run_dir, cluster, True, say)
-            clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
+            fetch_and_clean_up(plan, job.run_dir, cluster, True, say)
+            clean_up_lost_hosts(history, cluster, job.run_dir, plan.owner, say)
             return 0
         policy.restarts += 1
         where = list(cluster.hosts), cluster.ranks
         say(f"cpuft: {describe_restart(policy.restarts, policy.limit, reason, *where, update)}")
-    kill_ranks(cluster, launch.run_dir, plan.owner)
+    kill_ranks(cluster, job.run_dir, plan.owner)
     if policy.limit and (policy.restarts or decision.restart):
         say(f"cpuft: not restarted: {reason}")
     # Errors other than the loss of the head host may have come before the run folder was made.
     if policy.restarts or isinstance(tried.error, HeadHostLostError | None):
         without = {tried.unfetched_from, *cluster.access.transport.unresponsive}
-        remove_all_but_checkpoints(plan, launch.run_dir, without, say)
+        remove_all_but_checkpoints(plan, job.run_dir, without, say)
     if is_new and not tried.unfetched_from:
-        remove_empty_run(launch.run_dir)
+        remove_empty_run(job.run_dir)
     if tried.error and signal_number:
         say(f"cpuft: {tried.error}")
         return 128 + signal_number
@@ -295,7 +281,7 @@ def _time_left(job: Job, begun: float) -> float:
     return left if limit else 0.0
 
 
-def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[], int]) -> AttemptResult:
+def make_attempt(run_dir: str, cluster: Cluster, owner: int, start: Callable[[], int]) -> AttemptResult:
     """Start the ranks once, as the start with this owner number, and find out how they ended; AttemptResult(0) if well.
     Raises the CpuftError of `start`; if a lost host or connection is its reason, returns code 75 with this `error`.
     """
@@ -314,15 +300,15 @@ def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[
         code, error = RESUMABLE, refusal
     if not code:
         return AttemptResult(0)
-    failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
-    end = None if error else find_end(launch.run_dir, owner)
+    failures = [] if error else read_failures(Path(run_dir, "logs"), hosts)
+    end = None if error else find_end(run_dir, owner)
     transport.unresponsive.update(end.silent if end else ())
     if transport.unresponsive.intersection(hosts):
         # Another host may have been lost at the same moment: it has to be named, and nothing should wait for it later.
         transport.find_unresponsive([name for name in names if name not in transport.unresponsive])
     update = 0
     with suppress(CpuftError):
-        update = len(read_record(launch.run_dir).steps)
+        update = len(read_record(run_dir).steps)
     return AttemptResult(
         code,
         failures=tuple(failures),
@@ -330,7 +316,7 @@ def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[
         update=update,
         leaving=frozenset(end.leaving if end else ()),
         hosts=hosts,
-        stopped_at=_find_last_progress(launch.run_dir, begun),
+        stopped_at=_find_last_progress(run_dir, begun),
         error=error,
     )
 
@@ -344,20 +330,8 @@ def _find_last_progress(run_dir: str, begun: float) -> float:
     return changed if changed > begun else time.time()
 
 
-def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS) -> T:
-    """Return what `plan` returns, called up to three times, `pause` seconds apart, while it raises transient errors."""
-    for _ in range(_RETRIES):
-        try:
-            return plan()
-        except CpuftError as error:
-            if not error.is_transient:
-                raise
-        time.sleep(pause)
-    return plan()
-
-
 def plan_next_attempt(
-    launch: Launch, history: RestartHistory, plan: RunPlan, last: Cluster, tried: AttemptResult, reason: str
+    job: Job, history: RestartHistory, plan: RunPlan, last: Cluster, tried: AttemptResult, reason: str
 ) -> tuple[RunPlan, Cluster, int]:
     """Choose hosts for the next attempt and plan it, after one on `last` that ended as `tried`.
 
@@ -366,7 +340,7 @@ def plan_next_attempt(
     finished on a host, the plan only fetches it. Raises CpuftError: too few hosts are left, those left lack the newest
     checkpoint, or one cannot be used.
     """
-    job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
+    transport, run_dir = last.access.transport, job.run_dir
     history.used_hosts.update(last.hosts)
     kill_ranks(last, run_dir, plan.owner)
     hosts, first_ranks = read_hosts(job.config), {one.host.name: one.ranks for one in history.first_cluster.assignments}
@@ -380,22 +354,22 @@ def plan_next_attempt(
         )
     kill_ranks(last, run_dir, plan.owner, [host for host in remaining if host.name not in last.rank_hosts])
     if not tried.unfetched_from:  # otherwise the head host has the only record, and may even have finished
-        clean_up_left_out_hosts(launch, plan, last, remaining)
-    job = replace(job, config=replace(job.config, np=np))
-    cluster = gather_cluster(job.config, remaining, last.access, last.works_remotely)
+        clean_up_left_out_hosts(run_dir, plan, last, remaining)
+    config = replace(job.config, np=np)
+    cluster = gather_cluster(config, remaining, last.access, last.works_remotely)
     # The same folder on hosts, also if the run folder here is not made yet.
     cluster = replace(cluster, token=last.token)
     copies = _ask_hosts(remaining, cluster, run_dir, history.used_hosts.keys()) if cluster.works_remotely else ()
     if finished := [copy.host for copy in copies if copy.is_finished]:
-        cluster = gather_cluster(replace(job.config, np=1), tuple(finished[:1]), last.access, last.works_remotely)
+        cluster = gather_cluster(replace(config, np=1), tuple(finished[:1]), last.access, last.works_remotely)
         return plan_fetching(cluster, ResumedRun(run_dir, owner=plan.owner, host_copies=copies)), cluster, 0
     updates, fetched_from = -1, ""
     if not tried.unfetched_from:
         updates, fetched_from = tried.update, last.head if last.works_remotely else ""
-    resumed = find_resumed_run(launch.job, run_dir, copies, updates)
+    resumed = find_resumed_run(job, copies, updates)
     resumed = replace(resumed, owner=plan.owner, stopped_at=tried.stopped_at)
     resumed = replace(resumed, restart_reason=reason, fetched_from=fetched_from)
-    return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_update(run_dir, copies)
+    return plan_run(replace(job, config=config), cluster, resumed), cluster, find_newest_update(run_dir, copies)
 
 
 def _ask_hosts(hosts: Sequence[Host], cluster: Cluster, run_dir: str, owners: Set[str]) -> tuple[HostCopy, ...]:
@@ -430,7 +404,7 @@ def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Co
     return transport.unresponsive
 
 
-def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
+def clean_up_left_out_hosts(run_dir: str, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
     """Remove the run, except its checkpoints, from hosts of the last attempt that the next one does not use, and from a
     former head host: it would look like the current one, the first of `remaining`, because it has the lock file.
     """
@@ -438,20 +412,20 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
     left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})
     unreachable = last.access.transport.unresponsive
     if left_out - unreachable:
-        remove_all_but_checkpoints(plan, launch.run_dir, (names - left_out) | unreachable)
+        remove_all_but_checkpoints(plan, run_dir, (names - left_out) | unreachable)
 
 
-def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
+def _fetch_if_finished(run_dir: str, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
     """Fetch the run if it had finished on the head host and only the connection was lost; return whether it was."""
     if not cluster.works_remotely or cluster.access.transport.find_unresponsive([cluster.head]):
         return False
     copies: Sequence[HostCopy] = ()
     with suppress(CpuftError):
         head_host = [cluster.hosts[cluster.head]]
-        copies = retry_connections(partial(_ask_hosts, head_host, cluster, launch.run_dir, {cluster.head}))
+        copies = retry(partial(_ask_hosts, head_host, cluster, run_dir, {cluster.head}), _RETRY_PAUSES)
     if not any(copy.is_finished for copy in copies):
         return False
-    return fetch_and_clean_up(plan, launch.run_dir, cluster, True, say)
+    return fetch_and_clean_up(plan, run_dir, cluster, True, say)
 
 
 def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, owner: int, say: Say) -> None:
@@ -471,15 +445,15 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
         say(f"cpuft: {names} did not answer at the end of the run: {FILES_LEFT}")
 
 
-def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:
+def find_resumed_run(job: Job, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:
     """Return what is known about a run that is restarted: its recorded options, or those of `job` without a record, and
     `updates` as its number of updates or, if that is below 0 because the record is lost, the largest in `copies`.
     """
     batch = job.train.batch_size * job.train.gradient_accumulation * job.config.np
     try:
-        known = read_resumed_run(run_dir, bool(job.script), copies)
+        known = read_resumed_run(job.run_dir, bool(job.script), copies)
     except CpuftError:
-        known = ResumedRun(run_dir, job.train, job.config.np, 0, batch)
+        known = ResumedRun(job.run_dir, job.train, job.config.np, 0, batch)
     if updates < 0:
         updates = max([0, *(max(one.steps, one.checkpoint_update) for one in copies)])
     return replace(known, host_copies=copies, updates=updates)
@@ -489,9 +463,8 @@ def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host]
     """Kill the processes of a run, of this start and earlier ones, on hosts that answer: a lost mpirun does not end its
     ranks. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
     """
-    command = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir), str(owner))
-    transport, program = cluster.access.transport, Path(kill.__file__).read_text(encoding="utf-8")
     if hosts is None:
         hosts = list(cluster.hosts.values()) if len(cluster.hosts) > 1 else []
-    reachable = [host for host in hosts if host.name not in transport.unresponsive]
-    try_hosts(lambda host: transport.run(host, command, program, _KILL_SECONDS), reachable)
+    reachable = [host for host in hosts if host.name not in cluster.access.transport.unresponsive]
+    run = partial(cluster.access.run_module, seconds=_KILL_SECONDS)
+    try_hosts(lambda host: run(host, kill, cluster.work_dir(run_dir), str(owner)), reachable)

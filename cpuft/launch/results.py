@@ -12,13 +12,12 @@ import re
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from cpuft import execute, transfer
 from cpuft.argv import module_command
-from cpuft.errors import IO_ERROR, CpuftError, Interrupted
+from cpuft.errors import IO_ERROR, CpuftError, Interrupted, join_last_lines, list_names
 from cpuft.execute import Say
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
@@ -37,7 +36,6 @@ _FETCH_PAUSES = (2, 5, 10, 20, 40, *(60,) * 9)
 """Seconds before each new try to fetch a run that has finished: ten minutes together."""
 _REMOVE_SECONDS = 15.0
 _PARTIAL_REMOVE_SECONDS = 60.0
-_LAST_LINES = 6
 _PART = ".cpuft-fetch.partial"
 """Folder in the run folder with what has come while it is fetched."""
 _SHOWN = 5
@@ -54,6 +52,11 @@ class NotStoredError(CpuftError):
     """The results could not be stored here, or not be fetched although the run has finished. The hosts keep them."""
 
     exit_code = IO_ERROR
+
+
+def may_be_fetched(error: CpuftError) -> bool:
+    """Return whether results that could not be fetched may be fetched later."""
+    return not isinstance(error, NotStoredError)
 
 
 def plan_results(
@@ -138,19 +141,19 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say)
     name = ("--cluster", cluster.access.entry.name) if cluster.access.entry.name else ()
     command = shlex.join(("cpuft", "launch", "--resume", run_dir, *name))
     where = f"Its results are in {cluster.work_dir(run_dir)} on {cluster.head}, and {command} fetches them"
+
+    def fetch_now() -> None:
+        cluster.access.transport.unresponsive.discard(cluster.head)  # it may answer again
+        fetch_results(plan, run_dir, cluster, say)
+
+    told = "cpuft: the run has finished, and its results are fetched again in"
     try:
-        for pause in (*_FETCH_PAUSES, 0):
-            try:
-                return fetch_results(plan, run_dir, cluster, say)
-            except NotStoredError:
-                raise
-            except CpuftError as error:
-                if not pause:
-                    raise NotStoredError(f"the run has finished, but {error}. {where}") from None
-                say(f"cpuft: the run has finished, and its results are fetched again in {pause} s: {error}")
-            with execute.signals_raise():
-                time.sleep(pause)
-            cluster.access.transport.find_unresponsive([cluster.head])
+        with execute.signals_raise():
+            execute.retry(fetch_now, _FETCH_PAUSES, lambda line: say(f"{told} {line}"), may_be_fetched)
+    except NotStoredError:
+        raise
+    except CpuftError as error:
+        raise NotStoredError(f"the run has finished, but {error}. {where}") from None
     except Interrupted as stopped:
         say(f"cpuft: stopped by {stopped}: the run has finished. {where}")
         sys.exit(stopped.exit_code)
@@ -173,7 +176,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> No
             f"make room here or remove what is in the way, then fetch them with cpuft launch --resume {run_dir}"
         )
     if answer.exit_code:
-        output = " | ".join(lines[-_LAST_LINES:]) or "without a message"
+        output = join_last_lines("\n".join(lines))
         raise CpuftError(f"the results of the run could not be fetched from {cluster.head} ({output})")
     for line in lines:
         if line.startswith(_SKIPPED):
@@ -292,8 +295,7 @@ def main() -> None:
     except Interrupted as stopped:
         sys.exit(stopped.exit_code)
     if skipped:
-        more = f" and {len(skipped) - _SHOWN} more" if skipped[_SHOWN:] else ""
-        print(f"{_SKIPPED}{', '.join(skipped[:_SHOWN])}{more}")
+        print(f"{_SKIPPED}{list_names(skipped, _SHOWN)}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from cpuft.config.train import CHANGEABLE_ON_RESUME, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import is_locked
 from cpuft.hosts.cluster import (
-    FROM_STDIN,
     STATE_FILE,
     WORK_ROOT,
     Access,
@@ -213,11 +212,9 @@ def gather_host_copies(
 ) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
     """Return what hosts have of this machine's run in `run_dir`, and the errors of those that do not answer."""
     folder = read_host_folder(run_dir)
-    command = access.any_python("-c", FROM_STDIN, folder) if folder else ("echo", "{}")
-    program = Path(describe_run.__file__).read_text(encoding="utf-8")
 
     def ask(host: Host) -> HostCopy:
-        answer = access.transport.run(host, command, program)
+        answer = access.run_module(host, describe_run, folder) if folder else access.transport.run(host, ("echo", "{}"))
         return parse_host_copy(answer.output, host, answer.errors)
 
     answers = try_hosts(ask, hosts)

@@ -17,11 +17,11 @@ from cpuft.hosts.cluster import LOCAL, Cluster, find_access, gather_cluster, rea
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.attempt import run_attempt
 from cpuft.launch.failures import describe_end
-from cpuft.launch.inputs import LaunchNote, list_input_paths, load_note, save_note
+from cpuft.launch.inputs import LaunchNote, list_input_paths, load_note, make_note, save_note
 from cpuft.launch.leases import renew_leases
-from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
+from cpuft.launch.plan import Job, plan_fetching, plan_run
 from cpuft.launch.progress_bar import show_progress
-from cpuft.launch.restart import describe_limit, kill_ranks, run_with_restarts
+from cpuft.launch.restart import kill_ranks, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
 from cpuft.launch.resume import gather_resumed_run, has_begun
 from cpuft.launch.run_folder import choose_run_dir
@@ -110,14 +110,13 @@ def plan_request(
         name = name_script(command) if command else train.task
         run_dir = _take_folder("", f"{name}-np{config.np}", locks)
     paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
-    hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
-    note = LaunchNote(() if command else tuple(sorted(paths)), config.cluster, hostfile, ssh_config)
     allowed = frozenset(paths) if resumed else None
-    job = Job(config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed)
-    plan = plan_run(job, cluster, run_dir, environ, resumed)
+    kind = command, options.wrap, options.independent
+    job = Job(run_dir, config, train, *kind, request.progress, request.call_file, allowed, environ)
+    plan = plan_run(job, cluster, resumed)
     if reason:
         say(reason)
-    return PlannedLaunch(run_dir, cluster, plan, job, note=note)
+    return PlannedLaunch(run_dir, cluster, plan, job, make_note(config, () if command else paths))
 
 
 def _take_folder(wanted: str, name: str, locks: ExitStack | None) -> str:
@@ -149,13 +148,6 @@ def _describe_ranks(cluster: Cluster, ppn: int) -> str:
     return f"cpuft: {counted(cluster.ranks, 'rank')} on {hosts}, {where}; --np sets another number"
 
 
-def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
-    """Return the plan to print for a dry run. If the run may be restarted, its first note says how often."""
-    if not planned.job:
-        return planned.plan
-    return replace(planned.plan, notes=(*describe_limit(planned.job, planned.cluster), *planned.plan.notes))
-
-
 def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[str, str], say: Say) -> tuple[int, str]:
     """Carry out a planned launch, with restarts; return the exit code, and a closing line for the user or "". Raises
     the CpuftError of the last attempt; a signal ends this program.
@@ -177,7 +169,7 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     stop = StopRequest(job.config.grace_period if job.train.engine == "torch" else None, ctrl_c_seconds)
     start = partial(run_attempt, say=say, request=stop)
     with renew_leases(cluster.access, say), show_progress(request.progress):
-        code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say, stop)
+        code = run_with_restarts(job, planned.plan, cluster, start, say, stop)
     if not code:
         save_note(run_dir, LaunchNote(), environ)
     return describe_end(code, run_dir, cluster.rank_hosts, job.config, request.script, request.script_options)

@@ -32,7 +32,6 @@ PHASES = (SENDING, PREPARING, TRAINING, SAVING, FINISHED, INTERRUPTED, FAILED)
 LATER_START = 213
 """Exit code of a step or supervisor that knows a start of the run with a higher number. No signal has the number 85."""
 WAIT_FOR_OTHER = "wait until that one has ended, or stop it, and resume the run"
-_FORMAT = 1
 UNSAVED_MODEL = "model.[0-9]*.tmp"
 """Folder in the run folder that rank 0 writes the model to; it is renamed when it is complete."""
 
@@ -80,7 +79,7 @@ def newest(states: Iterable[RunState]) -> RunState | None:
 
 def format_state(state: RunState) -> str:
     """Return a state as a line of JSON with a checksum, which shows whether somebody has changed the line."""
-    values = {"format": _FORMAT, **asdict(state)}
+    values = asdict(state)
     return json.dumps(values | {"checksum": _checksum(values)}) + "\n"
 
 
@@ -88,12 +87,9 @@ def parse_state(text: str, place: str) -> RunState:
     """Return the state of a JSON text. Raises CpuftError, with `place` as its origin: it is damaged or too new."""
     try:
         values = load(dict[str, Any], parse_json(text))
-        version = values.get("format")
-        if type(version) is int and version > _FORMAT:
-            raise ValueError(f"a newer version of cpuft wrote it (format {version:.0f})")
         if values.pop("checksum", "") != _checksum(values):
             raise ValueError("it is damaged or was edited")
-        state = load(RunState, {name: value for name, value in values.items() if name != "format"})
+        state = load(RunState, values)
         if not re.fullmatch("[0-9a-f]{12}", state.id) or state.phase not in PHASES:
             raise ValueError(f"it has the id {state.id!r:.40} and the phase {state.phase!r:.40}")
     except ValueError as error:

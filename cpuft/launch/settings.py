@@ -264,7 +264,8 @@ def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
     """Return, sorted by name, the user's variables for MPI, oneCCL, OpenMP and similar libraries that ranks get besides
-    our settings. Those that may be secret are left out, because the values are visible on command lines.
+    our settings. Those that may be secret are left out, because the values are visible on command lines, and names that
+    no shell can set.
     """
     known = {setting.name for setting in ours}
     return tuple(
@@ -273,8 +274,3 @@ def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) ->
         if name.startswith(_BY_VALUE) and _SHELL_NAME.fullmatch(name) and not may_be_secret(name, value)
         if name not in known
     )
-
-
-def unexportable_names(environ: Mapping[str, str]) -> list[str]:
-    """Return the names that `forwarded_settings` leaves out because no shell can set them, such as "'CCL_A-B'"."""
-    return sorted(ascii(name) for name in environ if name.startswith(_BY_VALUE) and not _SHELL_NAME.fullmatch(name))

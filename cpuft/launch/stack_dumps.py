@@ -8,11 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, last_line
-from cpuft.hosts.cluster import FROM_STDIN, Access
+from cpuft.hosts.cluster import Access
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.rank import dump_stacks
@@ -242,11 +241,9 @@ def gather_dumps(run: ActiveRun, without: Collection[str] = ()) -> tuple[tuple[R
     """Return the dumps of all ranks, indexed by rank, and by host name the errors of hosts without a readable answer.
     All but those in `without` are asked at once, for up to 15 s. Ranks on those or on hosts with an error are SILENT.
     """
-    program = Path(dump_stacks.__file__).read_text(encoding="utf-8")
-    command = run.access.any_python("-c", FROM_STDIN, run.work, str(DUMP_SECONDS))
 
     def ask(host: Host) -> list[RankDump]:
-        answer = run.access.transport.run(host, command, program, _ANSWER_SECONDS)
+        answer = run.access.run_module(host, dump_stacks, run.work, str(DUMP_SECONDS), seconds=_ANSWER_SECONDS)
         try:
             return [parse_rank_dump(found, host.name) for found in load(list[Any], parse_json(answer.output))]
         except ValueError:

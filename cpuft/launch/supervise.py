@@ -27,6 +27,7 @@ from cpuft.launch.failures import (
     describe_absent,
     describe_failures,
     ended_to_be_resumed,
+    find_interruption,
     is_for_users,
     list_error_logs,
     read_failures,
@@ -40,7 +41,7 @@ from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes
 from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, OWNER_VARIABLE, STARTED_MARK, WAITS_MARK
-from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
+from cpuft.record import FILE_NAME
 
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take after the first Ctrl-C to finish one or two updates and save a checkpoint."""
@@ -66,10 +67,6 @@ _FAILURE_SECONDS = 0.5
 """Time from the failure of a rank until the hosts are asked, because a host that shuts down may still answer before."""
 _NEXT_CHECK_SECONDS = 10.0
 """Time until the hosts are asked again after all of them have answered."""
-_PREPARE_CHECK_SECONDS = 3.0
-"""The same time while examples are prepared, when the question disturbs no rank."""
-_PREPARE_CHECK_PAUSE = 9.0
-"""Least pause between two such questions, as a multiple of the time that the hosts took to answer."""
 _START_LIMIT = 45.0
 _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
@@ -184,14 +181,6 @@ class StuckError(Exception):
 
 class NotStartedError(Exception):
     """No rank has started in time."""
-
-
-class HostsLostError(Exception):
-    """Hosts do not answer any more; `names` holds their names."""
-
-    def __init__(self, names: set[str]) -> None:
-        super().__init__(", ".join(sorted(names)))
-        self.names = names
 
 
 @dataclass
@@ -325,29 +314,6 @@ class RunMonitor:
         return self.unreachable
 
 
-@dataclass
-class HostMonitor:
-    """Asks now and then whether all hosts answer, while one step on the head host prepares the run. Asking many hosts
-    keeps the head host busy, so the pause grows with the time that they took to answer.
-    """
-
-    find_unreachable: Callable[[], set[str]]
-    host_check: Future[set[str]] | None = None
-    asked_at: float = 0.0
-    next_host_check: float = field(default_factory=lambda: time.monotonic() + _PREPARE_CHECK_SECONDS)
-
-    def check(self) -> None:
-        """Ask the hosts on a thread, or raise HostsLostError if some did not answer. Called often; returns at once."""
-        now = time.monotonic()
-        if self.host_check is None and now > self.next_host_check:
-            self.host_check, self.asked_at = _start_thread(self.find_unreachable), now
-        if self.host_check and self.host_check.done():
-            if names := self.host_check.result():
-                raise HostsLostError(names)
-            pause = max(_PREPARE_CHECK_SECONDS, _PREPARE_CHECK_PAUSE * (now - self.asked_at))
-            self.host_check, self.next_host_check = None, now + pause
-
-
 def _start_thread(function: Callable[[], set[str]]) -> Future[set[str]]:
     """Call a function on a thread that does not keep this process from exiting."""
     future = Future[set[str]]()
@@ -422,22 +388,18 @@ def run_as_head_host(
 
 
 def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, transport: Transport) -> str:
-    """Prepare the examples, and write `plan.sh`; return which host was lost meanwhile, or "" if the ranks can start."""
+    """Prepare the examples, and write `plan.sh`; return which host was lost if that fails, "" if the ranks can start.
+    Nobody asks the hosts meanwhile: examples that are prepared are there for the restart.
+    """
     hosts = writer.state.hosts
-    names = sorted(set(hosts))
-    check_hosts = HostMonitor(lambda: transport.find_unresponsive(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
-            _run_step(plan.full_plan.as_local(step), check_hosts)
+            _run_step(plan.full_plan.as_local(step))
         write_plan(plan, run_dir)
     except BaseException as error:
-        lost = error.names if isinstance(error, HostsLostError) else set()
-        if isinstance(error, RuntimeError):
-            lost = transport.find_unresponsive(names)
-        if lost:
-            what = [str(error).splitlines()[0]] if isinstance(error, RuntimeError) else []
+        if isinstance(error, RuntimeError) and (lost := transport.find_unresponsive(sorted(set(hosts)))):
             lines = describe_absent([], hosts, lost)
-            for line in (*what, *lines):
+            for line in (str(error).splitlines()[0], *lines):
                 _print(line)
             writer.note(silent=tuple(sorted(lost)))
             return lines[0]
@@ -447,15 +409,10 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, transport: Transp
     return ""
 
 
-def _run_step(step: Step, check_hosts: Callable[[], None] = lambda: None) -> None:
+def _run_step(step: Step) -> None:
     remind = execute.make_reminder(lambda passed: _print(f"{step.why}: not finished after {passed:.0f} s"))
-
-    def watch() -> None:
-        remind()
-        check_hosts()
-
     with execute.open_memory_file() as output:
-        code = execute.run_step(step, os.environ, output, watch)
+        code = execute.run_step(step, os.environ, output, remind)
         output.seek(0)
         text = output.read().decode(errors="replace").strip()
     if code == _REJECTED:
@@ -487,7 +444,9 @@ def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit:
         )
     failures = read_failures(logs, hosts)
     if ended_to_be_resumed(failures):
-        writer.note(leaving=_find_leaving_hosts(logs.parent, hosts), reason="the ranks ended to be resumed")
+        line = find_interruption(str(logs.parent))
+        leaving = tuple(sorted({hosts[rank] for rank in line.leaving})) if line else ()
+        writer.note(leaving=leaving, reason="the ranks ended to be resumed")
         if not was_stuck:
             return RESUMABLE
     if monitor.stop_request.signal_number == signal.SIGINT:
@@ -505,16 +464,6 @@ def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit:
     print(text, file=sys.stderr, flush=True)
     writer.note(reason=text.splitlines()[-1].removeprefix("cpuft: "))
     return worst_exit_code(failures, RESUMABLE if lost else code)
-
-
-def _find_leaving_hosts(run_dir: Path, hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return the hosts that had received an interruption notice, by the last line of the record."""
-    try:
-        *_, last = parse_lines((run_dir / FILE_NAME).read_text(encoding="utf-8"), FILE_NAME)
-    except (OSError, ValueError, CpuftError):
-        return ()
-    ranks = last.leaving if isinstance(last, InterruptedLine) else ()
-    return tuple(sorted({hosts[rank] for rank in ranks}))
 
 
 def _mark_processes(step: Step, run_dir: Path, owner: int) -> dict[str, str]:

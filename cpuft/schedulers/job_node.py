@@ -39,7 +39,7 @@ import paramiko
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.errors import RESUMABLE, CpuftError, TransientError, describe_path_error
+from cpuft.errors import RESUMABLE, CpuftError, TransientError, explain_os_error
 from cpuft.files import hash_text, is_locked, write_text
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.cluster import JOB
@@ -503,7 +503,7 @@ def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) 
         _print(f"cpuft: error: {error}")
         return RESUMABLE if error.is_transient else 2
     except OSError as error:
-        _print(f"cpuft: error: {describe_path_error(error) or error}")
+        _print(f"cpuft: error: {explain_os_error(error) or error}")
         return RESUMABLE  # the node of another attempt may have room on its disk
 
 

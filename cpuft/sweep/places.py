@@ -9,7 +9,7 @@ from itertools import pairwise
 from cpuft.config.fields import parse_arguments
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
+from cpuft.hosts.cluster import LOCAL, Access, find_access, gather_facts, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import LOGIN_REFUSED, HostError
 
@@ -31,20 +31,18 @@ class Place:
     """Hosts that can be lost; empty for this machine."""
 
 
-def plan_places(
-    config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0
-) -> list[Place]:
+def plan_places(config: LaunchConfig, hosts_per_run: int, parallel: int) -> list[Place]:
     """Return the places of a sweep's runs: groups of hosts, or parts of this machine if it is the only host.
 
-    `parallel` is 0 for as many places as there are groups, or one on this machine. `cores` has the hardware threads of
-    each core of this machine, and `quota` the cores that its control group allows (0: no limit). Hosts that do not fill
-    a group are left out. Raises CpuftError: there are not enough hosts or cores.
+    `parallel` is 0 for as many places as there are groups, or one on this machine. Hosts that do not fill a group are
+    left out. Raises CpuftError: there are not enough hosts or cores.
     """
     hosts = read_hosts(config)
     if hosts == (LOCAL,):
         if hosts_per_run > 1:
             raise CpuftError(f"--hosts-per-run {hosts_per_run} needs hosts: name them with --hostfile or --cluster")
-        return _divide_machine(max(1, parallel), cores, quota)
+        (facts,) = gather_facts(hosts, Access())
+        return divide_machine(max(1, parallel), [core.threads for core in facts.cores], facts.cpu_quota)
     groups = [hosts[i : i + hosts_per_run] for i in range(0, len(hosts) - hosts_per_run + 1, hosts_per_run)]
     if not groups:
         raise CpuftError(f"--hosts-per-run {hosts_per_run} is too many for {counted(len(hosts), 'host')}: give fewer")
@@ -66,7 +64,10 @@ def find_host_share(places: Sequence[Place]) -> float:
     return 1 / len(places) if places and places[0].prefix else 1.0
 
 
-def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float) -> list[Place]:
+def divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0) -> list[Place]:
+    """Return equal parts of this machine, from the hardware threads of each core and the number of cores that the
+    control group allows (0: no limit). Raises CpuftError: there are not enough cores.
+    """
     if parallel == 1:
         return [Place("this machine")]
     threads = [(cpu,) for core in cores for cpu in core]

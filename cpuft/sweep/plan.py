@@ -117,17 +117,6 @@ def _choose_pruner(config: SweepConfig, configs: Sequence[TrainConfig]) -> str:
     return config.pruner
 
 
-def find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
-    """Return the places of a sweep's runs, each a group of hosts or a part of this machine's cores.
-
-    `parallel` 0 stands for a run on each group of hosts, or one on this machine. CpuftError: too few hosts or cores.
-    """
-    if read_hosts(launch) != (LOCAL,):
-        return plan_places(launch, hosts_per_run, parallel, ())
-    facts = gather_facts((LOCAL,), Access())[0]
-    return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
-
-
 def measure_places(sweep: Sweep, options: Sequence[str], launch: LaunchConfig, say: Say) -> tuple[list[Place], str]:
     """Return (places for `--parallel auto`, a sentence on why, which is also passed to `say`).
 
@@ -143,9 +132,9 @@ def measure_places(sweep: Sweep, options: Sequence[str], launch: LaunchConfig, s
     elif len(candidates) == 1:
         told = f"--parallel {AUTO}: one run at a time, because there is one run, or one hardware thread"
     else:
-        divided = {number: find_places(hosts_per_run, number, launch) for number in candidates}
+        divided = {number: plan_places(launch, hosts_per_run, number) for number in candidates}
         first = [*options, *sweep.settings.options, *format_assignment(sweep.runs[0].values)]
         rates = measure_parallel(divided, first, say)
         number, told = choose_parallel(rates), describe_choice(rates)
     say(told)
-    return find_places(hosts_per_run, number, launch), told
+    return plan_places(launch, hosts_per_run, number), told

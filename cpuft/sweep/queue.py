@@ -36,10 +36,8 @@ _STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
 """How long launches have to end after a signal, before they are killed."""
 _RETURN_SECONDS = 600.0
 """How long a sweep waits for lost hosts if no other hosts are left."""
-_LEAST_PAUSE, _MOST_PAUSE = 1.0, 60.0
-"""Seconds between two questions to a lost host: each pause is twice as long as the one before."""
-_REFUSED_PAUSE = 300.0
-"""Pause after a refused login: programs such as fail2ban lock out who is refused five times in ten minutes."""
+_ASK_SECONDS = 10.0
+"""Pause between two questions to lost hosts."""
 _LAST_BYTES = 1 << 16
 """How much of the end of a log is searched for the reason of a failure."""
 _ERROR = "cpuft: error: "
@@ -87,8 +85,6 @@ class SweepQueue:
         """Names of places on whose hosts a run has trained, which need no short check of the doctor any more."""
         self._lost = list[Place]()
         """Places that get no more runs because their hosts do not answer."""
-        self._pauses = dict[str, tuple[float, float]]()
-        """Name of a place -> (pause in seconds, time.monotonic() at its end) before its hosts are asked again."""
         self._failures = dict[str, int]()
         """Name of a place -> number of launches there in a row that ended without an update."""
         self._waits_until = time.monotonic() + _UNLOCK_SECONDS
@@ -127,22 +123,12 @@ class SweepQueue:
         if self._lost:
             self._say(f"no host answers any more: waiting up to {_RETURN_SECONDS / 60:.0f} min for one")
         while self._lost and time.monotonic() < end:
-            due = [place for place in self._lost if self._pauses.get(place.name, (0.0, 0.0))[1] <= time.monotonic()]
-            if back := [place for place in due if not self._find_lost(place)]:
-                self._places, self._lost = back, [place for place in self._lost if place not in back]
+            self._places = [place for place in self._lost if not find_lost_hosts(place, self._options)]
+            self._lost = [place for place in self._lost if place not in self._places]
+            if self._places:
                 return True
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_ASK_SECONDS)
         return False
-
-    def _find_lost(self, place: Place) -> dict[str, str]:
-        """Return what `find_lost_hosts` does, and note when the place may be asked again."""
-        lost = find_lost_hosts(place, self._options)
-        pause = min(2 * self._pauses.get(place.name, (_LEAST_PAUSE / 2, 0.0))[0], _MOST_PAUSE)
-        pause = _REFUSED_PAUSE if REFUSES in lost.values() else pause
-        self._pauses[place.name] = pause, time.monotonic() + pause
-        if not lost:
-            del self._pauses[place.name]
-        return lost
 
     def _list_open(self) -> list[Run]:
         """Return the runs that still have to be started, the longest first."""
@@ -279,10 +265,14 @@ class SweepQueue:
             self._checked.add(place.name)
         elif end.status == PRUNED:
             self._failures.pop(place.name, None)
-        elif gone := self._find_lost(place):
-            status, told = self._decide_after_loss(end)
-            end = replace(end, status=status)
-            self._lost.append(place)
+        elif gone := find_lost_hosts(place, self._options):
+            update, problem = check_copy(str(Path(self.sweep.folder, end.folder)))
+            end = replace(end, status=STOPPED if update else LOST)
+            told = f"it starts again from the beginning on another host, because {problem}"
+            if update:
+                told = f"it continues on another host after update {update}, from the copy of its checkpoint"
+            if REFUSES not in gone.values():  # programs such as fail2ban lock out who asks again
+                self._lost.append(place)
             self._retire(place, ", ".join(f"{name} {what}" for name, what in gone.items()))
         else:
             # Those that ended with the sweep say nothing about the run, and have no reason.
@@ -309,13 +299,6 @@ class SweepQueue:
         if active.pruned_at:
             return replace(end, status=PRUNED, reason=active.run.configuration.pruned)
         return replace(end, status=FAILED, reason=find_reason(self.sweep.find_log(start.folder)))
-
-    def _decide_after_loss(self, end: Attempt) -> tuple[str, str]:
-        """Return (status of an attempt whose host was lost, what the user is told about the next attempt)."""
-        update, problem = check_copy(str(Path(self.sweep.folder, end.folder)))
-        if update:
-            return STOPPED, f"it continues on another host after update {update}, from the copy of its checkpoint"
-        return LOST, f"it starts again from the beginning on another host, because {problem}"
 
     def _note_failure(self, place: Place, has_trained: bool) -> None:
         """Retire a place on which several launches in a row have ended without an update, or because of its disk."""

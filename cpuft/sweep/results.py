@@ -108,12 +108,7 @@ def describe_best(configurations: Sequence[Result]) -> str:
     same = [number for number, test in enumerate(tests, start=2) if not test]
     if not same:
         return "the best configuration is better than each of the others (t-test over seeds, 5 % level)"
-    if same == [2]:
-        which = "the next one"
-    elif len(same) == len(others):
-        which = "any of the others"
-    else:
-        which = f"{counted(len(same), 'other configuration')} (numbers {', '.join(map(str, same))})"
+    which = "any of the others" if len(same) == len(others) else f"number {', '.join(map(str, same))}"
     return f"the best configuration is not distinguishable from {which} (t-test over seeds, 5 % level)"
 
 

@@ -8,13 +8,13 @@ import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
-from cpuft.config.conflicts import refuse_conflicts
+from cpuft.config.conflicts import refuse_conflicts, refuse_unused_data_options
 from cpuft.config.fields import format_flag, option_names, parse_arguments, parse_value
 from cpuft.config.train import ALTERNATIVES, TrainConfig
 from cpuft.errors import CpuftError, suggest_names
+from cpuft.files import read_given_text
 from cpuft.serialization import load, parse_yaml
 
 SEED = "seed"
@@ -112,9 +112,7 @@ def read_conditions(path: str) -> list[Space]:
     """
     where = f"--conditions {path}"
     try:
-        alternatives = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"{where} cannot be read ({error}): give a YAML file") from None
+        alternatives = parse_yaml(read_given_text(path, "--conditions", "give a YAML file"))
     except ValueError as error:
         raise CpuftError(f"{where} is not YAML ({error}): write a list of mappings of options") from None
     if not isinstance(alternatives, list) or not alternatives or not all(isinstance(one, dict) for one in alternatives):
@@ -207,9 +205,6 @@ def check_assignments(base: TrainConfig, assignments: Sequence[OptionValues], gi
 
     `given` has the names of the options that the command line gives to all runs.
     """
-    # It imports much that `cpuft sweep --help` does not need.
-    from cpuft.config.conflicts import refuse_unused_data_options
-
     configs = [apply_assignment(base, assignment) for assignment in assignments]
     if len(tasks := list(dict.fromkeys(config.task for config in configs))) > 1:
         raise CpuftError(

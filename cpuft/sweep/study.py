@@ -18,7 +18,7 @@ from cpuft.config.fields import format_flag, option_names
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.sweep import SWEEP_PRUNERS, SWEEP_SEARCHES
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, requires
 from cpuft.files import write_text
 from cpuft.launch.active_runs import lock_run
 from cpuft.serialization import load
@@ -319,10 +319,8 @@ class Sweep:
 
 def import_optuna() -> Any:
     """Return the module optuna, or raise CpuftError with the command that installs it."""
-    try:
+    with requires("sweep", "sweeps are stored by Optuna, which is not installed"):
         import optuna
-    except ImportError:
-        raise CpuftError(f"sweeps are stored by Optuna, which is not installed: {install_command('sweep')}") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from cpuft.errors import CpuftError, describe_path_error, find_full_disk
+from cpuft.errors import CpuftError, explain_os_error
 from cpuft.terminal import protect_streams
 
 HUB_SECONDS = 3.0
@@ -60,12 +60,8 @@ def describe_exit(error: Exception) -> tuple[str, int]:
     """Return the line and the exit code with which a process ends after an error: a CpuftError's own, those of a full
     disk, or 2 for another problem with a path; ("", 1) for other errors, which need a traceback.
     """
-    if isinstance(error, CpuftError):
-        return str(error), error.exit_code
-    if not isinstance(error, OSError):
-        return "", 1
-    full, problem = find_full_disk(error), describe_path_error(error)
-    return (str(full), full.exit_code) if full else (problem, 2 if problem else 1)
+    explained = explain_os_error(error) if isinstance(error, OSError) else error
+    return (str(explained), explained.exit_code) if isinstance(explained, CpuftError) else ("", 1)
 
 
 @functools.cache

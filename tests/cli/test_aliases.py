@@ -82,17 +82,16 @@ def test_no_name_has_two_answers() -> None:
         (["--learning_rate", "2e-5"], "write --learning-rate instead of --learning_rate"),
         (["--output_dir", "out"], "write --run-dir instead of --output_dir"),
         (["--bf16"], "write --precision bf16 instead of --bf16"),
-        (["--no_cuda", "True"], "cpuft does not have the option --no_cuda, so leave it out: cpuft trains on CPUs only"),
+        (["--no_cuda", "True"], "leave out what cpuft does not have: --no_cuda (cpuft trains on CPUs only)"),
         (
             ["--task_name", "mrpc", "--do_train", "--xpu_backend", "ccl", "--no_cuda"],
-            "write --task instead of --task_name, --backend instead of --xpu_backend; cpuft does not have these "
-            "options, so leave them out: --do_train (a run always trains, then evaluates), --no_cuda (cpuft trains on "
-            "CPUs only)",
+            "write --task instead of --task_name, --backend instead of --xpu_backend; leave out what cpuft does not "
+            "have: --do_train (a run always trains, then evaluates), --no_cuda (cpuft trains on CPUs only)",
         ),
         (["--lr", "1e-4"], "write --learning-rate instead of --lr"),
         (
             ["--no_cuda", "--push_to_hub"],
-            "cpuft does not have these options, so leave them out: --no_cuda (cpuft trains on CPUs only), "
+            "leave out what cpuft does not have: --no_cuda (cpuft trains on CPUs only), "
             "--push_to_hub (when the run has ended, upload its model yourself; it is in the folder of the run, for "
             "example in runs/mrpc-np2/model)",
         ),

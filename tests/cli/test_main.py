@@ -45,14 +45,14 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--np", "0"], "--np '0' is not valid: give a whole number of 1 or more (see cpuft launch --help)"),
         (["launch", "--master-port", "65536"], "--master-port '65536' is not valid: give a whole number from 0 to 65535"),
         (["launch", "--np", "999"], "999 ranks on localhost, which has"),
-        (["launch", "--hostfile", "none"], "hostfile none: there is no such file"),
+        (["launch", "--hostfile", "none"], "there is no file none, which --hostfile names"),
         (["launch", "--hostfile", "bad"], "bad, line 2: 'slot=4' is not understood: write slots=N, user=NAME or"),
         (["launch", "--hostfile", "same"], "localhost and 127.0.0.1 are the same host: keep one line"),
         (["launch", "--np", "2", "--hostfile", "away"], "host 127.0.0.9 cannot be used over ssh"),
         (["launch", "--mpirun", "/none"], "there is no mpirun at /none"),
         (["launch", "--mpirun", "/bin/true"], "/bin/true is not an mpirun that cpuft knows"),
         (["launch", "--run-dir", "."], "exists already, and a run needs a new folder: give --run-dir the name"),
-        (["launch", "--config", "none.yaml"], "--config none.yaml: there is no such file"),
+        (["launch", "--config", "none.yaml"], "there is no file none.yaml, which --config names"),
         (["launch", "--config", "bad.yaml"], "--config bad.yaml: there is no option 'tsk': did you mean task?"),
         (["launch", "--iface", "eth77"], "has no interface eth77 with an address"),
         (["launch", "--config", "half.yaml"], "--config half.yaml: max-steps '3.5' is not valid: give a whole"),
@@ -75,9 +75,9 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["bench", "comm", "--np", "2", "--backends", "nccl"], "'nccl' is not a value of --backends: did you mean ccl?"),
         (["bench", "comm"], "bench comm measures the links between ranks: start two or more, e.g. --np 2"),
         (["launch", "--", "none.py"], "there is no script none.py in the folder "),
-        (["compare", "--np", "1,x"], "--np 1,x: 'x' is not a whole number of 1 or more: give the numbers of ranks to"),
-        (["compare", "--np", "2,1,2"], "--np 2,1,2: the number 2 is there twice: give the numbers of ranks to compare"),
-        (["compare", "--np", "9" * 5000], "999' is not a whole number of 1 or more: give the numbers of ranks to"),
+        (["compare", "--np", "1,x"], "--np 1,x: 'x' is not a whole number from 1 to 1000000: give numbers"),
+        (["compare", "--np", "2,1,2"], "--np 2,1,2: the number 2 is there twice: give numbers with commas"),
+        (["compare", "--np", "9" * 5000], "999' is not a whole number from 1 to 1000000: give numbers"),
         (["launch", "--epochs", "nan"], "--epochs 'nan' is not valid: give a number of 0 or more (see cpuft launch --help)"),
         (["launch", "--learning-rate", "inf"], "--learning-rate 'inf' is not valid: give a number of 0 or more (see cpuft launch --help)"),
         (["report", "none", "--estimate", "e.json"], "--estimate adds estimates to the HTML page: give --html as well"),
@@ -87,7 +87,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["stacks", "."], "no run is active in the folder .: the run has ended, or no cpuft launch of"),
         (["estimate", "none"], "the speed of the network between the hosts is not known: give --bandwidth,"),
         (["estimate", "--bandwidth", "fast"], "--bandwidth 'fast' is not a bit rate: write for example 1gbit"),
-        (["estimate", "--hosts", "1,x"], "--hosts '1,x' is not a list of whole numbers from 1 to 1024: write for example 1,2,4,8"),
+        (["estimate", "--hosts", "1,x"], "--hosts 1,x: 'x' is not a whole number from 1 to 1024: give numbers"),
         (["estimate", "--instance", "c7i.huge"], "--instance c7i.huge is not a known type of instance: did you"),
         (["estimate", "none", "--task", "mrpc"], "--task is for the short training that is done without RUN: leave out this option, or RUN"),
     ],
@@ -142,7 +142,7 @@ def test_settings_can_be_evaluated() -> None:
 
 def test_settings_leave_out_what_no_shell_can_set() -> None:
     done = run_cpuft("env", settings={"OMP_X;id #": "1", "HF_API_KEY": "hunter2"})
-    assert (done.returncode, done.stderr) == (0, "cpuft: left out, because no shell can set it: 'OMP_X;id #'\n")
+    assert (done.returncode, done.stderr) == (0, "")
     assert "OMP_X" not in done.stdout
     assert "hunter2" not in done.stdout
 

@@ -49,7 +49,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --hostfile hosts",
         {},
-        "hostfile hosts: there is no such file: check the path, or write a file with one host on each line",
+        "there is no file hosts, which --hostfile names: give a file with one host on each line",
     ),
     (
         "launch --hostfile hosts",
@@ -74,7 +74,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --config options.yaml",
         {},
-        "--config options.yaml: there is no such file: check the path",
+        "there is no file options.yaml, which --config names: give a YAML file",
     ),
     (
         "launch --config options.yaml",
@@ -94,12 +94,12 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --do_train --no_cuda",
         {},
-        "cpuft does not have these options, so leave them out: --do_train (a run always trains, then evaluates), --no_cuda (cpuft trains on CPUs only) (see cpuft launch --help)",
+        "leave out what cpuft does not have: --do_train (a run always trains, then evaluates), --no_cuda (cpuft trains on CPUs only) (see cpuft launch --help)",
     ),
     (
         "compare --np 2,1,2",
         {},
-        "--np 2,1,2: the number 2 is there twice: give the numbers of ranks to compare, for example --np 1,2,4",
+        "--np 2,1,2: the number 2 is there twice: give numbers with commas between them, for example 1,2,4",
     ),
     (
         "launch --train-file train.csv",
@@ -144,7 +144,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --push_to_hub",
         {},
-        "cpuft does not have the option --push_to_hub, so leave it out: when the run has ended, upload its model yourself; it is in the folder of the run, for example in runs/mrpc-np2/model (see cpuft launch --help)",
+        "leave out what cpuft does not have: --push_to_hub (when the run has ended, upload its model yourself; it is in the folder of the run, for example in runs/mrpc-np2/model) (see cpuft launch --help)",
     ),
     (
         "launch --load_best_model_at_end True",
@@ -159,7 +159,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --per_device_train_batch_size 16 --no_cuda",
         {},
-        "write --batch-size instead of --per_device_train_batch_size; cpuft does not have the option --no_cuda, so leave it out: cpuft trains on CPUs only (see cpuft launch --help)",
+        "write --batch-size instead of --per_device_train_batch_size; leave out what cpuft does not have: --no_cuda (cpuft trains on CPUs only) (see cpuft launch --help)",
     ),
     (
         "launch --backend nccl",
@@ -179,7 +179,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "compare --np 1,x",
         {},
-        "--np 1,x: 'x' is not a whole number of 1 or more: give the numbers of ranks to compare, for example --np 1,2,4",
+        "--np 1,x: 'x' is not a whole number from 1 to 1000000: give numbers with commas between them, for example 1,2,4",
     ),
     (
         "report runs/mrpc",

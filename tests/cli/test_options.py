@@ -105,7 +105,6 @@ def test_a_file_says_what_a_flag_says(text: str, value: object, tmp_path: Path) 
     [
         ("run_dir: [[a]]", "'run_dir'[0] is ['a'], and must be a text: write what its flag takes"),
         ("run_dir: {a: b}", "'run_dir'[0] is {'a': 'b'}, and must be a text: write what its flag takes"),
-        ('run_dir: "a\\0b"', "'run_dir' contains the control character '\\x00': write what its flag takes"),
         ('run_dir: "\\ud800"', "'run_dir'[0] contains half of a surrogate pair"),
         (
             "run_dir: " + "[" * 5000 + "]" * 5000,
@@ -172,7 +171,7 @@ def test_a_control_character_in_a_yaml_file_is_refused(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit) as ended:
         main(["provision", "hosts", "--config", str(path)])
     assert ended.value.code == 2
-    assert f"--config {path}: 'user' contains the control character '\\n'" in capsys.readouterr().err
+    assert "--user 'root\\n ProxyCommand touch /tmp/x' contains the control character" in capsys.readouterr().err
 
 
 def test_a_script_s_own_arguments_may_hold_any_character(tmp_path: Path) -> None:
@@ -201,7 +200,7 @@ def test_a_script_s_own_arguments_may_hold_any_character(tmp_path: Path) -> None
             ["provision", "local", "--net", "٣gbit", "--dry-run"],
             "--net '٣gbit' is not a bit rate: write for example 1gbit or 100mbit",
         ),
-        (["compare", "--np", "1,٢"], "--np 1,٢: '٢' is not a whole number of 1 or more: give the numbers of ranks"),
+        (["compare", "--np", "1,٢"], "--np 1,٢: '٢' is not a whole number from 1 to 1000000: give numbers"),
     ],
 )
 def test_digits_of_other_scripts_are_no_numbers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -11,12 +12,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cpuft.cli.sweep import LiveStatus, sweep
+from cpuft.cli.common import say
+from cpuft.cli.sweep import show_status, sweep
 from cpuft.record import read_record
 from cpuft.sweep.study import (
     DONE,
@@ -50,16 +51,37 @@ def create(folder: Path, **settings: Any) -> None:
 SHORT = ("--task", "demo", "--max-steps", "2", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
 
 
-def test_a_terminal_that_is_gone_does_not_end_the_active_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed write, standard error is /dev/null, which has no size."""
-    monkeypatch.setattr("cpuft.sweep.queue.format_status", lambda *_: "1 run" + 99 * "." + "\nbest")
-    shown = list[str]()
-    monkeypatch.setattr("click.echo", lambda text, **_: shown.append(text))
-    queue: Any = SimpleNamespace(sweep=None)
-    with open(os.devnull, "w", encoding="utf-8") as gone:
-        monkeypatch.setattr(sys, "stderr", gone)
-        LiveStatus(1).show(queue)
-    assert shown == ["1 run" + 74 * "." + "\nbest"]
+NO_SWEEP: Any = None
+
+
+class Terminal(io.StringIO):
+    """A terminal that can be read."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_state_is_drawn_below_what_is_printed_and_removed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpuft.sweep.queue.format_status", lambda *_: "1 run" + 299 * "." + "\nbest [0]")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with show_status(NO_SWEEP, 1) as draw:
+        draw()
+        draw()
+        say("run 1 of 2 [b]ended: 7")
+    shown = terminal.getvalue()
+    assert shown.count("1 run" + 75 * "." + "\n") == 3
+    first, _, rest = shown.partition("run 1 of 2 [b]ended: 7\n")
+    assert (first.count("best [0]"), rest.count("best [0]")) == (1, 2)
+    assert rest.endswith("\x1b[2K")
+
+
+def test_without_a_terminal_no_state_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    with show_status(NO_SWEEP, 1) as draw:
+        draw()
+    assert log.getvalue() == ""
 
 
 def test_a_dry_run_prints_the_launch_of_each_run(tmp_path: Path, golden: Golden) -> None:
@@ -96,11 +118,8 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
         (("--search", "random"), "--search random needs --trials"),
         (("--trials", "3"), "--trials is for --search random"),
         (("--search", "tpe", "--seed", "1,2"), "--search tpe needs --trials"),
-        (("--sampler", "random"), "does not have the option --sampler, so leave it out: --search is tpe or random"),
-        (
-            ("--storage", "sqlite:///a.db"),
-            "cpuft does not have the option --storage, so leave it out: optuna-dashboard reads",
-        ),
+        (("--sampler", "random"), "leave out what cpuft does not have: --sampler (--search is tpe or random"),
+        (("--storage", "sqlite:///a.db"), "leave out what cpuft does not have: --storage (optuna-dashboard reads"),
         (("--pruner", "median", "--seed", "1,2"), "--pruner median compares evaluations while training, and there are"),
         ((*TPE, "--pruner", "median"), "--pruner median compares evaluations while training, and there are none"),
         ((*TPE[:-1], "1e-5,1e-4"), "the values allow 2 configurations, fewer than --trials 3: give a range"),
@@ -121,7 +140,7 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
         ),
         (("--parallel", "many"), "--parallel 'many' is not a number of runs: give a whole number, or auto"),
         (("--parallel", "-1"), "--parallel '-1' is not a number of runs"),
-        (("--conditions", "none.yaml"), "--conditions none.yaml cannot be read"),
+        (("--conditions", "none.yaml"), "there is no file none.yaml, which --conditions names"),
         (("--hosts-per-run", "2"), "--hosts-per-run 2 needs hosts: name them"),
         (("--resume", "none"), "there is no sweep.jsonl in"),
         (("--resume", "none", "--seed", "1"), "--seed is not for --resume, which takes it from the sweep"),
@@ -192,9 +211,13 @@ def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
 
 def test_a_new_sweep_stores_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_text("a1\n")
-    monkeypatch.setattr("cpuft.cli.sweep._carry_out", lambda *_: None)
-    sweep.main(["--seed", "1,2", "--hostfile", "hosts", "--run-dir", "s"], standalone_mode=False)
+    given = list[str]()
+    monkeypatch.setattr("cpuft.cli.sweep._carry_out", lambda folder, config, options, places: given.extend(options))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ("--seed", "1,2", "--hostfile", "hosts", "--ssh-config", "~/lab", "--run-dir", "s")
+    sweep.main(words, standalone_mode=False)
     assert read_sweep("s").settings.launch == [f"--hostfile={Path.cwd()}/hosts"]
+    assert f"--ssh-config={tmp_path}/lab" in given
 
 
 def test_a_sweep_that_runs_on_another_host_is_active(tmp_path: Path) -> None:

@@ -16,12 +16,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cpuft import argv, hardware, plans, serialization
-from cpuft.cli.estimate import parse_hosts
 from cpuft.cli.options import read_config
 from cpuft.cli.stacks import format_dumps
 from cpuft.comm.backend_choice import read_choice
 from cpuft.config.bench import BenchConfig, list_bench_cases
-from cpuft.config.fields import format_arguments, option_names, parse_arguments
+from cpuft.config.fields import format_arguments, option_names, parse_arguments, parse_numbers
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
@@ -29,7 +28,6 @@ from cpuft.hosts import registry, ssh_config, topology
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import parse_version
 from cpuft.instance_types import INSTANCE_COLUMNS, parse_instance_types
-from cpuft.launch.compare import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.run_state import format_state, parse_state
 from cpuft.launch.settings import user_variables
@@ -450,7 +448,7 @@ PARSERS: dict[str, Parser] = {
     "read_pairs": Parser(_from_file("p.csv", _read_pairs), values.damaged(_PAIRS)),
     **{f"read_form of {name}": Parser(_read_form(name), values.damaged_json(good)) for name, good in _FORM.items()},
     "parse_dimensions": Parser(parse_dimensions, values.damaged(["384,256,128", "64"])),
-    "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
+    "parse_numbers": Parser(lambda text: parse_numbers(text, "--np", 1024), values.damaged(["1,2,4", "8"])),
     "parse_parallel": Parser(parse_parallel, values.damaged(["auto", "2", ""])),
     "read_estimates": Parser(
         _from_file("p.json", lambda path: read_estimates(str(path))), values.damaged_json(_PREDICTIONS)
@@ -465,7 +463,6 @@ PARSERS: dict[str, Parser] = {
         _from_file("c.yaml", lambda path: read_conditions(str(path))),
         values.damaged(["- seed: 1..3\n  lora-rank: [4, 8]\n- learning-rate: 1e-5\n"]) | CONFIGS,
     ),
-    "parse_hosts": Parser(parse_hosts, values.damaged(["1,2,4,8", "64"])),
     "parse_instance_types": Parser(partial(parse_instance_types, path="x"), values.damaged([_INSTANCES])),
     "list_bench_cases": Parser(
         lambda text: list_bench_cases(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])

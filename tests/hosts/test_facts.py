@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from cpuft.hosts import facts
 from cpuft.hosts.cluster import LOCAL, Access, gather_facts
 from cpuft.hosts.facts import read_free_memory, read_memory_left
 
@@ -56,3 +60,14 @@ def test_a_run_of_a_sweep_sees_its_share_of_the_quota() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CPUFT_CPU_QUOTA", "0.75")
         assert gather_facts((LOCAL,), Access())[0].cpu_quota == 0.75
+
+
+def test_a_library_of_the_environment_is_found_without_the_module_site(tmp_path: Path) -> None:
+    """As programs run on hosts; sys.prefix is then that of the Python from which the environment was made."""
+    python, library = tmp_path / "bin/python", tmp_path / "lib/libjemalloc.so.2"
+    for path in (python, library):
+        path.parent.mkdir()
+    python.symlink_to(sys.executable)
+    library.touch()
+    done = subprocess.run([python, "-IS", facts.__file__], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["libraries"]["jemalloc"] == str(library)

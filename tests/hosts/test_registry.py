@@ -122,7 +122,7 @@ def test_an_entry_of_another_user_is_refused(tmp_path: Path, place: str) -> None
     remember(root, ENTRY)
     write_text(root / "lab" / "ssh_config", "Host *\n")
     os.chown(root / place, 65534, 65534)
-    with pytest.raises(CpuftError, match=r"^others may write to .* \(its owner is nobody\), and so decide"):
+    with pytest.raises(CpuftError, match=r"^others may write to .* \(its owner is user 65534\), and so decide"):
         read_entry(root, "lab")
 
 
@@ -132,7 +132,7 @@ def test_a_link_of_another_user_does_not_lead_to_the_registry(tmp_path: Path) ->
     remember(own, ENTRY)
     theirs.symlink_to(own)
     os.chown(theirs, 65534, 65534, follow_symlinks=False)
-    with pytest.raises(CpuftError, match=r"^others may write to .*/theirs \(its owner is nobody\)"):
+    with pytest.raises(CpuftError, match=r"^others may write to .*/theirs \(its owner is user 65534\)"):
         state_root({"CPUFT_STATE": str(theirs)})
 
 

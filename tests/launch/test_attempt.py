@@ -192,7 +192,7 @@ def test_a_launch_whose_inputs_cannot_be_sent_may_be_repeated(
     here = gather_cluster(LaunchConfig(), is_on_host_disk=True)
     run_dir, send = str(tmp_path / "run"), Step("send rows.csv to localhost", ("false",))
     resumed = ResumedRun(run_dir) if is_resumed else None
-    plan = plan_run(Job(LaunchConfig(np=1), TrainConfig(), ("true",)), here, run_dir, {}, resumed)
+    plan = plan_run(Job(run_dir, LaunchConfig(np=1), TrainConfig(), ("true",)), here, resumed)
     for _ in range(2):
         state = begin_state(here, run_dir, plan.owner)
         with pytest.raises(CpuftError, match=r"send rows\.csv to localhost: failed"):

@@ -101,20 +101,23 @@ def test_a_job_needs_no_detached_run(config: LaunchConfig, environ: dict[str, st
 @pytest.mark.parametrize(
     "answer, reason",
     [
-        (Answer(127, ""), "host node1 has no Python at /env/bin/python, which would run the detached command: install"),
+        (Answer(127, "", "sh: not found"), "/env/bin/python, cannot import cpuft (sh: not found): install it there"),
+        (Answer(0, ""), "/env/bin/python, cannot import cpuft (exit code 0): install it there"),
+        (Answer(0, "[]"), "/env/bin/python, cannot import cpuft (exit code 0): install it there"),
+        (Answer(0, "{ hello"), "/env/bin/python, cannot import cpuft (exit code 0): install it there"),
         (
             Answer(1, "", "x\nNo module named 'cpuft'\n"),
             "/env/bin/python, cannot import cpuft (No module named 'cpuft')",
         ),
-        (Answer(0, '["0.0.1", []]\n'), "host node1 has cpuft 0.0.1, and this machine has"),
-        (Answer(0, f'hello\n["{cpuft.__version__}", ["optuna"]]\n'), "lacks optuna, which the command needs: install"),
+        (Answer(0, '["0.0.1"]\n'), "host node1 has cpuft 0.0.1, and this machine has"),
+        (Answer(0, f'hello\n["{cpuft.__version__}", "optuna"]\n'), "lacks optuna, which the command needs: install"),
     ],
 )
 def test_a_python_that_cannot_run_the_command_is_found_before_the_start(answer: Answer, reason: str) -> None:
     with pytest.raises(CpuftError) as caught:
         examine_python(make_head(answer), ("optuna",))
     assert reason in str(caught.value)
-    examine_python(make_head(Answer(0, f'["{cpuft.__version__}", []]')))
+    examine_python(make_head(Answer(0, f'["{cpuft.__version__}"]')))
 
 
 def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,14 +187,14 @@ def test_the_plan_of_a_resumed_run_sends_the_checkpoint_to_its_head_host(
 ) -> None:
     monkeypatch.setattr(planning, "gather_missing", lambda bundles, cluster: {})
     write(tmp_path, 6)
-    job = Job(LaunchConfig(np=2, copy_checkpoints=True), TRAIN)
+    job = Job(str(tmp_path), LaunchConfig(np=2, copy_checkpoints=True), TRAIN)
     resumed = ResumedRun(str(tmp_path), TRAIN, 2, 6, 64, (HostCopy(Host("b")), HostCopy(Host("c"))))
-    plan = plan_run(job, make_away("b", "c"), str(tmp_path), {}, resumed)
+    plan = plan_run(job, make_away("b", "c"), resumed)
     ((send,),) = plan.inputs
     assert send.why.startswith("send state.safetensors to b (")
     assert plan.copy_seconds == 30.0
     assert f"each new checkpoint is copied to {tmp_path}/checkpoints (a look every 30 s)" in plan.notes[0]
-    new = plan_run(job, make_away("b", "c"), "/runs/new", {})
+    new = plan_run(replace(job, run_dir="/runs/new"), make_away("b", "c"))
     assert new.inputs == ()
 
 
@@ -205,8 +205,8 @@ def test_a_sent_checkpoint_arrives_whole(tmp_path: Path, monkeypatch: pytest.Mon
     keep_best(write(run, 6))
     prefixes: dict[str, tuple[str, ...]] = {"b": ("sh", "-c")}
     cluster = replace(make_away("b"), command_prefixes=prefixes)
-    job = Job(LaunchConfig(np=1), TRAIN)
-    plan = plan_run(job, cluster, str(run), {}, ResumedRun(str(run), TRAIN, 1, 6, 64, (HostCopy(Host("b")),)))
+    job = Job(str(run), LaunchConfig(np=1), TRAIN)
+    plan = plan_run(job, cluster, ResumedRun(str(run), TRAIN, 1, 6, 64, (HostCopy(Host("b")),)))
     for (step,) in plan.inputs:
         command = [word.replace(cluster.folder, str(own)) for word in step.command]
         subprocess.run(command, check=True)

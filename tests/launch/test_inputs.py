@@ -40,6 +40,7 @@ from cpuft.launch.inputs import (
     list_input_paths,
     load_note,
     make_bundle,
+    make_note,
     pack_embedding,
     pack_script,
     pack_training,
@@ -213,6 +214,13 @@ def test_a_note_that_is_removed_meanwhile_hides_no_others(work: Path) -> None:
     (note, _) = (work / "state").rglob("*.json")
     note.with_name("removed.json").symlink_to(work / "nowhere")
     assert [note.id for note in list_detached(environ)] == ["first", "second"]
+
+
+def test_a_note_has_absolute_paths(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", "/home/me")
+    note = make_note(LaunchConfig(hostfile="hosts", ssh_config="~/lab"), ["/b", "/a"])
+    assert note == LaunchNote(("/a", "/b"), "", f"{work}/hosts", "/home/me/lab")
 
 
 HOSTS = ("cluster", "hostfile", "ssh_config")

@@ -157,7 +157,7 @@ def test_leases_are_renewed_until_the_launch_has_ended(
     long = "fetch_and_clean_up" if is_finished else "run_with_restarts"
     monkeypatch.setattr(f"cpuft.launch.run.{long}", last)
     cluster = replace(AWAY, access=rent("a", "b"))
-    job = None if is_finished else Job(LaunchConfig(np=1), TrainConfig(), ("true",))
+    job = None if is_finished else Job(str(tmp_path / "run"), LaunchConfig(np=1), TrainConfig(), ("true",))
     planned = PlannedLaunch(str(tmp_path / "run"), cluster, RunPlan(), job)
     request = LaunchRequest(LaunchConfig(np=1), TrainConfig(), ScriptConfig(), ("true",), "", frozenset(), "lines")
     assert run_launch(request, planned, {"CPUFT_STATE": str(tmp_path)}, lambda line: None)[0] == 0

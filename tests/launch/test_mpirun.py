@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation, parse_version
+from cpuft.hosts.rank_counts import Assignment
 from cpuft.launch.mpirun import RankGroup, mpirun_settings, plan_mpirun
 from cpuft.plans import Plan, Setting, Step, format_plan
 from tests.conftest import Golden
@@ -22,9 +24,15 @@ VERSIONS = {
     "mpich": "HYDRA build details:\n    Version:                                 4.0.2\n",
     "srun": "slurm-wlm 22.05.8\n",
 }
+
+
+def make_group(host: str, ranks: int, settings: tuple[Setting, ...]) -> RankGroup:
+    return Assignment(Host(host), ranks), settings
+
+
 GROUPS = (
-    RankGroup("node1", 2, (Setting("OMP_NUM_THREADS", "16", ""), Setting("X", "a b", ""))),
-    RankGroup("node2", 1, (Setting("OMP_NUM_THREADS", "32", ""),)),
+    make_group("node1", 2, (Setting("OMP_NUM_THREADS", "16", ""), Setting("X", "a b", ""))),
+    make_group("node2", 1, (Setting("OMP_NUM_THREADS", "32", ""),)),
 )
 SHARED = (Setting("MASTER_ADDR", "10.0.0.1", ""),)
 
@@ -71,7 +79,7 @@ def test_percent_signs_in_the_log_folder_are_escaped_for_srun() -> None:
 def test_each_task_of_srun_has_the_settings_of_its_own_host(host: str) -> None:
     awkward = {"A": "a 0", "B": 'a"=0"', "C": "a'; echo foo", "D": "$HOME", "E": "one\ntwo", "F": "--", "G": "@node2"}
     groups = tuple(
-        RankGroup(name, 1, (*(Setting(*one, "") for one in awkward.items()), Setting("OWN", name, "")))
+        make_group(name, 1, (*(Setting(*one, "") for one in awkward.items()), Setting("OWN", name, "")))
         for name in ("node1", "node2", "node11")
     )
     show = (
@@ -122,7 +130,7 @@ def test_no_host_but_the_head_host_logs_in_to_others(tmp_path: Path) -> None:
     path = Path(sys.executable).with_name("mpirun")
     hosts = [f"127.0.1.{number}" for number in range(1, 21)]
     (tmp_path / "logs").mkdir()
-    groups = tuple(RankGroup(host, 1, ()) for host in hosts)
+    groups = tuple(make_group(host, 1, ()) for host in hosts)
     words = plan_mpirun(MpiImplementation(str(path), "intel"), groups, (), ("true",), f"{tmp_path}/logs", "lo")
     own = {one.name: one.value for one in mpirun_settings(MpiImplementation("", "intel"), (), False, hosts=len(hosts))}
     environ = {**os.environ, **own, "PATH": f"{path.parent}:{os.environ['PATH']}"}

@@ -15,14 +15,14 @@ import pytest
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.execute import Answer
+from cpuft.execute import Answer, retry
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.rank_counts import Assignment
 from cpuft.launch import restart
 from cpuft.launch.failures import Failure
-from cpuft.launch.plan import Job, Launch, plan_run
+from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.restart import (
     AttemptResult,
     RestartDecision,
@@ -30,13 +30,11 @@ from cpuft.launch.restart import (
     RestartPolicy,
     choose_hosts,
     clean_up_lost_hosts,
-    describe_limit,
     describe_restart,
     find_limit,
     find_resumed_run,
     make_attempt,
     plan_next_attempt,
-    retry_connections,
     run_with_restarts,
 )
 from cpuft.launch.results import HeadHostLostError, NotStoredError
@@ -57,8 +55,9 @@ def cluster() -> Cluster:
     return gather_cluster(LaunchConfig())
 
 
-def script(restarts: int, **options: float) -> Job:
-    return Job(LaunchConfig(**{"np": 1, "max_restarts": restarts} | options), TrainConfig(), ("true",))  # type: ignore[arg-type]
+def script(restarts: int, run_dir: str = "run", **options: float) -> Job:
+    config = LaunchConfig(**{"np": 1, "max_restarts": restarts} | options)  # type: ignore[arg-type]
+    return Job(os.path.abspath(run_dir), config, TrainConfig(), ("true",))
 
 
 def run(
@@ -73,9 +72,8 @@ def run(
         left.append(seconds)
         return ends[len(plans) - 1](folder / "logs" / "rank-0.err")
 
-    plan = plan_run(job, cluster, str(folder), {})
-    launch = Launch(job, str(folder), {})
-    return run_with_restarts(launch, plan, cluster, start, said.append, request), plans, said, left
+    plan = plan_run(job, cluster)
+    return run_with_restarts(job, plan, cluster, start, said.append, request), plans, said, left
 
 
 def fails(code: int, text: str = "") -> Callable[[Path], int]:
@@ -143,7 +141,7 @@ def test_planning_a_restart_is_retried_after_a_failed_connection(
         raise error
 
     with suppress(CpuftError):
-        assert retry_connections(plan, pause=0.0) == 7
+        assert retry(plan, (0.0, 0.0)) == 7
     assert (len(asked), len(asked) > fails) == (tries, ends_well)
 
 
@@ -161,14 +159,14 @@ def test_hosts_that_are_lost_at_the_same_moment_are_all_found() -> None:
     three = replace(three, access=replace(three.access, transport=Transport()))
     Path("run").mkdir()
     StateWriter("run", make_state(silent=(names[1],))).end(1)
-    attempt = make_attempt(Launch(script(3), str(Path("run").absolute()), {}), three, 1, lambda: 1)
+    attempt = make_attempt(os.path.abspath("run"), three, 1, lambda: 1)
     assert attempt.unreachable == {names[1], names[2]}
     assert asked == [names[0], names[2]]
 
 
 def test_hosts_keep_their_files_until_the_last_attempt_has_ended(cluster: Cluster) -> None:
     """Each attempt is told to keep them, and the hosts with checkpoints are printed once at the end."""
-    plan = replace(plan_run(script(0), cluster, str(Path("run").absolute()), {}), partial_cleanup=((KEEP,),))
+    plan = replace(plan_run(script(0), cluster), partial_cleanup=((KEEP,),))
     starts, said = list[RunPlan](), list[str]()
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
@@ -176,7 +174,7 @@ def test_hosts_keep_their_files_until_the_last_attempt_has_ended(cluster: Cluste
         Path(run_dir, "logs").mkdir(parents=True)
         return 1
 
-    assert run_with_restarts(Launch(script(0), str(Path("run").absolute()), {}), plan, cluster, start, said.append) == 1
+    assert run_with_restarts(script(0), plan, cluster, start, said.append) == 1
     assert [plan.keep_host_copies for plan in starts] == [True]
     assert [line.partition(":")[0] for line in said] == ["cpuft"]
     assert "checkpoints up to update 8 are saved on localhost" in said[0]
@@ -229,8 +227,7 @@ def test_hosts_that_did_not_answer_when_the_run_was_resumed_are_cleaned_up_at_th
     job = replace(script(0), config=LaunchConfig(np=1, hostfile="hosts"))
     for is_resumed in (True, False):
         plan = RunPlan(resumed=is_resumed)
-        launch = Launch(job, str(Path("run").absolute()), {})
-        assert run_with_restarts(launch, plan, cluster, lambda *given: 0, print) == 0
+        assert run_with_restarts(job, plan, cluster, lambda *given: 0, print) == 0
     assert [set(one.used_hosts) for one in used] == [{"localhost", "b"}, set()]
 
 
@@ -259,7 +256,7 @@ def test_a_run_that_finished_before_the_connection_was_lost_is_only_fetched(
         raise error
 
     said = list[str]()
-    assert run_with_restarts(Launch(script(3), "/runs/mrpc", {}), RunPlan(), away, start, said.append) == 0
+    assert run_with_restarts(script(3, "/runs/mrpc"), RunPlan(), away, start, said.append) == 0
     assert (fetched, said) == (["/runs/mrpc"], [])
 
 
@@ -295,8 +292,7 @@ def test_a_run_that_has_finished_is_never_started_again(
 ) -> None:
     """Its results cannot be fetched."""
     SAID[:] = said
-    monkeypatch.setattr("cpuft.launch.restart._RETRY_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(retry_connections, "__defaults__", (0.0,))
+    monkeypatch.setattr("cpuft.launch.restart._RETRY_PAUSES", (0.0, 0.0))
     monkeypatch.setattr("cpuft.launch.results._FETCH_PAUSES", ())
     monkeypatch.setattr("cpuft.launch.restart.remove_all_but_checkpoints", lambda *given: pytest.fail("removed"))
     transport = Answering()
@@ -316,9 +312,9 @@ def test_a_run_that_has_finished_is_never_started_again(
         error.unfetched_from = "localhost"
         raise error
 
-    plan = replace(plan_run(script(3), away, str(folder), {}), results=((Step("fetch", ("false",)),), ()))
+    plan = replace(plan_run(script(3, str(folder)), away), results=((Step("fetch", ("false",)),), ()))
     with pytest.raises(NotStoredError, match=r"^the run has finished, but the results of the run could not be fetched"):
-        run_with_restarts(Launch(script(3), str(folder), os.environ), plan, away, start, lambda line: None)
+        run_with_restarts(replace(script(3, str(folder)), environ=os.environ), plan, away, start, lambda line: None)
     assert len(starts) == 1
 
 
@@ -345,8 +341,8 @@ def test_a_run_that_finished_on_an_earlier_head_host_is_fetched_from_there(monke
     second = replace(last, assignments=last.assignments[1:])
     error = HeadHostLostError("the connection to node2 was lost: look at it")
     error.unfetched_from = "node2"
-    tried, launch = AttemptResult(1, error=error), Launch(script(3), "/runs/run", {})
-    plan, cluster, _ = plan_next_attempt(launch, RestartHistory(last), RunPlan(), second, tried, "why")
+    tried, job = AttemptResult(1, error=error), script(3, "/runs/run")
+    plan, cluster, _ = plan_next_attempt(job, RestartHistory(last), RunPlan(), second, tried, "why")
     (fetch,), removals = plan.results
     assert (plan.ranks, cluster.head, fetch.why) == ((), "node1", "fetch the run from node1")
     assert [step.host for step in removals] == ["node1", "node2"]
@@ -365,8 +361,8 @@ def test_a_restart_uses_the_same_folder_on_hosts_before_there_is_one_here(monkey
         "gather_host_copies": lambda *given: ((HostCopy(hosts[1]),), []),
     }.items():
         monkeypatch.setattr(f"cpuft.launch.restart.{name}", fake)
-    tried, launch = AttemptResult(75, unreachable=frozenset({"node1"})), Launch(script(2), "/runs/none", {})
-    plan, cluster, _ = plan_next_attempt(launch, RestartHistory(last), RunPlan(), last, tried, "why")
+    tried, job = AttemptResult(75, unreachable=frozenset({"node1"})), script(2, "/runs/none")
+    plan, cluster, _ = plan_next_attempt(job, RestartHistory(last), RunPlan(), last, tried, "why")
     assert plan.ranks
     assert cluster.work_dir("/runs/none") == last.work_dir("/runs/none")
 
@@ -386,16 +382,16 @@ def test_a_failed_restart_names_the_host_that_has_files_and_not_a_spare_one(monk
         "gather_cluster": lambda *given: last,
     }.items():
         monkeypatch.setattr(f"cpuft.launch.restart.{name}", fake)
-    tried, launch = AttemptResult(75, unreachable=frozenset({"node1"})), Launch(script(2), "/runs/none", {})
+    tried, job = AttemptResult(75, unreachable=frozenset({"node1"})), script(2, "/runs/none")
     with pytest.raises(CpuftError, match="host node2 is broken"):
-        plan_next_attempt(launch, RestartHistory(last), RunPlan(), last, tried, "why")
+        plan_next_attempt(job, RestartHistory(last), RunPlan(), last, tried, "why")
 
 
 def test_a_restart_does_not_take_a_host_that_could_not_be_asked_for_one_without_checkpoints(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     SAID[:] = [None]
-    monkeypatch.setattr(retry_connections, "__defaults__", (0.0,))
+    monkeypatch.setattr("cpuft.launch.restart._RETRY_PAUSES", (0.0, 0.0))
     away = replace(
         cluster,
         works_remotely=True,
@@ -509,12 +505,8 @@ def test_all_attempts_share_the_time_limit(cluster: Cluster) -> None:
     assert 0 < left[1] < left[0] <= 100
 
 
-def test_a_dry_run_shows_the_number_of_restarts(cluster: Cluster) -> None:
-    told = "if a host or a rank is lost, cpuft launch restarts the run up to 2 times on the hosts that answer"
-    assert describe_limit(script(2), cluster) == (told,)
-    assert describe_limit(script(-1), cluster) == ()
-    assert describe_limit(script(2, np=3, min_np=2), cluster) == (f"{told}, with at least 2 ranks",)
-    assert find_limit(Job(LaunchConfig(np=1, max_restarts=3), TrainConfig(engine="ipex")), cluster) == 0
+def test_another_engine_than_torch_is_not_restarted(cluster: Cluster) -> None:
+    assert find_limit(Job("", LaunchConfig(np=1, max_restarts=3), TrainConfig(engine="ipex")), cluster) == 0
 
 
 def test_the_newest_checkpoint_here_and_on_hosts_is_found(tmp_path: Path) -> None:
@@ -535,10 +527,10 @@ def test_updates_are_counted_in_the_record_or_on_the_hosts_if_it_is_lost(
     """The local record may be that of an earlier attempt."""
     write_run(tmp_path / "run", HEADER, *make_steps(20, [0.1]))
     copies = (HostCopy(Host("b"), checkpoint_update=12, steps=14), HostCopy(Host("c"), checkpoint_update=-1))
-    found = find_resumed_run(Job(LaunchConfig(np=4), TrainConfig()), str(tmp_path / "run"), copies, recorded)
+    found = find_resumed_run(Job(str(tmp_path / "run"), LaunchConfig(np=4), TrainConfig()), copies, recorded)
     assert (found.updates, found.host_copies) == (updates, copies)
     assert (found.np, found.train, found.measured) == (2, TRAIN, read_measurements(HEADER))
-    nothing = find_resumed_run(Job(LaunchConfig(np=4), TRAIN), "nowhere", copies, recorded)
+    nothing = find_resumed_run(Job("nowhere", LaunchConfig(np=4), TRAIN), copies, recorded)
     assert (nothing.np, nothing.global_batch, nothing.measured) == (4, 64, None)
 
 

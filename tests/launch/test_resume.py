@@ -420,7 +420,7 @@ def test_remote_paths_in_recorded_options_may_be_replaced() -> None:
     bundle = Bundle((), f"{AWAY.inputs}/feed")
     assert plan_sending((bundle,), {"a": set(), "b": set()}, AWAY) == ()
     with pytest.raises(
-        CpuftError, match=r"^b does not have .*/feed, with which the run was started: name --model, --data-dir"
+        CpuftError, match=r"/feed, with which the run was started, is missing on b: name --model, --data-dir"
     ):
         plan_sending((bundle,), {"a": set(), "b": {bundle.remote_folder}}, AWAY)
 
@@ -547,8 +547,8 @@ def test_the_folder_on_hosts_is_found_from_whichever_machine_has_the_run_folder(
     """A container has another host name than the one before it, and may have the run folder under another path."""
     run, asked = tmp_path / "runs/a 0", list[str]()
     away = replace(make_cluster((1,)), works_remotely=True, command_prefixes={"node1": ("sh", "-c")})
-    job = Job(LaunchConfig(np=1), TRAIN, ("true",))
-    plan = plan_run(job, away, str(run), {})
+    job = Job(str(run), LaunchConfig(np=1), TRAIN, ("true",))
+    plan = plan_run(job, away)
     ((make,),) = plan.make
     assert claim(plan) == 0
 
@@ -563,7 +563,7 @@ def test_the_folder_on_hosts_is_found_from_whichever_machine_has_the_run_folder(
     work = make.command[-1]
     assert (f"{away.folder}/{asked[0]}", work.endswith("/a 0")) == (work, True)
     later = replace(away, token="another")
-    resumed = plan_run(job, later, str(moved), {}, ResumedRun(str(moved)))
+    resumed = plan_run(replace(job, run_dir=str(moved)), later, ResumedRun(str(moved)))
     assert claim(resumed) == 0
     assert (resumed.make[0][0].command[-1], later.work_dir(str(moved))) == (work, work)
 
@@ -578,7 +578,7 @@ def test_two_launchers_with_the_same_paths_do_not_share_a_folder_on_hosts() -> N
 def test_a_new_run_does_not_take_an_existing_folder(tmp_path: Path) -> None:
     """Another launch may have made it since the plan was made."""
     away = replace(make_cluster((1,)), works_remotely=True)
-    plan = plan_run(Job(LaunchConfig(np=1), TRAIN, ("true",)), away, str(tmp_path / "run"), {})
+    plan = plan_run(Job(str(tmp_path / "run"), LaunchConfig(np=1), TRAIN, ("true",)), away)
     assert (claim(plan), claim(plan)) == (0, 1)
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -373,51 +372,6 @@ def test_what_mpirun_starts_on_other_hosts_is_marked(is_on_host_disk: bool, name
     assert (run / "told").read_text() == f"{marked if is_on_host_disk and not name else mine}\n"
     assert ("OpenSSH" in (run / "logs/mpirun.log").read_text()) == (is_on_host_disk and not name)
     assert not os.path.lexists(marked)
-
-
-def test_a_host_that_is_lost_while_examples_are_prepared_is_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The step on the head host would take long, and its result is of no use."""
-    monkeypatch.setattr(supervise, "_PREPARE_CHECK_SECONDS", 0.2)
-    run = tmp_path / "run"
-    make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
-    prepare = Step("check and tokenise the rows", ("sleep", "60"))
-    plan = RunPlan(((make,),), prepare=((prepare,),), ranks=((Step("train", ("true",)),),))
-    begun = time.monotonic()
-    assert run_as_head_host(plan, str(run), make_state("a", "b"), 0.0, Lost()) == 75
-    assert time.monotonic() - begun < 30
-    named = "cpuft: host b does not answer, so rank 1 was lost: check the host with cpuft doctor"
-    assert capfd.readouterr().err.splitlines() == [named]
-
-
-@pytest.mark.parametrize(("seconds", "pause"), [(0.1, 3.0), (2.0, 18.0)])
-def test_asking_many_hosts_leaves_the_head_host_time_to_prepare_the_examples(
-    seconds: float, pause: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A question to 64 hosts keeps a core busy for some seconds."""
-    now, answered = 100.0, threading.Event()
-
-    def ask() -> set[str]:
-        answered.wait(10)
-        return set()
-
-    monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=lambda: now))
-    monitor = supervise.HostMonitor(ask, next_host_check=now)
-    now += 0.1
-    monitor.check()
-    question = monitor.host_check
-    assert question
-    answered.set()
-    question.result(10)
-    answered.clear()
-    now += seconds
-    monitor.check()
-    for left, asks in ((pause - 0.1, False), (0.2, True)):
-        now += left
-        monitor.check()
-        assert bool(monitor.host_check) == asks
-    answered.set()
 
 
 def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) -> None:

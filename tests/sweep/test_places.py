@@ -9,7 +9,7 @@ import pytest
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
-from cpuft.sweep.places import Place, find_lost_hosts, plan_places
+from cpuft.sweep.places import Place, divide_machine, find_lost_hosts, plan_places
 
 
 def test_a_host_that_answers_is_not_lost() -> None:
@@ -25,36 +25,36 @@ def write_hosts(folder: Path, *names: str) -> LaunchConfig:
 
 def test_hosts_are_grouped_and_this_machine_is_divided(tmp_path: Path) -> None:
     config = write_hosts(tmp_path, "a1", "a2", "a3", "a4", "a5")
-    assert [place.name for place in plan_places(config, 2, 0, [(0,)])] == ["a1,a2", "a3,a4"]
-    first = plan_places(config, 1, 3, [(0,)])
+    assert [place.name for place in plan_places(config, 2, 0)] == ["a1,a2", "a3,a4"]
+    first = plan_places(config, 1, 3)
     assert [place.options for place in first] == [(f"--only-hosts=a{number}",) for number in (1, 2, 3)]
     assert first[0].hosts == (Host("a1"),)
     cores = [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert plan_places(LaunchConfig(), 1, 0, cores) == [Place("this machine")]
+    assert divide_machine(1, cores) == [Place("this machine")]
     # The threads of a core stay together.
-    halves = [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 2, cores)]
+    halves = [place.prefix[-1] for place in divide_machine(2, cores)]
     assert halves == ["0,1,4,5", "2,3,6,7"]
-    threads = [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 2, [(0, 1)])]
+    threads = [place.prefix[-1] for place in divide_machine(2, [(0, 1)])]
     assert threads == ["0", "1"]
-    assert [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 3, cores)] == ["0,4", "1,5", "2,3,6,7"]
+    assert [place.prefix[-1] for place in divide_machine(3, cores)] == ["0,4", "1,5", "2,3,6,7"]
 
 
 def test_each_run_sees_its_share_of_the_quota_of_this_machine() -> None:
     """A control group with 3.5 of 8 cores: one run gets one core of the three that can be used, the other one two."""
-    shares = [place.prefix for place in plan_places(LaunchConfig(), 1, 2, [(0,), (1,), (2,)], 3.5)]
+    shares = [place.prefix for place in divide_machine(2, [(0,), (1,), (2,)], 3.5)]
     assert [float(share[1].removeprefix("CPUFT_CPU_QUOTA=")) for share in shares] == pytest.approx([3.5 / 3, 7 / 3])
     assert [share[-1] for share in shares] == ["0", "1,2"]
     # A whole number of cores is not rounded down.
-    six = plan_places(LaunchConfig(), 1, 3, [(cpu,) for cpu in range(6)], 6.0)
+    six = divide_machine(3, [(cpu,) for cpu in range(6)], 6.0)
     assert [place.prefix[:2] for place in six] == [("env", "CPUFT_CPU_QUOTA=2.0")] * 3
-    assert plan_places(LaunchConfig(), 1, 1, [(0,), (1,)], 1.5)[0].prefix == ()
+    assert divide_machine(1, [(0,), (1,)], 1.5)[0].prefix == ()
 
 
 @pytest.mark.parametrize(
     ("names", "hosts_per_run", "parallel", "problem"),
     [
         ((), 2, 0, "--hosts-per-run 2 needs hosts: name them"),
-        ((), 1, 3, "--parallel 3 is too many for 2 cores"),
+        ((), 1, 9999, "--parallel 9999 is too many for "),
         (("a1",), 2, 0, "--hosts-per-run 2 is too many for 1 host"),
         (("a1", "a2"), 1, 3, "--parallel 3 is more than the 2 groups of 1: give fewer"),
     ],
@@ -64,5 +64,5 @@ def test_places_that_do_not_exist(
 ) -> None:
     config = write_hosts(tmp_path, *names) if names else LaunchConfig()
     with pytest.raises(CpuftError) as told:
-        plan_places(config, hosts_per_run, parallel, [(0,), (1,)])
+        plan_places(config, hosts_per_run, parallel)
     assert problem in str(told.value)

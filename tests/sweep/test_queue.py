@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from cpuft.hosts.transport import LOGIN_REFUSED, TIMED_OUT, HostError, SshTransp
 from cpuft.launch.run_state import SAVING, write_state
 from cpuft.record import Line, format_line
 from cpuft.sweep import queue
-from cpuft.sweep.places import Place, find_lost_hosts
+from cpuft.sweep.places import Place
 from cpuft.sweep.queue import SweepQueue, _ActiveRun, estimate_seconds_left, format_status, name_in_trackers
 from cpuft.sweep.results import format_sweep, sweep_to_json
 from cpuft.sweep.search import OptionValues, make_key
@@ -333,6 +332,7 @@ def test_a_killed_sweep_continues_what_was_running_and_trains_each_configuration
 def test_the_run_of_a_lost_host_starts_again_elsewhere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: LOST_NODE1 if place.name == "node1" else {})
     monkeypatch.setattr(queue, "_RETURN_SECONDS", 0.5)
+    monkeypatch.setattr(queue, "_ASK_SECONDS", 0.1)
     header = seeds(2, 1)
     with pytest.raises(CpuftError, match="no host of the sweep can be used any more: repair them") as told:
         launches.run(header, [PLACES[0]])
@@ -423,6 +423,7 @@ def test_copies_can_be_turned_off(launches: Launches) -> None:
 def test_hosts_that_were_all_lost_are_used_when_they_answer_again(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(queue, "_ASK_SECONDS", 0.1)
     answers = iter([LOST_NODE1, LOST_NODE1, {}])
     monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: next(answers, {}))
     assert launches.run(seeds(2, 1), PLACES[:1]) == 1
@@ -552,31 +553,24 @@ def test_the_longest_runs_start_first(launches: Launches) -> None:
     assert [call.rpartition("run-")[2] for call in launches.calls] == ["2", "3", "1"]
 
 
-def test_lost_hosts_are_asked_again_after_growing_pauses_and_refused_logins_hardly(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "said"), [(LOGIN_REFUSED, "refuses the login"), (TIMED_OUT, "does not answer")])
+def test_a_host_that_refuses_the_login_is_not_asked_again(
+    kind: str, said: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five refused logins in ten minutes lead to a lock by fail2ban's usual rule."""
-    now, kinds = [0.0], {"node1": LOGIN_REFUSED, "node2": TIMED_OUT}
-    logins: dict[str, list[float]] = {"node1": [], "node2": []}
+    logins = list[str]()
 
     def run(self: SshTransport, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
-        logins[host.name].append(now[0])
-        raise HostError(host.name, kinds[host.name], "no")
+        logins.append(host.name)
+        raise HostError(host.name, kind, "no")
 
     monkeypatch.setattr(SshTransport, "run", run)
-    monkeypatch.setattr("cpuft.sweep.queue.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("cpuft.sweep.queue.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    places = [Place(name, hosts=(Host(name),)) for name in logins]
-    waiting = SweepQueue(make_sweep("s", make_settings(seeds(1)), True, seeds(1)), (), [], 0, launches.said.append)
-    waiting._lost = places
-    assert not waiting._wait_for_hosts()
-    assert 1 < len(logins["node1"]) < 4
-    assert [find_lost_hosts(place, ()) for place in places] == [
-        {"node1": "refuses the login"},
-        {"node2": "does not answer"},
-    ]
-    pauses = [round(after - before) for before, after in pairwise(logins["node2"])]
-    assert (pauses[:6], max(pauses), len(pauses) > 8) == ([1, 2, 4, 8, 16, 32], 60, True)
+    monkeypatch.setattr(queue, "_RETURN_SECONDS", 0.5)
+    monkeypatch.setattr(queue, "_ASK_SECONDS", 0.1)
+    with pytest.raises(CpuftError, match="no host of the sweep can be used any more") as told:
+        launches.run(seeds(2, 1), [replace(PLACES[0], hosts=(Host("node1"),))])
+    assert (told.value.exit_code, len(logins) > 1) == ((75, True) if kind == TIMED_OUT else (1, False))
+    assert f"node1 gets no more runs, because node1 {said}" in launches.said
 
 
 def test_trackers_group_the_runs_of_a_sweep() -> None:

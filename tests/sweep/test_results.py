@@ -94,7 +94,7 @@ def test_a_metric_that_is_not_a_number_is_the_worst(is_maximized: bool) -> None:
 
 def test_what_is_said_about_the_best() -> None:
     found = list_results(make())
-    assert describe_best(found).startswith("the best configuration is not distinguishable from the next one (")
+    assert describe_best(found).startswith("the best configuration is not distinguishable from number 2 (")
     assert describe_best(found[:1]) == "there is one configuration, so there is nothing to compare"
     assert describe_best([found[0], found[2]]).startswith("the best configuration is better than each of")
     single = list_results(make((0.8, 0.9), [RUNS[0], RUNS[3]]))

@@ -137,7 +137,7 @@ def test_glue_s_names_of_files() -> None:
 def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
     request = PredictConfig(run=str(tmp_path / "run"), file="y/../new.csv", overwrite=True)
     (tmp_path / "x.csv").mkdir()
-    with pytest.raises(CpuftError, match="is a folder, and only a regular file can be written: give another file"):
+    with pytest.raises(CpuftError, match="is a folder or no regular file, which cannot be written: give another file"):
         check_predictions_file(tmp_path / "x.csv", request)
     with pytest.raises(CpuftError, match=r"x\.json has the ending '\.json': give an --output that ends in \.csv, "):
         check_predictions_file(tmp_path / "x.json", request)
@@ -300,10 +300,10 @@ def test_predictions_replace_earlier_ones_only_when_that_is_asked_for(tmp_path: 
         predict(asked)
     Path("x.csv").unlink()
     os.mkfifo("x.csv")  # to open it would wait for somebody who reads it
-    with pytest.raises(CpuftError, match=r"x\.csv is a named pipe, and only a regular file can be written"):
+    with pytest.raises(CpuftError, match=r"x\.csv is a folder or no regular file, which cannot"):
         predict(asked)
     os.symlink("/dev/null", "null.csv")
-    with pytest.raises(CpuftError, match=r"null\.csv is a device, and only a regular file can be written"):
+    with pytest.raises(CpuftError, match=r"null\.csv is a folder or no regular file, which cannot"):
         predict(replace(asked, output="null.csv", overwrite=True))
 
 
