@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "attention_tiles.h"
+#include "whole_heads.h"
 #include "heads.h"
 #include "../../vectors.h"
 #include <algorithm>
@@ -110,9 +110,9 @@ void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, const Block &b, c
 // q, k and v point to the first row of the first head. Rows of the context have the stride heads * size.
 template <class T>
 void attend(const Heads &g, const T *q, const T *k, const T *v, T *context, int threads) {
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
     if constexpr (sizeof(T) == 2)
-        if (fits_tiles(g)) return attend_with_tiles(g, q, k, v, context, threads);
+        if (fits_whole_heads(g)) return attend_whole_heads(g, q, k, v, context, threads);
 #endif
     int64_t width = width_of<T>(g.size), across = width / IN_WORD<T>;
 #pragma omp parallel num_threads(threads)
@@ -205,10 +205,10 @@ void finish(Desk<T> &desk, float *sums, int64_t stride, Rows<T> to, int64_t firs
 template <class T>
 bool attend_backward(const Heads &g, const T *q, const T *k, const T *v, const T *grad, T *dq, T *dk, T *dv,
                      float *position_grad, float *sums, int threads) {
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
     if constexpr (sizeof(T) == 2)
-        if (fits_tiles(g) && g.group() == 1) {
-            attend_backward_with_tiles(g, q, k, v, grad, dq, dk, dv, sums, threads);
+        if (fits_whole_heads(g) && g.group() == 1) {
+            attend_backward_whole_heads(g, q, k, v, grad, dq, dk, dv, sums, threads);
             return true;
         }
 #endif

@@ -1,12 +1,11 @@
-"""Both halves of an encoder layer, each as one call of C++ in forward and one in backward, with no Python in between.
+"""The halves of an encoder layer, each as one call of C++ in forward and one in backward, with no Python in between.
 
-`encoder_layer.h` lists their steps, which `layers.run_layer` runs one by one for other layers. There are two halves so
-that the gradients of the feed-forward half are sent to other hosts while those of the attention half are computed.
+`encoder_layer.h` lists their steps, which `layers.run_layer` runs one by one for other layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,45 +21,58 @@ from cpuft.train.fast.elementwise import Mask, is_exact_gelu
 from cpuft.train.fast.gradient_places import make_gradient
 from cpuft.train.fast.products import can_multiply
 
-
-@dataclass(frozen=True)
-class _Attention:
-    kernels: Kernels
-    grid: Grid
-    bias: Tensor | None
-    heads: int
-    factor: float
-    eps: float
-    score_mask: Mask
-    mask: Mask
-
-    def run(self, name: str, x: Tensor, addresses: list[int]) -> None:
-        """Run a kernel on arrays at these addresses, in the order of `AttentionHalf` in encoder_layer.h."""
-        strides = (0, 0, 0) if self.bias is None else bias_strides(self.bias)
-        sizes = (self.grid.batch, self.grid.length, self.heads, *strides)
-        masks = (*self.score_mask.kernel_arguments, *self.mask.kernel_arguments)
-        _run(self.kernels, name, x, addresses, *sizes, self.factor, self.eps, *masks)
+_STATISTICS = (2, 2)
+"""The mean of each token and one over its standard deviation, both fp32, in bf16 numbers."""
 
 
 @dataclass(frozen=True)
-class _FeedForward:
+class Half:
+    """A half of a layer, with its tensors in the order of its struct in encoder_layer.h."""
+
     kernels: Kernels
-    columns: int
-    """Outputs of its first linear layer."""
-    eps: float
-    mask: Mask
+    name: str
+    """That of its kernels."""
+    inputs: Sequence[Tensor | None]
+    """What the kernels read, without the half's input."""
+    groups: Sequence[tuple[Tensor, Sequence[Tensor]]]
+    """Parameters of which the gradients lie one after another, each group behind a tensor of the shape of these."""
+    kept: Sequence[int]
+    """For each array that forward keeps, in one block of memory: how many bf16 numbers it has per token."""
+    scratch: Sequence[int]
+    """The same for those that backward needs meanwhile."""
+    arguments: Sequence[int | float]
+    """Those of the kernels after the shape of the half's input."""
 
-    def run(self, name: str, x: Tensor, addresses: list[int]) -> None:
-        """Run a kernel on arrays at these addresses, in the order of `FeedForwardHalf` in encoder_layer.h."""
-        _run(self.kernels, name, x, addresses, self.columns, self.eps, *self.mask.kernel_arguments)
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters."""
+        return [parameter for _, group in self.groups for parameter in group]
 
+    def find_arrays(self, x: Tensor, block: Tensor, y: Tensor | None) -> list[int]:
+        """Return the addresses of what forward reads, keeps in a block of memory, and returns."""
+        *kept, mean, deviation, _end = _divide(block, x, self.kept)
+        return [*_find(x, *self.inputs), *kept, *_find(y), mean, deviation]
 
-def _run(kernels: Kernels, name: str, x: Tensor, addresses: list[int], *rest: int | float) -> None:
-    """Run a kernel; `rest` follows the shape of the half's input `x`."""
-    done = int64_array([0])
-    kernels.run(name, torch.bfloat16, int64_array(addresses), done, *x.shape, *rest)
-    if not done[0]:
-        raise MemoryError("there is not enough memory for the buffers of a matrix product: give a smaller --batch-size")
+    def make_gradients(self) -> list[Tensor]:
+        """Return memory for the gradients of each group. Kernels add to those of norms, the only ones in fp32."""
+        return [
+            torch.zeros_like(like) if like.dtype == torch.float32 else make_gradient(like, group)
+            for like, group in self.groups
+        ]
+
+    def divide_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradient of each parameter."""
+        divided: list[Tensor] = []
+        for gradient, (_, group) in zip(gradients, self.groups, strict=True):
+            divided += [gradient] if len(group) == 1 else torch.split(gradient, len(gradient) // len(group))
+        return divided
+
+    def run(self, direction: str, x: Tensor, addresses: Sequence[int]) -> None:
+        """Run a kernel; `x` has the shape of the half's input."""
+        done = int64_array([0])
+        self.kernels.run(f"{self.name}_{direction}", x.dtype, int64_array(addresses), done, *x.shape, *self.arguments)
+        if not done[0]:
+            raise MemoryError("there is not enough memory for the buffers of a product: give a smaller --batch-size")
 
 
 def _find(*tensors: Tensor | None) -> list[int]:
@@ -68,97 +80,49 @@ def _find(*tensors: Tensor | None) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-# A half has one block of memory for what it keeps and one for what backward needs meanwhile, because the cores wait
-# while Python makes tensors.
-def _make_block(x: Tensor, columns: int) -> Tensor:
-    """Return memory for `columns` bf16 numbers per token."""
-    return x.new_empty(len(x) * columns)
-
-
-def _find_arrays(block: Tensor, x: Tensor, *columns: int) -> list[int]:
-    """Return the addresses of arrays with so many bf16 numbers per token in a block, and that of what follows."""
+def _divide(block: Tensor, x: Tensor, columns: Sequence[int]) -> list[int]:
+    """Return the addresses of arrays with so many bf16 numbers per token in a block of memory, and that of its end."""
     return list(accumulate((2 * len(x) * count for count in columns), initial=block.data_ptr()))
 
 
-_STATISTICS = 4
-"""The mean of each token and one over its standard deviation, both fp32, in bf16 numbers."""
-
-
-class _AttentionHalf(torch.autograd.Function):
-    @staticmethod
-    def find_kept(block: Tensor, x: Tensor) -> list[int]:
-        """Return the addresses of what forward keeps: projections, context, the sum and its statistics."""
-        hidden = x.shape[1]
-        return _find_arrays(block, x, 3 * hidden, hidden, hidden, _STATISTICS // 2)
+class _Halves(torch.autograd.Function):
+    """Halves that run one after another. Python makes all tensors before the first kernel runs: the cores wait for it,
+    and after a kernel, which has replaced what the caches held, it takes four times as long.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, half: _Attention, packed_weight: Tensor, packed_bias: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        weight, _bias, norm_weight, _norm_bias = parameters[6:]
-        block, y = _make_block(x, 5 * x.shape[1] + _STATISTICS), torch.empty_like(x)
-        packed, context, total, *statistics = _AttentionHalf.find_kept(block, x)
-        given = _find(x, packed_weight, packed_bias, *parameters[6:], half.bias, half.grid.rows)
-        half.run("attention_half_forward", x, [*given, packed, context, total, y.data_ptr(), *statistics])
-        ctx.half, ctx.projections = half, parameters[:3]
-        ctx.save_for_backward(x, packed_weight, weight, norm_weight, block)
+    def forward(ctx: Any, x: Tensor, halves: Sequence[Half], *parameters: Tensor) -> Tensor:
+        tensors, calls = [x], []
+        for half in halves:
+            tensors += [x.new_empty(len(x) * sum(half.kept)), torch.empty_like(x)]
+            calls.append(half.find_arrays(*tensors[-3:]))
+        for half, addresses in zip(halves, calls, strict=True):
+            half.run("forward", x, addresses)
+        *kept, y = tensors
+        ctx.halves = halves
+        ctx.save_for_backward(*kept, *parameters)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, packed_weight, weight, norm_weight, block = ctx.saved_tensors
-        half, hidden, dy = ctx.half, x.shape[1], dy.contiguous()
-        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dpacked_weight, dweight = make_gradient(packed_weight, ctx.projections), make_gradient(weight, [weight])
-        dbiases, dnorm = x.new_empty(4 * hidden), torch.zeros(2, hidden)
-        packed, context, total, *statistics = _AttentionHalf.find_kept(block, x)
-        scratch = _make_block(x, 6 * hidden)
-        given = _find(x, packed_weight, None, weight, None, norm_weight, None, half.bias, half.grid.rows)
-        made = [*_find(dx, dpacked_weight, dbiases, dweight), dbiases.data_ptr() + 6 * hidden, dnorm.data_ptr()]
-        arrays = [dy.data_ptr(), *made, made[-1] + 4 * hidden, *_find_arrays(scratch, x, hidden, hidden, hidden)]
-        half.run("attention_half_backward", x, [*given, packed, context, total, 0, *statistics, *arrays])
-        *packed_biases, dbias = torch.split(dbiases, hidden)
-        own = (*torch.split(dpacked_weight, hidden), *packed_biases)
-        return dx, None, None, None, *own, dweight, dbias, *dnorm.unbind()
+        halves, tensors = ctx.halves, ctx.saved_tensors
+        x, calls = tensors[0], []
+        dxs: list[Tensor | None] = [dy.contiguous()]
+        gradients: list[Tensor] = []
+        scratch = x.new_empty(len(x) * max(sum(half.scratch) for half in halves))
+        for number, half in reversed(list(enumerate(halves))):
+            dxs.append(torch.empty_like(x) if number or ctx.needs_input_grad[0] else None)
+            own = half.make_gradients()
+            arrays = half.find_arrays(*tensors[2 * number : 2 * number + 2], None)
+            calls.append((half, [*arrays, *_find(*dxs[-2:], *own), *_divide(scratch, x, half.scratch)]))
+            gradients[:0] = half.divide_gradients(own)
+        for half, addresses in calls:
+            half.run("backward", x, addresses)
+        return dxs[-1], None, *gradients
 
 
-class _FeedForwardHalf(torch.autograd.Function):
-    @staticmethod
-    def find_kept(block: Tensor, x: Tensor, columns: int) -> list[int]:
-        """Return the addresses of what forward keeps: inner activations, their slope, the sum and its statistics."""
-        return _find_arrays(block, x, columns, columns, x.shape[1], _STATISTICS // 2)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, half: _FeedForward, *parameters: Tensor) -> Tensor:
-        inner_weight, inner_bias, weight, _bias, norm_weight, _norm_bias = parameters
-        block, y = _make_block(x, 2 * half.columns + x.shape[1] + _STATISTICS), torch.empty_like(x)
-        inner, slope, total, *statistics = _FeedForwardHalf.find_kept(block, x, half.columns)
-        arrays = [*_find(x, *parameters), inner, slope, total, y.data_ptr(), *statistics]
-        half.run("feed_forward_half_forward", x, arrays)
-        ctx.half = half
-        ctx.save_for_backward(x, inner_weight, inner_bias, weight, norm_weight, block)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, inner_weight, inner_bias, weight, norm_weight, block = ctx.saved_tensors
-        half, hidden, dy = ctx.half, x.shape[1], dy.contiguous()
-        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dinner_weight, dinner_bias, dweight = (make_gradient(one, [one]) for one in (inner_weight, inner_bias, weight))
-        dbias, dnorm = x.new_empty(hidden), torch.zeros(2, hidden)
-        inner, slope, total, *statistics = _FeedForwardHalf.find_kept(block, x, half.columns)
-        scratch = _make_block(x, 2 * hidden + half.columns)
-        given = [*_find(x, inner_weight, None, weight, None, norm_weight, None), inner, slope, total, 0, *statistics]
-        made = _find(dy, dx, dinner_weight, dinner_bias, dweight, dbias, dnorm)
-        arrays = [*given, *made, made[-1] + 4 * hidden, *_find_arrays(scratch, x, hidden, hidden)]
-        half.run("feed_forward_half_backward", x, arrays)
-        return dx, None, dinner_weight, dinner_bias, dweight, dbias, *dnorm.unbind()
-
-
-_attention_half: Callable[..., Tensor] = _AttentionHalf.apply
-_feed_forward_half: Callable[..., Tensor] = _FeedForwardHalf.apply
+_run_halves: Callable[..., Tensor] = _Halves.apply
 
 
 def can_run_halves(parts: LayerParts, x: Tensor, few: bool = False) -> bool:
@@ -178,33 +142,40 @@ def can_run_halves(parts: LayerParts, x: Tensor, few: bool = False) -> bool:
     return is_simple and all(one.requires_grad for module in modules for one in module._parameters.values())
 
 
-def attention_half(
-    parts: LayerParts, x: Tensor, grid: Grid, bias: Tensor | None, score_mask: Mask, mask: Mask
-) -> Tensor:
-    """Return `norm(x + dropout(attention(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden), bf16.
+def attention_half(parts: LayerParts, x: Tensor, grid: Grid, bias: Tensor | None, score_mask: Mask, mask: Mask) -> Half:
+    """Return the half `norm(x + dropout(attention(x)))` of a layer for which `can_run_halves` holds.
 
     `grid` and `bias` are those of `attention.attention`, `score_mask` is the dropout of its probabilities, and `mask`
-    that of the output of the linear layer after attention. Raises MemoryError: there is not enough for the buffers of a
-    product.
+    that of the output of the linear layer after attention.
     """
     norm, output, packed, heads = parts.attention_norm, parts.attention_output, parts.packed, parts.heads
-    kernels = kernels_for(x)
+    kernels, hidden = kernels_for(x), x.shape[1]
     assert packed is not None
     assert kernels is not None
-    half = _Attention(kernels, grid, bias, heads.count, heads.factor, norm.eps, score_mask, mask)
-    packed_weight, packed_bias, parameters = packed.current()
+    *joined, projections = packed.current()
     rest = (output.weight, output.bias, norm.weight.float(), norm.bias.float())  # the kernel reads fp32
-    return _attention_half(x.contiguous(), half, packed_weight, packed_bias, *parameters, *rest)
+    groups = [(joined[0], projections[:3]), (joined[1], projections[3:]), *((one, [one]) for one in rest)]
+    strides = (0, 0, 0) if bias is None else bias_strides(bias)
+    masks = (*score_mask.kernel_arguments, *mask.kernel_arguments)
+    arguments = (grid.batch, grid.length, heads.count, *strides, heads.factor, norm.eps, *masks)
+    kept, scratch = (3 * hidden, hidden, hidden, *_STATISTICS), (hidden, hidden, hidden, 3 * hidden)
+    return Half(kernels, "attention_half", [*joined, *rest, bias, grid.rows], groups, kept, scratch, arguments)
 
 
-def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Tensor:
-    """Return `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden), bf16.
-    Raises MemoryError: there is not enough for the buffers of a product.
-    """
+def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Half:
+    """Return the half `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds."""
     (inner,), outer, norm = parts.inner, parts.outer, parts.outer_norm
-    kernels = kernels_for(x)
+    kernels, hidden, columns = kernels_for(x), x.shape[1], len(inner.weight)
     assert kernels is not None
-    half = _FeedForward(kernels, len(inner.weight), norm.eps, mask)
     norm_parameters = (norm.weight.float(), norm.bias.float())  # the kernel reads fp32
     parameters = (inner.weight, inner.bias, outer.weight, outer.bias, *norm_parameters)
-    return _feed_forward_half(x.contiguous(), half, *parameters)
+    groups, arguments = [(one, [one]) for one in parameters], (columns, norm.eps, *mask.kernel_arguments)
+    kept, scratch = (columns, columns, hidden, *_STATISTICS), (hidden, hidden, columns)
+    return Half(kernels, "feed_forward_half", parameters, groups, kept, scratch, arguments)
+
+
+def run_halves(x: Tensor, *halves: Half) -> Tensor:
+    """Run halves one after another: (tokens, hidden) -> (tokens, hidden), bf16. Raises MemoryError: there is not enough
+    for the buffers of a product.
+    """
+    return _run_halves(x.contiguous(), halves, *(parameter for half in halves for parameter in half.parameters))

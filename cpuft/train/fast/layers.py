@@ -26,7 +26,7 @@ from cpuft.train.fast.elementwise import (
     is_exact_gelu,
     read_norm,
 )
-from cpuft.train.fast.encoder_layer import attention_half, can_run_halves, feed_forward_half
+from cpuft.train.fast.encoder_layer import attention_half, can_run_halves, feed_forward_half, run_halves
 from cpuft.train.fast.first_token import can_run_first_token_half, first_token_half
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_with_recompute
 from cpuft.train.fast.layout import Layout
@@ -80,12 +80,12 @@ class _Run:
     def post_norm(self, x: Tensor, embeddings: Tensor | None) -> Tensor:
         parts, layout = self.parts, self.layout
         if can_run_halves(parts, x) and not self.first_only and layout.positions is None:
-            x = attention_half(parts, x, layout.grid, layout.bias, self.attention_mask, self.output_mask)
-            return feed_forward_half(parts, x, self.outer_mask)
+            first = attention_half(parts, x, layout.grid, layout.bias, self.attention_mask, self.output_mask)
+            return run_halves(x, first, feed_forward_half(parts, x, self.outer_mask))
         if self.first_only and layout.positions is None and can_run_first_token_half(parts, x):
             x = first_token_half(parts, x, layout.grid, layout.bias, self.attention_mask, self.output_mask)
             if can_run_halves(parts, x, few=True):
-                return feed_forward_half(parts, x, self.outer_mask)
+                return run_halves(x, feed_forward_half(parts, x, self.outer_mask))
             outer, x = self.expand(ForwardPass.ONLY, x)
             return dropout_add_norm(outer, parts.outer.bias, x, parts.outer_norm, self.outer_mask)
         inputs = [x]

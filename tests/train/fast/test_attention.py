@@ -183,8 +183,9 @@ def check_whole_heads(size: int, longest: int, queries: int, shift: float, mask:
     check(Heads(2, size, size**-0.5), grid, min(queries, longest), mask, torch.bfloat16, bias)
 
 
-# With tiles, heads of up to 512 tokens are computed as a whole, 32 queries at a time. If all scores are near 100,
-# exponentials are too large; if they are near -100, too small: then the highest score is subtracted first.
+# With tiles, heads of up to 512 tokens are computed as a whole, 32 queries at a time; with AVX512_BF16 alone, of up to
+# 256. If all scores are near 100, exponentials are too large; if they are near -100, too small: then the highest score
+# is subtracted first.
 @pytest.mark.parametrize("size", [32, 64, 96])
 @pytest.mark.parametrize("longest", [1, 15, 32, 54, 100, 256, 512, 513])
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-// Attention of whole heads with AMX tiles, for examples of which a head fits into the second-level cache.
+// Attention of whole heads in bf16, for examples of which a head fits into the second-level cache: with AMX tiles, or with
+// the vector instructions of AVX512_BF16.
 //
 // Forward has scores with queries in rows: the probabilities are the left factor of the context. Backward has them with
 // keys in rows: its sums over keys add whole vectors, and the probabilities and slopes are the left factors of the
@@ -12,11 +13,15 @@
 
 namespace {
 
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 
 // The largest number of tokens of an example. Backward has two arrays of the square of this with 2 bytes each, which
-// take half of the second-level cache.
+// take half of the second-level cache with AMX, which is 2 MB, and a quarter of other CPUs' 1 MB.
+#ifdef __AMX_BF16__
 constexpr int64_t MOST_TOKENS = 512;
+#else
+constexpr int64_t MOST_TOKENS = 256;
+#endif
 // The largest size of a head: working memory for 16 rows is on the stack.
 constexpr int64_t MOST_SIZE = 512;
 // If a sum of exponentials is between these, none of its large summands has been rounded to zero or to infinity.
@@ -27,9 +32,9 @@ constexpr float LOG2_E = 1.44269504088896341f;
 
 typedef uint64_t longs __attribute__((vector_size(64)));
 
-inline bool fits_tiles(const Heads &g) {
-    return HAS_TILES && g.size % COLS<bf16> == 0 && g.size <= MOST_SIZE && g.keys <= MOST_TOKENS && g.queries <= MOST_TOKENS && g.back < 0 &&
-           g.ahead < 0 && !g.position_bias && (!g.bias || (g.bias_head == 0 && g.bias_query == 0));
+inline bool fits_whole_heads(const Heads &g) {
+    return g.size % (2 * W) == 0 && g.size <= MOST_SIZE && g.keys <= MOST_TOKENS && g.queries <= MOST_TOKENS &&
+           g.back < 0 && g.ahead < 0 && !g.position_bias && (!g.bias || (g.bias_head == 0 && g.bias_query == 0));
 }
 
 // 2^x with a relative error of 8e-5, where bf16 rounds by up to 2e-3: a polynomial for the digits after the point.
@@ -226,7 +231,7 @@ inline float write_exponentials(const float *s, const float *bias, const KeptBit
     return sum_of(totals);
 }
 
-inline void attend_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, const bf16 *v, bf16 *context, int threads) {
+inline void attend_whole_heads(const Heads &g, const bf16 *q, const bf16 *k, const bf16 *v, bf16 *context, int threads) {
     const int64_t size = g.size, high = filled_up(g.queries, TALL), wide = filled_up(g.keys, TALL), across = size / 2;
     const int64_t query_rows = g.rows(g.query_places, g.queries), key_rows = g.rows(g.key_places, g.keys);
     const float factor = g.factor * LOG2_E;
@@ -369,7 +374,7 @@ struct Columns {
     }
 };
 
-inline void attend_backward_with_tiles(const Heads &g, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad,
+inline void attend_backward_whole_heads(const Heads &g, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad,
                                        bf16 *dq, bf16 *dk, bf16 *dv, float *column_sums, int threads) {
     const int64_t size = g.size, high = filled_up(g.queries, TALL), wide = filled_up(g.keys, TALL), across = size / 2;
     const int64_t query_rows = g.rows(g.query_places, g.queries), key_rows = g.rows(g.key_places, g.keys);
