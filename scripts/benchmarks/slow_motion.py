@@ -43,7 +43,7 @@ from cpuft.comm import start, take_traffic
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import LinkModel, choose_level
 from cpuft.comm.compression.powersgd import EXACT_UPDATES, count_numbers
-from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compression
+from cpuft.comm.compression.table import list_levels, resolve_compression
 from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
 from cpuft.comm.watchdog import register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_coding_seconds, count_ring_passes
@@ -716,7 +716,7 @@ def _count_bytes(replayed: Replay, ranks: int) -> float:
     """Return about how many bytes a rank gives to collectives in an update."""
     trained = [torch.empty(one.shape, device="meta") for one in replayed.times.gradients if not one.by_rows]
     row = next((one.shape[1] for one in replayed.times.gradients if one.by_rows), 0)
-    rows = RowSizes(row * replayed.tokens, row * replayed.own_tokens)
+    rows = row * replayed.tokens, row * replayed.own_tokens
     levels = {one.name: one for one in list_levels(trained, rows, ranks, 0.0)}
     level = levels[resolve_compression(replayed.config.grad_compression, "fp32")]
     return level.layer_bytes + level.row_bytes
@@ -758,8 +758,7 @@ def choose_compression(
     trained = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in times.gradients]
     layers = [one for one, time in zip(trained, times.gradients, strict=True) if not time.by_rows]
     row = next((one.shape[1] for one in times.gradients if one.by_rows), 0)
-    rows = RowSizes(row * tokens, row * own_tokens)
-    levels = list_levels(layers, rows, case.ranks, coding_seconds / case.cores)
+    levels = list_levels(layers, (row * tokens, row * own_tokens), case.ranks, coding_seconds / case.cores)
     names = AUTO_COMPRESSIONS[AUTO_COMPRESSIONS.index(resolve_compression("auto", precision)) :]
     passes = count_ring_passes(case.ranks)
     rate = case.bits_per_second / 8 * ETHERNET
