@@ -1,4 +1,4 @@
-"""Draw the figures of the report page as SVG (speedup, missing time, learning, phases), and the bandwidth plot."""
+"""Draw the figures of the report page as SVG: speedup, missing time, learning, phases."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import requires
-from cpuft.files import write_atomically
-from cpuft.record import STEP_PHASES, Measurement, Record, drop_warm_up, parse_measurements
+from cpuft.record import STEP_PHASES, Record, drop_warm_up
 from cpuft.report.comparison import MISSING_TIME, Comparison
 from cpuft.report.estimate import Estimate
 
@@ -297,26 +296,3 @@ def phases_of(run: Record) -> list[dict[str, float]]:
         return run.footer.phases
     steady = drop_warm_up(run.steps)
     return [{name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) for name in STEP_PHASES}]
-
-
-def write_plot(record: str) -> Path:
-    """Plot the record of `cpuft bench comm`; return the SVG beside it. CpuftError without matplotlib or if damaged."""
-    with requires("plot", "a plot needs matplotlib"):
-        import matplotlib.figure
-    rows = parse_measurements(Path(record).read_text(encoding="utf-8"), record)
-    figure = matplotlib.figure.Figure(figsize=(9, 4), layout="constrained")
-    time_axes, rate_axes = figure.subplots(1, 2)
-    by_label: dict[str, list[Measurement]] = {}
-    for row in sorted(rows, key=lambda row: (row.backend, row.operation, row.dtype, row.nbytes)):
-        by_label.setdefault(f"{row.backend} {row.operation} {row.dtype}", []).append(row)
-    for label, own in by_label.items():
-        sizes = [row.nbytes for row in own]
-        time_axes.plot(sizes, [1e3 * row.median_seconds for row in own], marker="o", label=label)
-        rate_axes.plot(sizes, [row.bus_bytes_per_second / 1e9 for row in own], marker="o", label=label)
-    time_axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="milliseconds (median)")
-    rate_axes.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
-    time_axes.legend(fontsize="small")
-    path = Path(record).with_suffix(".svg")
-    with write_atomically(path) as beside:
-        figure.savefig(beside, format="svg")
-    return path
