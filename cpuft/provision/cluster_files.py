@@ -85,12 +85,12 @@ def plan_key(path: str, why: str, comment: str = KEY_MARK, host: str = "") -> St
     return Step(why, ("sh", "-c", _KEYGEN, "keygen", path, comment), host=host)
 
 
-def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:
+def plan_file(path: str, text: str, why: str, host: str = "") -> Step:
     """Return the step that writes a file atomically, and makes its folder; it never writes through a symbolic link."""
     # A new folder is writable by its owner only, because cpuft trusts no record in a folder that others can write to.
-    script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod "$2" "$1.new"; '
+    script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod 644 "$1.new"; '
     script += 'mv -f "$1.new" "$1"'
-    return Step(why, ("sh", "-c", script, "write", path, mode), host=host, stdin=text)
+    return Step(why, ("sh", "-c", script, "write", path), host=host, stdin=text)
 
 
 def plan_files(texts: Mapping[str, str], found: Mapping[str, str], why: str) -> list[Step]:

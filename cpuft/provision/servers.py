@@ -147,21 +147,13 @@ def describe_server(facts: ServerFacts) -> str:
     return ", ".join(["up", facts.os, facts.machine, f"kernel {facts.kernel}", f"Python {python}", environment, free])
 
 
-def find_python(pythons: dict[str, str]) -> str:
-    """Return the version, "3.11" or "" for no Python, that all servers (name -> version) have, or raise CpuftError."""
-    versions = {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}
-    if len(set(versions.values())) > 1:
-        found = ", ".join(f"{name} has {version or 'none'}" for name, version in versions.items())
-        raise CpuftError(f"servers of one cluster need the same Python, and {found}: install one on all of them")
-    return next(iter(versions.values()))
-
-
-def find_machine(machines: dict[str, str]) -> str:
-    """Return the architecture that all servers (name -> architecture) have; CpuftError if they differ."""
-    if len(set(machines.values())) > 1:
-        found = ", ".join(f"{name} is {machine}" for name, machine in machines.items())
-        raise CpuftError(f"servers of one cluster need the same architecture, and {found}: make a cluster of each")
-    return next(iter(machines.values()))
+def find_common(what: str, found: dict[str, str], advice: str) -> str:
+    """Return what all servers have, such as "3.11" or "x86_64", from a value by name; CpuftError if they differ."""
+    first, *others = dict.fromkeys(found.values())
+    if others:
+        listed = ", ".join(f"{name} has {value or 'none'}" for name, value in found.items())
+        raise CpuftError(f"servers of one cluster need the same {what}, and {listed}: {advice}")
+    return first
 
 
 @dataclass(frozen=True)
@@ -362,7 +354,6 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     """A cluster of existing servers over ssh. CpuftError: --hosts (not empty, no name twice) or --prefix is invalid."""
 
     kind = "hosts"
-    options = HostsConfig
     here: str | None = None
     """Of the transports to the servers (`Transport.here`)."""
     can_lose_head = False
@@ -451,8 +442,10 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         with self._temporary_transport(bastions) as transport:
             facts = replace(self._examine(transport), bastions=bastions)
         _check_servers(self.config, facts)
-        python = "" if self.config.pins else find_python({member.address: own.python for member, own in facts.servers})
-        machine = find_machine({member.address: own.machine for member, own in facts.servers})
+        pythons = {member.address: ".".join(own.python.split(".")[:2]) for member, own in facts.servers}
+        machines = {member.address: own.machine for member, own in facts.servers}
+        python = "" if self.config.pins else find_common("Python", pythons, "install one on all of them")
+        machine = find_common("architecture", machines, "make a cluster of each")
         supply = gather_supply(self.directory / "wheels", self.config.wheels, python, self.environ, machine)
         pins = add_own(self._read_pins(), supply.wheels[0]) if self.config.pins else list_pins(supply.wheels)
         facts = replace(facts, supply=supply, pins=pins)

@@ -401,7 +401,6 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
     """A cluster whose hosts are network namespaces of this machine; CpuftError on other systems than Linux."""
 
     kind = "local"
-    options = LocalConfig
 
     def __init__(self, config: LocalConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
         refuse_other_systems("a simulated cluster", "provision hosts or aws makes a real one from here")

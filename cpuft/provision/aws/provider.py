@@ -84,7 +84,6 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     """
 
     kind = "aws"
-    options = AwsConfig
 
     def __init__(
         self,
