@@ -18,7 +18,6 @@ from cpuft.schedulers.base import (
     JobStatus,
     Scheduler,
     fill_template,
-    refuse_sweep,
 )
 
 _DEFAULTS = ("--grace-period", "20")
@@ -55,9 +54,8 @@ class AwsBatch(Scheduler[BatchOptions]):
 
     def render(self, options: BatchOptions, launch: JobLaunch, cpuft: str) -> str:
         """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`.
-        Raises CpuftError: the launch is a sweep or has Ref::, --nodes does not fit, or an option is missing.
+        Raises CpuftError: the launch has Ref::, --nodes does not fit, or an option is missing.
         """
-        refuse_sweep("batch", launch)
         lines = launch.to_shell(options.name, "${AWS_BATCH_JOB_ATTEMPT#1}", *_DEFAULTS)
         if not options.queue:
             raise CpuftError("no job queue is given: add --queue NAME")

@@ -265,6 +265,8 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
             ("batch", *IMAGE, "--queue", "q", "--nodes", "2", "--", "sweep"),
             "cpuft submit batch takes no sweep, because the job ends when one of its nodes is lost: use slurm",
         ),
+        (("dstack", *IMAGE, "--nodes", "2", "--", "sweep"), "cpuft submit dstack takes no sweep, because the job ends"),
+        (("skypilot", *IMAGE, "--", "sweep"), "cpuft submit skypilot takes no sweep, because the job ends when"),
         (("slurm", "--array", "0-3", "--wait", *LAUNCH), "--wait follows one job: leave it out with --array"),
         (
             ("slurm", "--partitoin", "a", *LAUNCH),
