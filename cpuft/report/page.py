@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,25 +65,24 @@ def write_page(
         except Exception as error:  # the page is written without them
             notes.append(f"the model's errors are not shown: {str(error) or type(error).__name__}")
 
-    def make_parts() -> dict[str, Any]:
-        parts = describe(runs, predictions, comparison, quality) | {"errors": errors}
-        parts["notes"] = [*parts["notes"], *notes]
-        if judgement:
-            parts |= {"judged": list_tables(judgement), "calibration": draw_calibration(judgement)}
-        return parts
-
-    return render_page(path, make_parts)
+    parts = describe(runs, predictions, comparison, quality) | {"errors": errors}
+    parts["notes"] = [*parts["notes"], *notes]
+    if judgement:
+        parts |= {"judged": list_tables(judgement), "calibration": draw_calibration(judgement)}
+    return render_page(path, parts)
 
 
-def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
-    """Write a page of what `make_parts` returns; return `path`. CpuftError: no Jinja2, or another file is there."""
+def render_page(path: Path, parts: Mapping[str, Any]) -> Path:
+    """Write a page of these parts, by their names in the template; return `path`. CpuftError: no Jinja2, or another
+    file is there.
+    """
     with requires("plot", "a page needs matplotlib and Jinja2"):
         from jinja2 import Environment, StrictUndefined
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     if path.exists() and _OURS not in path.read_bytes():
         raise CpuftError(f"{path} exists and is not a page of cpuft: move it away")
-    write_text(path, template.render(**make_parts()))
+    write_text(path, template.render(**parts))
     return path
 
 

@@ -8,8 +8,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,17 +81,16 @@ def _colour(number: int) -> str:
     return _INK if number < 0 else f"#0102f{number % COLOURS:x}"
 
 
-@contextmanager
-def _figure(name: str, height: float, found: list[str]) -> Iterator[Any]:
-    """Yield a matplotlib axis to draw in, and append the figure to `found` as SVG."""
+def _render(name: str, height: float, fill: Callable[[Any], None]) -> str:
+    """Return a matplotlib figure, after `fill` has drawn into it, as SVG for a page."""
     with requires("plot", "a page needs matplotlib and Jinja2"):
         import matplotlib.figure
     with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
         figure = matplotlib.figure.Figure(figsize=(_WIDTH, height), layout="constrained")
-        yield figure
+        fill(figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    found.append(_for_page(file.getvalue(), name))
+    return _for_page(file.getvalue(), name)
 
 
 def _for_page(svg: str, name: str) -> str:
@@ -117,10 +115,7 @@ def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
 
 def draw(panel: Panel) -> tuple[str, str]:
     """Return (caption, SVG) of a panel, for an HTML page with the colours --c0, --c1 ...; CpuftError: no matplotlib."""
-    found: list[str] = []
-    with _figure(panel.name, 3.2, found) as figure:
-        _draw_panel(figure.subplots(), panel, _colour)
-    return panel.caption, found[0]
+    return panel.caption, _render(panel.name, 3.2, lambda figure: _draw_panel(figure.subplots(), panel, _colour))
 
 
 def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
@@ -162,8 +157,8 @@ def make_figure(panels: Sequence[Panel]) -> Any:
 
 def _draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
     """Return an SVG with a stacked bar per label, from top to bottom; `parts` has each part's lengths in all bars."""
-    found: list[str] = []
-    with _figure(name, 1.3 + 0.24 * len(labels), found) as figure:
+
+    def fill(figure: Any) -> None:
         panel = figure.subplots()
         places, left = range(len(labels)), [0.0] * len(labels)
         for number, (part, values) in enumerate(parts.items()):
@@ -175,7 +170,8 @@ def _draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, lis
         panel.set(xlabel=axis)
         panel.grid(axis="y", visible=False)
         figure.legend(loc="outside upper left", ncols=3)
-    return found[0]
+
+    return _render(name, 1.3 + 0.24 * len(labels), fill)
 
 
 _MOST_BARS = 40
