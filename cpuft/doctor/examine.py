@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ def examine_hosts(
             try_hosts(lambda host: access.transport.run(host, ("true",)), hosts, _LOGINS)
         tasks = list(zip(hosts, resolved, orders, facts_of))
         states = map_hosts(lambda task: _examine_host(access, *task), tasks, most=len(hosts))
-    return ClusterState(tuple(states), access.python if len(hosts) > 1 else "", ranks or {})
+    planned = (replace(one, ranks=(ranks or {}).get(one.host.name, one.host.slots)) for one in states)
+    return ClusterState(tuple(planned), access.python if len(hosts) > 1 else "")
 
 
 def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
