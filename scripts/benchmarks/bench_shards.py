@@ -139,7 +139,7 @@ def run_rank(asked: argparse.Namespace) -> None:
     for name, (step, count) in ways.items():
         take_traffic()
         step(batch, words)
-        sent = take_traffic().nbytes
+        sent = take_traffic()
         ratios = [own / base for own, base in zip(seconds[name], seconds["whole"], strict=True)]
         spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         numbers = [f"{1e3 * statistics.median(seconds[name]):.0f}", spread, f"{sent / 1e6:.1f}", f"{count() / 1e6:.1f}"]

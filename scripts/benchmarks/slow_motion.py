@@ -422,7 +422,7 @@ def replay(
     total_cpu = time.process_time() - cpu
     _finish_messages(exchange, sums)
     register.ended = None
-    nbytes = take_traffic().nbytes / sent_updates
+    nbytes = take_traffic() / sent_updates
     ideal = replayed.step_seconds * slowdown
     hidden = find_hidden_share(messages, max(0.0, sum(seconds) - ideal * count))
     return RankTimes(seconds, cpu_seconds, total_cpu, nbytes, hidden)

@@ -73,9 +73,8 @@ def test_an_unknown_name_is_answered_with_the_next_ones() -> None:
         find_instance("c6i.16xlarge", "no/such")
 
 
-JOB = UpdateCosts(
-    1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), 10_000_000, 800_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0}
-)
+SIZES = GradientSizes(10_000_000, 384, 800_000, {"1": 500.0, "2": 800.0, "4": 1280.0})
+JOB = UpdateCosts(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), SIZES)
 FREE = Network(1e15, 0.0, 0.0, cpu_seconds_per_message=0.0)
 GIGABIT = Network(1e9, 1e-4)
 
@@ -112,7 +111,7 @@ def test_weights_of_an_optimizer_that_is_shared_out_are_waited_for() -> None:
     # Half an all-reduce of four: three quarters of 60 MB at 12.5 MB/s, while half of the gradients' bytes hide as ever.
     network, shared = Network(100e6, 0.0, 0.0, measured=True), replace(JOB, gathered=60e6)
     assert estimate_hosts(shared, network, 1).step_seconds == JOB.step_seconds
-    half = replace(JOB, parameters=5_000_000)
+    half = replace(JOB, sizes=replace(SIZES, parameters=5_000_000))
     more = estimate_hosts(shared, network, 4).waited_seconds - estimate_hosts(half, network, 4).waited_seconds
     # Half as many buckets leave a little more of backward behind which nothing hides.
     assert more == pytest.approx(0.75 * 60e6 / 12.5e6, abs=0.25)
@@ -207,7 +206,7 @@ def test_it_lies_within_its_bar_and_below_the_ideal(rate: float, latency: float,
 
 @pytest.mark.parametrize(("hosts", "words"), [(1, 500.0), (2, 800.0), (3, 1053.1), (4, 1280.0), (8, 2048.0)])
 def test_words_between_two_counts_follow_a_power(hosts: int, words: float) -> None:
-    assert GradientSizes(tokens=JOB.words).count_tokens(hosts) == pytest.approx(words, rel=1e-3)
+    assert SIZES.count_tokens(hosts) == pytest.approx(words, rel=1e-3)
 
 
 def test_a_link_is_found_again_in_its_all_reduces() -> None:
@@ -256,7 +255,7 @@ def test_factors_are_fewer_than_what_they_stand_for() -> None:
     # Half of the numbers have 4 bits, like those of embedding rows. If all gradients are sent whole, all have 8 bits.
     assert layers == (132 + 260) / 2 / 256 * 800_000
     assert words == 132 / 260 * JOB.sent_bytes(4, "int8")[1]
-    whole = replace(JOB, factors=JOB.parameters)
+    whole = replace(JOB, sizes=replace(SIZES, factors=SIZES.parameters))
     assert whole.sent_bytes(4, "powersgd")[0] == JOB.sent_bytes(4, "int8")[0]
     assert JOB.sent_bytes(4, "bf16") == (2 * 10_000_000, 2 * 1280 * 384)
 
