@@ -95,8 +95,6 @@ class OperationRegister:
     """Names of all operations that this rank has ever begun."""
     uncounted: set[tuple[int, ...]] = field(default_factory=set)
     """World ranks of the groups whose bytes do not count in the traffic."""
-    ended: list[tuple[Operation, float]] | None = None
-    """If it is a list, each operation is added when it ends, with time.monotonic() of its end."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
@@ -121,9 +119,7 @@ class OperationRegister:
     def end(self, operation: Operation) -> None:
         """Remove an operation that has succeeded or failed from the pending ones; do nothing if it is not pending."""
         with self._lock:
-            was_pending = self.pending.pop(id(operation), None)
-            if was_pending and self.ended is not None:
-                self.ended.append((operation, time.monotonic()))
+            self.pending.pop(id(operation), None)
 
     def copy_progress(self) -> dict[str, Any]:
         """Return {"progress": that of the channels used last, "recent": a list of `recent`}, for a message in JSON."""

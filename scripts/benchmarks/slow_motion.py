@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ from cpuft.comm.compression.levels import LinkModel, choose_level
 from cpuft.comm.compression.powersgd import EXACT_UPDATES, count_numbers
 from cpuft.comm.compression.table import list_levels, resolve_compression
 from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
-from cpuft.comm.watchdog import register
+from cpuft.comm.watchdog import Operation, register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_coding_seconds, count_ring_passes
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
@@ -412,16 +413,20 @@ def replay(
         _run_update(exchange, replayed, timer, update + 1, tokens, sums)
     cpu = time.process_time()
     sent_updates += period  # some of their messages are sent later, so the bytes of all updates are counted
-    register.ended = []
-    for update in range(count):
-        begun = time.monotonic()
-        _run_update(exchange, replayed, timer, update + 1, tokens, sums)
-        seconds.append(time.monotonic() - begun)
-        ended, register.ended = register.ended, []
-        messages += [(one.started, end) for one, end in ended if one.nbytes]
+    end = register.end
+
+    def note_end(operation: Operation) -> None:
+        if operation.nbytes and id(operation) in register.pending:
+            messages.append((operation.started, time.monotonic()))
+        end(operation)
+
+    with patch.object(register, "end", note_end):
+        for update in range(count):
+            begun = time.monotonic()
+            _run_update(exchange, replayed, timer, update + 1, tokens, sums)
+            seconds.append(time.monotonic() - begun)
     total_cpu = time.process_time() - cpu
     _finish_messages(exchange, sums)
-    register.ended = None
     nbytes = take_traffic() / sent_updates
     ideal = replayed.step_seconds * slowdown
     hidden = find_hidden_share(messages, max(0.0, sum(seconds) - ideal * count))

@@ -175,7 +175,10 @@ def test_the_least_rate_is_where_the_most_hosts_just_pay() -> None:
 
 
 def test_hosts_may_pay_at_every_rate_or_at_none() -> None:
-    tiny, costly = replace(JOB, parameters=10, row=0), replace(GIGABIT, cpu_seconds_per_byte=1.0)
+    tiny, costly = (
+        replace(JOB, sizes=replace(SIZES, parameters=10, embedding_row=0)),
+        replace(GIGABIT, cpu_seconds_per_byte=1.0),
+    )
     assert find_least_rate(tiny, GIGABIT, [1, 2]) == 0.0
     assert describe_least_rate(2, 0.0) == "2 hosts are worth it on every network of at least 1 Mbit/s per host."
     assert math.isinf(find_least_rate(JOB, costly, [1, 2]))
