@@ -255,15 +255,12 @@ def _fill_folder(folder: Path, python: str, machine: str, environ: Mapping[str, 
     target = _choose_target(python, machine)
     hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python, machine)
     sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
-    built, fetched = folder / "built.txt", folder / "fetched.txt"
-    built.write_text(_format_requirements(sources), encoding="utf-8")
-    fetched.write_text(_format_requirements([one for one in hashed if one not in sources]), encoding="utf-8")
-    _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(folder), "-r", str(built))
+    others = [one for one in hashed if one not in sources]
+    listed = ("--require-hashes", "-r", "/dev/stdin")
+    _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), *listed, stdin=_format_requirements(sources))
     download = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), *target)
-    _pip(*download, "--require-hashes", "-r", str(fetched))
+    _pip(*download, *listed, stdin=_format_requirements(others))
     _pip(*download, *_choose_torch(folder, python, machine))
-    for path in (built, fetched):
-        path.unlink()
     if _needs_kernels(machine):
         _add_kernels(folder, machine, environ)
 
@@ -320,9 +317,9 @@ def _choose_torch(folder: Path, python: str, machine: str) -> tuple[str, ...]:
     return (f"{pin}+cpu", "--index-url", CPU_INDEX)
 
 
-def _pip(*argv: str) -> str:
+def _pip(*argv: str, stdin: str = "") -> str:
     command = (*module_command(sys.executable, "pip"), "--disable-pip-version-check", *argv)
-    answer = execute.run_command(command, _DOWNLOAD_SECONDS)
+    answer = execute.run_command(command, _DOWNLOAD_SECONDS, stdin)
     if answer.exit_code:
         last_lines = " | ".join(answer.text.strip().splitlines()[-4:])
         raise CpuftError(f"pip {argv[0]} failed ({last_lines}): give --wheels a folder that holds the wheels")

@@ -74,6 +74,7 @@ def test_an_unknown_name_is_answered_with_the_next_ones() -> None:
 
 
 SIZES = GradientSizes(10_000_000, 384, 800_000, {"1": 500.0, "2": 800.0, "4": 1280.0})
+WITHOUT_ROWS = replace(SIZES, embedding_row=0)
 JOB = UpdateCosts(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), SIZES)
 FREE = Network(1e15, 0.0, 0.0, cpu_seconds_per_message=0.0)
 GIGABIT = Network(1e9, 1e-4)
@@ -348,7 +349,7 @@ def test_a_message_has_headers_unless_they_are_in_a_measured_latency() -> None:
     assert payload.all_reduce_seconds(64_000, 64) == pytest.approx(126 * (1e-3 + 1000 / 2.5e6))
     expected = 126 * (1e-3 + (1000 + MESSAGE_BYTES) / wire.bytes_per_second)
     assert wire.all_reduce_seconds(64_000, 64) == pytest.approx(expected)
-    job = replace(JOB, row=0, levels=("none",), backward_seconds=0.0, ready=())
+    job = replace(JOB, sizes=WITHOUT_ROWS, levels=("none",), backward_seconds=0.0, ready=())
     for network in (wire, payload):
         buckets = count_buckets("none", job.parameters, 64)
         gradients = buckets * network.all_reduce_seconds(job.sent_bytes(64, "none")[0] / buckets, 64)
@@ -356,7 +357,10 @@ def test_a_message_has_headers_unless_they_are_in_a_measured_latency() -> None:
 
 
 def test_late_rows_are_hidden_by_computing_if_their_messages_are_shorter() -> None:
-    job, link = replace(JOB, levels=("powersgd",), factors=0), replace(PAYLOAD, bits_per_second=16e6)
+    job, link = (
+        replace(JOB, levels=("powersgd",), sizes=replace(SIZES, factors=0)),
+        replace(PAYLOAD, bits_per_second=16e6),
+    )
     rows = link.all_reduce_seconds(job.sent_bytes(4, "powersgd")[1], 4)
     assert 0.1 < rows < 1
     assert estimate_hosts(job, link, 4).waited_seconds < 1e-3
@@ -369,7 +373,7 @@ def test_late_rows_are_hidden_by_computing_if_their_messages_are_shorter() -> No
 
 def test_a_host_with_several_ranks_sends_blocks_once() -> None:
     network = replace(PAYLOAD, bits_per_second=100e6)
-    two = scale_cores(replace(JOB, backward_seconds=0.0, row=0), 2, ranks_per_host=2)
+    two = scale_cores(replace(JOB, backward_seconds=0.0, sizes=WITHOUT_ROWS), 2, ranks_per_host=2)
     assert (two.cores, two.step_seconds) == (1.0, 1.1)
     for level, members in (("bf16", 8), ("int8", 4), ("powersgd", 4)):
         job = replace(two, levels=(level,))
@@ -388,7 +392,9 @@ def test_a_host_with_several_ranks_sends_blocks_once() -> None:
 def test_ranks_of_a_host_take_computing_time_to_add_up_their_gradients() -> None:
     # Of ten buckets, the last one is waited for, which takes nothing from computing.
     network, hidden = replace(FREE, cpu_seconds_per_byte=1e-9), 0.9
-    one, two = (estimate_hosts(replace(JOB, levels=("int8",), row=0, ranks_per_host=n), network, 4) for n in (1, 2))
+    one, two = (
+        estimate_hosts(replace(JOB, levels=("int8",), sizes=WITHOUT_ROWS, ranks_per_host=n), network, 4) for n in (1, 2)
+    )
     assert two.taken_seconds - one.taken_seconds == pytest.approx(hidden * 1e-9 * 8 * 10_000_000, rel=1e-3)
-    one, two = (estimate_hosts(replace(JOB, row=0, ranks_per_host=n), network, 4) for n in (1, 2))
+    one, two = (estimate_hosts(replace(JOB, sizes=WITHOUT_ROWS, ranks_per_host=n), network, 4) for n in (1, 2))
     assert two.taken_seconds - one.taken_seconds == pytest.approx(hidden * 1e-9 * 0.25 * 40e6, rel=1e-3)
