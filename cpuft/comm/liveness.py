@@ -62,16 +62,8 @@ class Hub:
     are connected, each once; the thread ends when all have left, and calls `report` for the first 5 refusals.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        host: str,
-        ranks: Sequence[int],
-        report: Callable[[str], object],
-        hello_seconds: float = _HELLO_SECONDS,
-    ) -> None:
+    def __init__(self, key: bytes, host: str, ranks: Sequence[int], report: Callable[[str], object]) -> None:
         self._key, self._missing, self._report = key, {str(rank).encode() for rank in ranks}, report
-        self._hello_seconds = hello_seconds
         self._peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
         listener = socket.create_server((host, 0), backlog=1024)
         self.port: int = listener.getsockname()[1]
@@ -101,14 +93,14 @@ class Hub:
         self._unverified.append(hello)
         if len(self._unverified) > MAX_UNVERIFIED:
             self._unverified[0].cancel()
-        done, _ = await asyncio.wait([hello], timeout=self._hello_seconds)
+        done, _ = await asyncio.wait([hello], timeout=_HELLO_SECONDS)
         self._unverified.remove(hello)
         reason = (
             "came after all ranks" if self.is_full.is_set() else f"was the oldest of {MAX_UNVERIFIED} without hello"
         )
         if not done:
             hello.cancel()
-            reason = f"sent no hello in {self._hello_seconds:g} s"
+            reason = f"sent no hello in {_HELLO_SECONDS:g} s"
         elif not hello.cancelled():
             reason = hello.result()
         if reason:
@@ -173,7 +165,7 @@ def make_proof(key: bytes, *fields: bytes) -> bytes:
 
 
 class LivenessConnection:
-    """A rank's connection to the hub. Making one blocks until the hub accepts the rank, at most `join_seconds`.
+    """A rank's connection to the hub. Making one blocks until the hub accepts the rank, at most 60 s.
 
     `is_first` is true on the one rank that opens the hub. `on_message` is called on a thread with what ranks send, with
     {"gone": rank} when a rank's connection is closed, and with {"hub": "gone"} at the end.
@@ -183,18 +175,12 @@ class LivenessConnection:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        ranks: Sequence[int],
-        is_first: bool,
-        on_message: Callable[[Message], None],
-        join_seconds: float = _JOIN_SECONDS,
+        self, store: Store, rank: int, ranks: Sequence[int], is_first: bool, on_message: Callable[[Message], None]
     ) -> None:
         self._hub = _open_hub(store, ranks) if is_first else None
         address, key = _find_hub(store, rank)
         self._on_message = on_message
-        self._socket, self._lines = _join(address, key, rank, join_seconds)
+        self._socket, self._lines = _join(address, key, rank)
         threading.Thread(target=self._run, name="cpuft-comm-liveness", daemon=True).start()
 
     def wait_for_all(self) -> None:
@@ -274,10 +260,10 @@ def _read_entry(text: bytes) -> tuple[tuple[str, int], bytes] | None:
     return (address, key) if is_own else None
 
 
-def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tuple[socket.socket, BinaryIO]:
+def _join(address: tuple[str, int], key: bytes, rank: int) -> tuple[socket.socket, BinaryIO]:
     """Connect to the hub and say hello, repeatedly if unverified connections crowd this one out."""
     peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _JOIN_SECONDS
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
             connection = socket.create_connection(address, timeout=left)
@@ -291,7 +277,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
             connection.close()
         time.sleep(_RETRY_SECONDS)
     raise StartupDisturbedError(
-        f"rank {rank} could not join the first rank at {address[0]} port {address[1]} within {seconds:.0f} s: "
+        f"rank {rank} could not join the first rank at {address[0]} port {address[1]} within {_JOIN_SECONDS:.0f} s: "
         f"check whether this rank runs twice, and whether a firewall separates the two hosts"
     )
 

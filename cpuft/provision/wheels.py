@@ -29,7 +29,7 @@ from typing import Any
 import cpuft
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.compiler import MACHINES, PACKAGE, Target, compile_targets, find_compiler, has_compiled_kernels, hash_sources
+from cpuft.compiler import MACHINES, PACKAGE, compile_targets, find_compiler, has_compiled_kernels, hash_sources
 from cpuft.errors import CPU_INDEX, CpuftError, refuse_other_systems
 from cpuft.files import (
     REMOVE,
@@ -340,7 +340,7 @@ def _add_kernels(folder: Path, machine: str, environ: Mapping[str, str]) -> None
         if compiler is None:
             package = "g++" if _is_like_here(machine) else f"g++-{machine.replace('_', '-')}-linux-gnu"
             raise CpuftError(f"this machine has no C++ compiler for {machine} (Debian: apt-get install {package})")
-        write_kernels_wheel(compiler, folder, machine=machine)
+        write_kernels_wheel(compiler, folder, machine)
     except CpuftError as error:
         slow = (
             "hosts without a C++ compiler (Debian: apt-get install g++) will train more slowly, on x86-64 2 to 3 times"
@@ -348,13 +348,12 @@ def _add_kernels(folder: Path, machine: str, environ: Mapping[str, str]) -> None
         print(f"no compiled kernels are sent to the hosts, because {error}; {slow}", file=sys.stderr)
 
 
-def write_kernels_wheel(
-    compiler: str, folder: Path, targets: Sequence[Target] = (), machine: str = platform.machine()
-) -> Path:
-    """Compile the kernels for an architecture into one wheel, by default for all its classes of CPUs; return the path
-    of the wheel. Targets that fail are left out. Raises CpuftError: all fail, or there are none.
+def write_kernels_wheel(compiler: str, folder: Path, machine: str) -> Path:
+    """Compile the kernels for all classes of CPUs of an architecture into one wheel; return the path of the wheel.
+
+    Targets that fail are left out. Raises CpuftError: all fail, or there are none.
     """
-    targets = targets or MACHINES.get(machine, ())
+    targets = MACHINES.get(machine, ())
     if not targets:
         raise CpuftError(f"no kernels are compiled in advance for {machine}")
     folder.mkdir(parents=True, exist_ok=True)

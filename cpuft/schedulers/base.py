@@ -276,9 +276,7 @@ def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) 
     return str(yaml.dump_all(filled, Dumper=dumper, sort_keys=False, width=120))
 
 
-def follow_job(
-    scheduler: Scheduler[Any], job: str, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
-) -> int:
+def follow_job(scheduler: Scheduler[Any], job: str, say: Callable[[str], None]) -> int:
     """Pass a job's log to `say` as it grows, until the job ends; return the job's exit code.
 
     After a restart the log may begin again; then all of it is passed on. Raises CpuftError: the job can never start, or
@@ -303,4 +301,4 @@ def follow_job(
             shown = status.log
             if status.exit_code is not None:
                 return status.exit_code
-        sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)

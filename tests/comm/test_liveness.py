@@ -29,8 +29,9 @@ def reports() -> list[str]:
 
 
 @pytest.fixture
-def hub(reports: list[str]) -> Hub:
-    return Hub(KEY, "127.0.0.1", (0, 1), reports.append, HELLO_SECONDS)
+def hub(reports: list[str], monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setattr(liveness, "_HELLO_SECONDS", HELLO_SECONDS)
+    return Hub(KEY, "127.0.0.1", (0, 1), reports.append)
 
 
 @pytest.fixture
@@ -158,8 +159,8 @@ def test_the_port_is_closed_when_all_ranks_are_connected(hub: Hub) -> None:
         rank.close()
 
 
-def connect_rank(store: Store, rank: int, messages: list[Message], seconds: float = 10) -> LivenessConnection:
-    return LivenessConnection(store, rank, (0, 1), rank == 0, messages.append, seconds)
+def connect_rank(store: Store, rank: int, messages: list[Message]) -> LivenessConnection:
+    return LivenessConnection(store, rank, (0, 1), rank == 0, messages.append)
 
 
 def test_the_key_is_not_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,11 +262,12 @@ def test_a_wrong_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch, t
             connect_rank(HashStore(), 0, [])
 
 
-def test_a_rank_cannot_join_twice() -> None:
+def test_a_rank_cannot_join_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     line = connect_rank(store, 0, [])
+    monkeypatch.setattr(liveness, "_JOIN_SECONDS", 0.5)
     with pytest.raises(CpuftError, match=re.escape("check whether this rank runs twice")):
-        LivenessConnection(store, 0, (0, 1), False, lambda _: None, join_seconds=0.5)
+        LivenessConnection(store, 0, (0, 1), False, lambda _: None)
     line.close()
 
 

@@ -141,7 +141,7 @@ def answer_downloads(
     monkeypatch.setattr(wheels, "has_compiled_kernels", lambda: False)
     compilers = {"x86_64": "g++", "aarch64": None}
     monkeypatch.setattr(wheels, "_find_compiler_for", lambda machine, _: compilers[machine])
-    monkeypatch.setattr(wheels, "write_kernels_wheel", lambda *_, machine: None)
+    monkeypatch.setattr(wheels, "write_kernels_wheel", lambda *_: None)
     wheels.download_wheels("{}.{}".format(*sys.version_info), machine, {**os.environ, "XDG_CACHE_HOME": str(folder)})
     return calls, requirements
 

@@ -351,7 +351,7 @@ def test_a_message_has_headers_unless_they_are_in_a_measured_latency() -> None:
     assert wire.all_reduce_seconds(64_000, 64) == pytest.approx(expected)
     job = replace(JOB, sizes=WITHOUT_ROWS, levels=("none",), backward_seconds=0.0, ready=())
     for network in (wire, payload):
-        buckets = count_buckets("none", job.parameters, 64)
+        buckets = count_buckets("none", job.sizes.parameters, 64)
         gradients = buckets * network.all_reduce_seconds(job.sent_bytes(64, "none")[0] / buckets, 64)
         assert estimate_hosts(job, network, 64).waited_seconds == pytest.approx(gradients)
 
