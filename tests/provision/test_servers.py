@@ -71,7 +71,7 @@ def make_facts(servers: tuple[ServerFacts, ...], **more: Any) -> ClusterFacts:
 def plan_whole(servers: tuple[ServerFacts, ...], **more: Any) -> Plan:
     """Plan a cluster whose files on this machine are complete."""
     here = [step for stage in plan_servers(CONFIG, make_facts(servers)).stages for step in stage if not step.host]
-    return plan_servers(CONFIG, make_facts(servers, **({"files": {s.command[-2]: s.stdin for s in here}} | more)))
+    return plan_servers(CONFIG, make_facts(servers, **({"files": {s.command[-1]: s.stdin for s in here}} | more)))
 
 
 def why(servers: tuple[ServerFacts, ...]) -> list[str]:
