@@ -28,7 +28,6 @@ from cpuft.errors import CpuftError
 from cpuft.hosts import registry, ssh_config, topology
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import parse_version
-from cpuft.instance_types import INSTANCE_COLUMNS, parse_instance_types
 from cpuft.launch.compare import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.run_state import format_state, parse_state
@@ -95,7 +94,6 @@ from tests.train.decoders import CHATML, MARKED
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
 _PREDICTIONS = {"predictions": [dataclasses.asdict(Estimate(2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "bf16"))]}
-_INSTANCES = f"{','.join(INSTANCE_COLUMNS)}\nm7i.8xlarge,16,amx,12.5,1.6128,2026-01\n"
 _LSCPU = "# CPU,Core,Socket,Node\n0,0,0,0\n1,1,0,0\n2,0,1,1\n"
 _SURVEY = (
     "os Debian\nkernel 6.1\npython 3.11.2\nfree_kb 100\nwheel a.whl 00\nsum_hosts 11\nauthorized ssh-ed25519 A b\n"
@@ -467,7 +465,6 @@ PARSERS: dict[str, Parser] = {
         values.damaged(["- seed: 1..3\n  lora-rank: [4, 8]\n- learning-rate: 1e-5\n"]) | CONFIGS,
     ),
     "parse_hosts": Parser(parse_hosts, values.damaged(["1,2,4,8", "64"])),
-    "parse_instance_types": Parser(partial(parse_instance_types, path="x"), values.damaged([_INSTANCES])),
     "list_bench_cases": Parser(
         lambda text: list_bench_cases(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from cpuft.compressions import count_buckets, count_coding_seconds
 from cpuft.errors import CpuftError
-from cpuft.instance_types import INSTANCE_COLUMNS, TABLE, find_instance, parse_instance_types
+from cpuft.instance_types import find_instance, read_instance_types
 from cpuft.network import ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Measurement, Record, ResumedLine
 from cpuft.report import estimate
@@ -33,44 +32,20 @@ from cpuft.report.estimate import (
 )
 from tests.records import LAYER_TIMES, make_record
 
-HEAD = ",".join(INSTANCE_COLUMNS)
 
-
-def test_our_own_table_is_one() -> None:
-    found = parse_instance_types(TABLE.read_text(), "instances.csv")
+def test_the_table_of_instances_is_whole() -> None:
+    found = read_instance_types()
     assert found["c6i.16xlarge"].cores == 32
     kinds = {name: found[name].cpu for name in ("c6i.16xlarge", "c7i.8xlarge", "c8g.4xlarge", "c4a-highcpu-16")}
     assert kinds == {"c6i.16xlarge": "x86", "c7i.8xlarge": "amx", "c8g.4xlarge": "arm", "c4a-highcpu-16": "arm"}
-
-
-def test_a_table_of_the_users_own(tmp_path: Path) -> None:
-    path = tmp_path / "own.csv"
-    path.write_text(f"{HEAD}\nidle server,24,amx,1,0,2026\n")
-    assert find_instance("idle server", str(path)).gbits_per_second == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "line 0: its head is not name,cores,"),
-        ("a,b\n", "line 1: its head is not name,cores,"),
-        (f"{HEAD}\nx,1,amx\n", "line 2: 3 columns, not 6"),
-        (f"{HEAD}\nx,many,amx,1,1,2026\n", "line 2: invalid literal"),
-        (f"{HEAD}\nx,0,amx,1,1,2026\n", "line 2: cores, rate and price must be positive"),
-        (f"{HEAD}\nx,1,yes,1,1,2026\n", "line 2: cpu is yes, not one of amx, x86, arm"),
-        (f"{HEAD}\nx,1,amx,nan,1,2026\n", "line 2: cores, rate and price must be positive"),
-    ],
-)
-def test_a_broken_table_is_refused_by_line(text: str, said: str) -> None:
-    with pytest.raises(CpuftError, match=said):
-        parse_instance_types(text, "own.csv")
+    assert {one.cpu for one in found.values()} == {"amx", "x86", "arm"}
+    assert all(one.cores > 0 < one.gbits_per_second < 1e4 for one in found.values())
+    assert all(0 < one.dollars_per_hour < 1e3 and one.dated.isdecimal() for one in found.values())
 
 
 def test_an_unknown_name_is_answered_with_the_next_ones() -> None:
     with pytest.raises(CpuftError, match=r"--instance c6i.16xlrage is not a known type of instance: .*c6i.16xlarge"):
         find_instance("c6i.16xlrage")
-    with pytest.raises(CpuftError, match="there is no file no/such, which --instances names"):
-        find_instance("c6i.16xlarge", "no/such")
 
 
 SIZES = GradientSizes(10_000_000, 384, 800_000, {"1": 500.0, "2": 800.0, "4": 1280.0})
