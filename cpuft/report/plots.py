@@ -16,7 +16,6 @@ from typing import Any
 from cpuft.errors import requires
 from cpuft.record import STEP_PHASES, Record, drop_warm_up
 from cpuft.report.comparison import MISSING_TIME, Comparison
-from cpuft.report.estimate import Estimate
 
 COLOURS = 8
 """Number of colours in the stylesheet of the page (--c0, --c1, ...)."""
@@ -177,14 +176,14 @@ def _draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, lis
 _MOST_BARS = 40
 
 
-def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Return [(caption, SVG)] of the speedup by ranks; [] for one number of ranks, or two without `predictions`."""
-    if len({row.np for row in comparison.rows}) < 3 and not predictions:
+def draw_speedup(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return [(caption, SVG)] of the speedup by ranks; [] for one or two numbers of ranks."""
+    if len({row.np for row in comparison.rows}) < 3:
         return []
-    return [draw(panel) for panel in list_speedup_panels(comparison, predictions)]
+    return [draw(panel) for panel in list_speedup_panels(comparison)]
 
 
-def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate]) -> list[Panel]:
+def list_speedup_panels(comparison: Comparison) -> list[Panel]:
     """Return a list of the panel with the speedup over the number of ranks; [] if all runs have the same number."""
     rows, base = comparison.rows, comparison.rows[0]
     if rows[-1].np == base.np:
@@ -198,12 +197,6 @@ def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate])
     ideals = [(float(row.np), row.speedup / row.ideal.efficiency) for row in rows if row.ideal]
     if ideals:
         lines.append(Line("ideal", [x for x, _ in ideals], [y for _, y in ideals], colour=2))
-    estimates = [one for one in predictions if one.hosts <= 2 * rows[-1].np]
-    if estimates:
-        unit = next((one.samples_per_second for one in estimates if one.hosts == base.np), base.samples_per_second)
-        middle = [one.samples_per_second / unit for one in estimates]
-        off = [(one.most - one.least) / 2 / unit for one in estimates]
-        lines.append(Line("estimate", [float(one.hosts) for one in estimates], middle, off, colour=1))
     axes = ("ranks", f"times as fast as np {base.np}")
     told = " The ideal: as many independent ranks at the same time." if ideals else ""
     return [Panel(f"Speedup, with intervals if there are repeats.{told}", "Speedup", axes, lines, "o", counts=True)]
