@@ -287,10 +287,7 @@ def _choose_target(python: str, machine: str) -> tuple[str, ...]:
 
 def select_hashed(hashed: Sequence[HashedPin], python: str, machine: str) -> list[HashedPin]:
     """Return the pins that apply to a Linux host with Python `python` ("3.11") and the architecture `machine`."""
-    try:
-        markers: Any = importlib.import_module("packaging.markers")
-    except ImportError:
-        markers = importlib.import_module("pip._vendor.packaging.markers")
+    markers: Any = importlib.import_module("pip._vendor.packaging.markers")  # cpuft itself requires pip
     values = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     values |= {"platform_machine": machine, "platform_system": "Linux", "os_name": "posix"}
     return [one for one in hashed if not one.marker or markers.Marker(one.marker).evaluate(values)]
