@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError, counted, last_line
 from cpuft.execute import open_memory_file, path_of
-from cpuft.files import REMOVE, hash_text
+from cpuft.files import REMOVE, hash_text, read_given_text
 from cpuft.hardware import ARCHITECTURES
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import NAME, NEEDS_IPV4, Host, format_hostfile
@@ -447,7 +447,10 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         python = "" if self.config.pins else find_common("Python", pythons, "install one on all of them")
         machine = find_common("architecture", machines, "make a cluster of each")
         supply = gather_supply(self.directory / "wheels", self.config.wheels, python, self.environ, machine)
-        pins = add_own(self._read_pins(), supply.wheels[0]) if self.config.pins else list_pins(supply.wheels)
+        pins = list_pins(supply.wheels)
+        if given := self.config.pins:
+            text = read_given_text(given, "--pins", "give a file with one name==version per line")
+            pins = add_own(parse_pins(text, given), supply.wheels[0])
         facts = replace(facts, supply=supply, pins=pins)
         if supply.complete and not any(_plan_hosts(self.config, facts)):
             with self._temporary_transport(bastions) as transport:
@@ -495,14 +498,6 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         argv = ("sh", "-s", self.config.prefix, self.config.name)
         answer = transport.run(Host(member.address), argv, _SURVEY, _SURVEY_SECONDS)
         return parse_survey(answer.output or answer.errors, member.address)
-
-    def _read_pins(self) -> tuple[str, ...]:
-        try:
-            return parse_pins(Path(self.config.pins).read_text(encoding="utf-8"), self.config.pins)
-        except (OSError, UnicodeDecodeError) as error:
-            raise CpuftError(
-                f"--pins {self.config.pins} cannot be read ({error}): give a file with one name==version per line"
-            ) from None
 
     def plan(self, facts: ClusterFacts) -> Plan:
         """Plan what is missing; without wheels, up to their download. CpuftError if a server cannot be provisioned."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpuft.config.fields import option
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, requires
 from cpuft.schedulers.base import (
     JOB_SECRET,
     NODE_COMMAND,
@@ -123,12 +123,10 @@ class AwsBatch(Scheduler[BatchOptions]):
         return jobs
 
     def _call(self, service: str, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with requires("aws", "AWS Batch needs boto3"):
             import boto3
             import botocore.exceptions as faults
             from botocore.config import Config
-        except ImportError:
-            raise CpuftError(f"AWS Batch needs boto3: {install_command('aws')}") from None
         config = Config(retries={"total_max_attempts": 1})  # a call without an answer may have been carried out
         try:
             client = boto3.session.Session(region_name=self.scope or None).client(service, config=config)
