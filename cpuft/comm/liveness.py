@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.errors import CpuftError
 from cpuft.rank.process import FOREIGN_STORE_ENTRY
+from cpuft.serialization import to_number
 from cpuft.terminal import DEAD_PEER_SECONDS, detect_dead_peer
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
@@ -287,10 +288,7 @@ def choose_seconds(variable: str, default: float) -> float:
     text = os.environ.get(variable, "")
     if not text:
         return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
+    seconds = to_number(text)
     if not 0 < seconds < math.inf:
         raise CpuftError(
             f"the environment variable {variable}={text} is not a positive number of seconds: unset it, or set it for "

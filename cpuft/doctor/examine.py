@@ -20,6 +20,7 @@ from cpuft.doctor import probe
 from cpuft.doctor.checks import ClusterState, Health, HostState, find_all
 from cpuft.doctor.finding import Finding, describe_errors
 from cpuft.errors import CpuftError
+from cpuft.files import read_raw
 from cpuft.hosts import facts
 from cpuft.hosts.cluster import FROM_STDIN, Access, Cluster
 from cpuft.hosts.hostfile import Host
@@ -67,7 +68,7 @@ def examine_hosts(
     resolved = try_hosts(access.transport.address, hosts)
     addresses = ["" if isinstance(one, CpuftError) else one for one in resolved]
     try_outside = try_outside and not access.transport.bootstrap and not any(map(access.transport.is_here, hosts))
-    routes = _read_routes() if try_outside else ""
+    routes = read_raw(Path("/proc/net/route")) if try_outside else ""
     outside = [bool(address) and is_outside(address, routes) for address in addresses]
     orders = _make_orders(hosts, addresses, access, full, outside, bool(known))
     facts_of = known or (None,) * len(hosts)
@@ -97,13 +98,6 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     for code in sorted({finding.code for finding in findings}):
         same = [finding for finding in findings if finding.code == code]
         say(f"{code} on {', '.join(one.host for one in same)}: {same[0].evidence} (details: cpuft doctor)")
-
-
-def _read_routes() -> str:
-    try:
-        return Path("/proc/net/route").read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def is_outside(address: str, routes: str) -> bool:

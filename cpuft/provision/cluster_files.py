@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.files import REMOVE
+from cpuft.files import REMOVE, read_raw
 from cpuft.hosts.registry import FILE_NAME, carries_mark
 from cpuft.plans import Step
 
@@ -36,14 +36,6 @@ def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
     paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
     texts = {str(path): "private" if path.name in _PRIVATE else read_raw(path) for path in paths}
     return texts | ({str(hostfile): read_raw(hostfile)} if hostfile.exists() else {})
-
-
-def read_raw(path: Path) -> str:
-    """Return the text of a file; "" if it cannot be read. Bytes that are not UTF-8 become U+FFFD."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def check_prefix(prefix: str) -> None:

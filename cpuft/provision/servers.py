@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError, counted, last_line
 from cpuft.execute import open_memory_file, path_of
-from cpuft.files import REMOVE, hash_text, read_given_text
+from cpuft.files import REMOVE, hash_text, read_given_text, read_raw
 from cpuft.hardware import ARCHITECTURES
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import NAME, NEEDS_IPV4, Host, format_hostfile
@@ -36,7 +36,6 @@ from cpuft.provision.cluster_files import (
     plan_key,
     plan_removal,
     read_files,
-    read_raw,
 )
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.wheels import INSTALL, Supply, add_own, gather_supply, list_pins, make_stamp, parse_pins
