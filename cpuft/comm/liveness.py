@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import math
 import os
 import secrets
 import socket
@@ -25,14 +24,10 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.errors import CpuftError
 from cpuft.rank.process import FOREIGN_STORE_ENTRY
-from cpuft.serialization import to_number
-from cpuft.terminal import DEAD_PEER_SECONDS, detect_dead_peer
+from cpuft.terminal import detect_dead_peer
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
 """Environment variable with the key of all ranks; if it is not set, the first rank shares one through the store."""
-PEER_SECONDS_VARIABLE = "CPUFT_PEER_SECONDS"
-"""Environment variable with the seconds without any answer after which another rank's host counts as lost. Slow motion
-sets it: on a link that is full for seconds, the kernel's probes can be lost although the host lives."""
 MAX_UNVERIFIED = 256
 """Most connections without a hello. One more closes the oldest of them."""
 WELCOME = b"welcome\n"
@@ -65,7 +60,6 @@ class Hub:
 
     def __init__(self, key: bytes, host: str, ranks: Sequence[int], report: Callable[[str], object]) -> None:
         self._key, self._missing, self._report = key, {str(rank).encode() for rank in ranks}, report
-        self._peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
         listener = socket.create_server((host, 0), backlog=1024)
         self.port: int = listener.getsockname()[1]
         self._ranks: dict[asyncio.StreamWriter, int] = {}
@@ -89,7 +83,7 @@ class Hub:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address, *_ = writer.get_extra_info("peername") or ("nowhere",)
-        detect_dead_peer(writer.get_extra_info("socket"), self._peer_seconds)
+        detect_dead_peer(writer.get_extra_info("socket"))
         hello = asyncio.create_task(self._verify(reader, writer))
         self._unverified.append(hello)
         if len(self._unverified) > MAX_UNVERIFIED:
@@ -263,7 +257,6 @@ def _read_entry(text: bytes) -> tuple[tuple[str, int], bytes] | None:
 
 def _join(address: tuple[str, int], key: bytes, rank: int) -> tuple[socket.socket, BinaryIO]:
     """Connect to the hub and say hello, repeatedly if unverified connections crowd this one out."""
-    peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
     end = time.monotonic() + _JOIN_SECONDS
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
@@ -273,7 +266,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int) -> tuple[socket.socke
             connection.sendall(name + b" " + make_proof(key, nonce, name) + b"\n")
             if lines.readline(_HELLO_BYTES) == WELCOME:
                 connection.settimeout(None)
-                detect_dead_peer(connection, peer_seconds)
+                detect_dead_peer(connection)
                 return connection, lines
             connection.close()
         time.sleep(_RETRY_SECONDS)
@@ -281,20 +274,6 @@ def _join(address: tuple[str, int], key: bytes, rank: int) -> tuple[socket.socke
         f"rank {rank} could not join the first rank at {address[0]} port {address[1]} within {_JOIN_SECONDS:.0f} s: "
         f"check whether this rank runs twice, and whether a firewall separates the two hosts"
     )
-
-
-def choose_seconds(variable: str, default: float) -> float:
-    """Return an environment variable's positive seconds, `default` if it is not set or empty; CpuftError for others."""
-    text = os.environ.get(variable, "")
-    if not text:
-        return default
-    seconds = to_number(text)
-    if not 0 < seconds < math.inf:
-        raise CpuftError(
-            f"the environment variable {variable}={text} is not a positive number of seconds: unset it, or set it for "
-            "example to 300"
-        )
-    return seconds
 
 
 def _own_address() -> str:

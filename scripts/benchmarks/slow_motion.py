@@ -40,12 +40,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from cpuft.comm import start, take_traffic
+from cpuft.comm import liveness, start, take_traffic
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import LinkModel, choose_level
 from cpuft.comm.compression.powersgd import EXACT_UPDATES, count_numbers
 from cpuft.comm.compression.table import list_levels, resolve_compression
-from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
 from cpuft.comm.watchdog import Operation, register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_coding_seconds, count_ring_passes
 from cpuft.config.train import TrainConfig
@@ -53,7 +52,7 @@ from cpuft.errors import CpuftError
 from cpuft.network import CPU_SECONDS_PER_BYTE, ETHERNET
 from cpuft.record import GradientTime, LayerTimesLine, Record, read_record
 from cpuft.serialization import load, parse_json
-from cpuft.terminal import DEAD_PEER_SECONDS
+from cpuft.terminal import DEAD_PEER_SECONDS, detect_dead_peer
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
@@ -591,11 +590,12 @@ def _run_rank(
         torch.set_num_threads(1)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": address_of(0), "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": "eth0"}
-        # Probes of a connection wait in queues as slow as all other messages.
-        os.environ[PEER_SECONDS_VARIABLE] = str(DEAD_PEER_SECONDS * slowdown)
         timeout = 120.0 + 20 * replayed.step_seconds * slowdown
         store = TCPStore(address_of(0), _PORT, size, rank == 0, timedelta(seconds=timeout))
-        start("gloo", timeout, PrefixStore("world", store), rank, size)
+        # Probes of a connection wait in queues as slow as all other messages.
+        patient = partial(detect_dead_peer, seconds=DEAD_PEER_SECONDS * slowdown)
+        with patch.object(liveness, "detect_dead_peer", patient):
+            start("gloo", timeout, PrefixStore("world", store), rank, size)
 
         def limit_link() -> None:
             pipe.send("measured")
