@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -233,20 +235,26 @@ def run_plan(plan: Plan, say: Say) -> None:
 def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
     """Hold the lock of the cluster at `path`, which need not exist: only one `cpuft provision` at a time changes it.
 
-    The lock, that of a temporary file, is released when the process ends in any way. Raises CpuftError when another
-    process holds the lock for more than `seconds`.
+    The lock, an abstract Unix socket on Linux and a locked temporary file elsewhere, is released when the process ends
+    in any way. Raises CpuftError when another process holds the lock for more than `seconds`.
     """
-    from tempfile import gettempdir  # slow, and not needed for help
+    end, name = time.monotonic() + seconds, f"cpuft-provision-{hash_text(os.path.realpath(path), 32)}"
+    with socket.socket(socket.AF_UNIX) as holder, ExitStack() as stack:
+        while True:
+            try:
+                if sys.platform == "linux":
+                    holder.bind(f"\0{name}")
+                else:
+                    from tempfile import gettempdir  # slow, and not needed on Linux
 
-    try:
-        held = open_locked(f"{gettempdir()}/cpuft-provision-{hash_text(os.path.realpath(path), 32)}", seconds)
-    except OSError:
-        text = f"another cpuft provision has been changing {path.name} for {seconds:.0f} s"
-        raise CpuftError(f"{text}: wait until it ends") from None
-    try:
+                    stack.callback(os.close, open_locked(f"{gettempdir()}/{name}"))
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    text = f"another cpuft provision has been changing {path.name} for {seconds:.0f} s"
+                    raise CpuftError(f"{text}: wait until it ends") from None
+                time.sleep(0.2)
         yield
-    finally:
-        os.close(held)
 
 
 @dataclass(frozen=True)
