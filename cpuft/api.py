@@ -211,7 +211,7 @@ class ComparedRuns:
         from cpuft.report.plots import list_learning_panels, list_speedup_panels
 
         trained = [run.record for run in self.runs if not run.record.header.independent]
-        return _make_figure([*list_speedup_panels(self.comparison, ()), *list_learning_panels(trained)[:1]])
+        return _make_figure([*list_speedup_panels(self.comparison), *list_learning_panels(trained)[:1]])
 
     def __repr__(self) -> str:
         from cpuft.report.tables import format_text

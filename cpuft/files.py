@@ -117,6 +117,14 @@ def read_given_text(path: str | Path, option: str, advice: str) -> str:
         raise CpuftError(f"{option} {path} cannot be read ({error}): {advice}") from None
 
 
+def read_raw(path: Path) -> str:
+    """Return the text of a file; "" if it cannot be read. Bytes that are not UTF-8 become U+FFFD."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def split_paths(text: str) -> list[str]:
     """Return the stripped paths between commas, of patterns (*.csv) the sorted matches, if any; [text] if it exists."""
     if os.path.exists(text):

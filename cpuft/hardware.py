@@ -145,11 +145,6 @@ def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float, e
 def _describe_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:
     if bf16_flag:
         return f"warning: bf16, which this CPU multiplies ({bf16_flag}), is as fast or faster"
-    if "asimd" in cpu_flags:
-        return "as you asked; torch does not use Arm's instructions for it"
     vnni = next((flag for flag in ("avx512_vnni", "avx_vnni") if flag in cpu_flags), "")
-    return (
-        f"as you asked; this CPU multiplies 8-bit numbers ({vnni})"
-        if vnni
-        else "as you asked; this CPU has no instructions for it"
-    )
+    used = f"this CPU multiplies 8-bit numbers ({vnni})" if vnni else "torch has no instructions for it on this CPU"
+    return f"as you asked; {used}"

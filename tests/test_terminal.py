@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from cpuft.execute import run_step
 from cpuft.plans import Step
 from cpuft.record import Writer, read_record
-from cpuft.terminal import format_table
+from cpuft.terminal import detect_dead_peer, format_table
 from tests.conftest import run_shell
 from tests.records import make_record
 from tests.train.tiny import save_tiny
@@ -122,3 +123,12 @@ def test_a_table_shows_no_control_characters_of_a_record() -> None:
     assert "\x1b" not in shown
     assert "\x07" not in shown
     assert "acc\\x1b[2J" in shown
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(7, 7), (70, 70), (71, 77), (1e9, 70_000)])
+def test_a_silent_peer_is_detected_after_a_multiple_of_seven_seconds(asked: float, seconds: int) -> None:
+    with socket.socket() as connection:
+        detect_dead_peer(connection, asked)
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT)
+        idle, interval, limit = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+    assert idle + 4 * interval == seconds == limit / 1000

@@ -13,10 +13,9 @@ from cpuft.cli.common import check_hosts, print_plans, say
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.config.bench import BenchConfig
 from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig
-from cpuft.errors import CpuftError
 
 _TEXTS = {
-    "run_dir": "Folder for comm.jsonl, the plot and the logs; it must not exist yet (default: a new folder in runs/)",
+    "run_dir": "Folder for comm.jsonl and the logs; it must not exist yet (default: a new folder in runs/)",
     "time_limit": "Largest number of seconds of the measurement, which is then ended; 0 is no limit",
 }
 
@@ -40,15 +39,13 @@ def comm(dry_run: bool, **values: Any) -> None:
 
     Algorithm bandwidth and bus bandwidth are defined as in nccl-tests. In the table, ms is the median time, followed by
     the range of the middle half of all repetitions; busy is the fraction of a rank's cores that the backend keeps busy;
-    x gloo is the speed relative to gloo. The measurements are written to comm.jsonl in the run folder, and a plot to
-    comm.svg beside it, if matplotlib is installed.
+    x gloo is the speed relative to gloo. The measurements are written to comm.jsonl in the run folder.
     """
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.attempt import run_attempt
     from cpuft.launch.leases import renew_leases
     from cpuft.launch.plan import add_transfers, plan_bench
     from cpuft.launch.run_folder import choose_run_dir
-    from cpuft.report.plots import write_plot
 
     config = pick(LaunchConfig, values)
     cluster = gather_cluster(config)
@@ -64,8 +61,4 @@ def comm(dry_run: bool, **values: Any) -> None:
         code = run_attempt(plan, run_dir, cluster, config.time_limit, say)
     if not code:
         click.echo(f"record: {run_dir}/comm.jsonl")
-        try:
-            click.echo(f"plot: {write_plot(f'{run_dir}/comm.jsonl')}")
-        except CpuftError as error:
-            click.echo(f"no plot: {error}")
     sys.exit(code)

@@ -62,9 +62,6 @@ class EstimateConfig:
     instance: str = hosts_option(
         "", "Type of rented host, such as m7i.8xlarge, from which cores, bandwidth and price are known", takes="NAME"
     )
-    instances: str = hosts_option(
-        "", "CSV file with your own table of types for --instance (default: cpuft's own table)", takes="FILE"
-    )
     cores: float = hosts_option(
         0.0, "Cores per host (default: those of --instance, else those of the recorded host)", least=0.0, most=1e6
     )
@@ -115,7 +112,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     hosts = parse_numbers(config.hosts, "--hosts", MOST_HOSTS)
     if run:
         refuse_options(TrainConfig, "is for the short training that is done without RUN: leave out this option, or RUN")
-    rented = find_instance(config.instance, config.instances) if config.instance else None
+    rented = find_instance(config.instance) if config.instance else None
     bits = parse_bit_rate(config.bandwidth, "--bandwidth")
     if not (bits or config.link or rented):
         raise CpuftError(

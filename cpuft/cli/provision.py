@@ -132,7 +132,11 @@ def extend(name: str, lease: str, dry_run: bool) -> None:
     The new end may be earlier than the present one, or later than --lease-limit. Run the command on the machine that
     made the cluster, because it logs in to the instances.
     """
+    from cpuft.provision.aws.provider import Aws
+
     provider = load_cluster(name, os.environ)
+    if not isinstance(provider, Aws):
+        raise CpuftError(f"cluster {name} is of kind {provider.kind}: only rented clusters have a lease")
     _print_or_execute(dry_run, lambda: provider.plan_extension(lease), lambda: provider.extend(lease, _say))
 
 

@@ -32,12 +32,6 @@ from cpuft.errors import CpuftError
             "private; the run keeps them in its predictions.parquet",
         ),
         click.Option(
-            ["--estimate"],
-            default="",
-            metavar="FILE",
-            help="With --html, also draw the estimates in this file, the output of cpuft estimate --json",
-        ),
-        click.Option(
             ["--to"],
             default="",
             metavar="LIST",
@@ -62,7 +56,6 @@ def report(
     markdown: bool,
     html: bool,
     no_examples: bool,
-    estimate: str,
     to: str,
     metric: str,
     config: str,
@@ -86,7 +79,7 @@ def report(
     from cpuft.report import tables
     from cpuft.report.comparison import compare, group_jobs
     from cpuft.report.judgement import format_judgement, judge_record, judgement_to_json
-    from cpuft.report.page import find_runs, page_path, read_estimates, write_page
+    from cpuft.report.page import find_runs, page_path, write_page
     from cpuft.report.quality import compare_pair
     from cpuft.sweep.results import choose_metric, format_sweep, sweep_to_json, write_sweep_page
     from cpuft.sweep.study import FILE_NAME as SWEEP_FILE
@@ -94,7 +87,7 @@ def report(
     from cpuft.trackers import check_trackers, parse_trackers, send_record
 
     if sweeps := [run for run in runs if Path(run, SWEEP_FILE).is_file()]:
-        if len(runs) > 1 or markdown or to or estimate:
+        if len(runs) > 1 or markdown or to:
             raise CpuftError(
                 f"{sweeps[0]} is a sweep, which is shown alone, as a table, with --json or with --html: leave out what "
                 "else you gave"
@@ -110,8 +103,6 @@ def report(
         return
     if metric:
         raise CpuftError("--metric is for the folder of a sweep: leave it out, because other reports show all metrics")
-    if estimate and not html:
-        raise CpuftError("--estimate adds estimates to the HTML page: give --html as well")
     if no_examples and not html:
         raise CpuftError("--no-examples leaves examples out of the HTML page: give --html as well")
     found, others = find_runs(runs)
@@ -136,7 +127,7 @@ def report(
             return
         records = finished or records
     quality, judgement = None, None
-    if len(runs) == 2 and found == list(runs) and not estimate:
+    if len(runs) == 2 and found == list(runs):
         comparison, quality, problem = compare_pair(*records)
         if problem:
             say(f"metrics are not compared row by row: {problem}")
@@ -148,9 +139,8 @@ def report(
         except CpuftError as error:
             say(f"where the model fails is not shown: {error}")
     if html:
-        predictions = read_estimates(estimate) if estimate else []
         path = page_path(runs)
-        write_page(records, path, predictions, unfinished, judgement, quality, examples=not no_examples)
+        write_page(records, path, unfinished, judgement, quality, examples=not no_examples)
         click.echo(f"page: {path}")
     elif as_json:
         told = tables.to_json(comparison) if comparison else {}

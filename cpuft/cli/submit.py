@@ -41,6 +41,11 @@ def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: s
     scheduler_class = SCHEDULERS[kind]
     launch: JobLaunch
     if argv[:1] == ("sweep",):
+        if not scheduler_class.takes_sweeps:
+            raise CpuftError(
+                f"cpuft submit {kind} takes no sweep, because the job ends when one of its nodes is lost: use slurm or "
+                "kubernetes, or rent a cluster with cpuft provision aws and run cpuft sweep --cluster NAME"
+            )
         launch, subject = _parse_sweep(argv, scheduler_class.has_submitters_files)
     else:
         launch, subject = _parse_launch(argv, values["nodes"], scheduler_class.has_submitters_files)

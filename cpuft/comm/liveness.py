@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import math
 import os
 import secrets
 import socket
@@ -25,13 +24,10 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.errors import CpuftError
 from cpuft.rank.process import FOREIGN_STORE_ENTRY
-from cpuft.terminal import DEAD_PEER_SECONDS, detect_dead_peer
+from cpuft.terminal import detect_dead_peer
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
 """Environment variable with the key of all ranks; if it is not set, the first rank shares one through the store."""
-PEER_SECONDS_VARIABLE = "CPUFT_PEER_SECONDS"
-"""Environment variable with the seconds without any answer after which another rank's host counts as lost. Slow motion
-sets it: on a link that is full for seconds, the kernel's probes can be lost although the host lives."""
 MAX_UNVERIFIED = 256
 """Most connections without a hello. One more closes the oldest of them."""
 WELCOME = b"welcome\n"
@@ -62,17 +58,8 @@ class Hub:
     are connected, each once; the thread ends when all have left, and calls `report` for the first 5 refusals.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        host: str,
-        ranks: Sequence[int],
-        report: Callable[[str], object],
-        hello_seconds: float = _HELLO_SECONDS,
-    ) -> None:
+    def __init__(self, key: bytes, host: str, ranks: Sequence[int], report: Callable[[str], object]) -> None:
         self._key, self._missing, self._report = key, {str(rank).encode() for rank in ranks}, report
-        self._hello_seconds = hello_seconds
-        self._peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
         listener = socket.create_server((host, 0), backlog=1024)
         self.port: int = listener.getsockname()[1]
         self._ranks: dict[asyncio.StreamWriter, int] = {}
@@ -96,19 +83,19 @@ class Hub:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address, *_ = writer.get_extra_info("peername") or ("nowhere",)
-        detect_dead_peer(writer.get_extra_info("socket"), self._peer_seconds)
+        detect_dead_peer(writer.get_extra_info("socket"))
         hello = asyncio.create_task(self._verify(reader, writer))
         self._unverified.append(hello)
         if len(self._unverified) > MAX_UNVERIFIED:
             self._unverified[0].cancel()
-        done, _ = await asyncio.wait([hello], timeout=self._hello_seconds)
+        done, _ = await asyncio.wait([hello], timeout=_HELLO_SECONDS)
         self._unverified.remove(hello)
         reason = (
             "came after all ranks" if self.is_full.is_set() else f"was the oldest of {MAX_UNVERIFIED} without hello"
         )
         if not done:
             hello.cancel()
-            reason = f"sent no hello in {self._hello_seconds:g} s"
+            reason = f"sent no hello in {_HELLO_SECONDS:g} s"
         elif not hello.cancelled():
             reason = hello.result()
         if reason:
@@ -173,7 +160,7 @@ def make_proof(key: bytes, *fields: bytes) -> bytes:
 
 
 class LivenessConnection:
-    """A rank's connection to the hub. Making one blocks until the hub accepts the rank, at most `join_seconds`.
+    """A rank's connection to the hub. Making one blocks until the hub accepts the rank, at most 60 s.
 
     `is_first` is true on the one rank that opens the hub. `on_message` is called on a thread with what ranks send, with
     {"gone": rank} when a rank's connection is closed, and with {"hub": "gone"} at the end.
@@ -183,18 +170,12 @@ class LivenessConnection:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        ranks: Sequence[int],
-        is_first: bool,
-        on_message: Callable[[Message], None],
-        join_seconds: float = _JOIN_SECONDS,
+        self, store: Store, rank: int, ranks: Sequence[int], is_first: bool, on_message: Callable[[Message], None]
     ) -> None:
         self._hub = _open_hub(store, ranks) if is_first else None
         address, key = _find_hub(store, rank)
         self._on_message = on_message
-        self._socket, self._lines = _join(address, key, rank, join_seconds)
+        self._socket, self._lines = _join(address, key, rank)
         threading.Thread(target=self._run, name="cpuft-comm-liveness", daemon=True).start()
 
     def wait_for_all(self) -> None:
@@ -274,10 +255,9 @@ def _read_entry(text: bytes) -> tuple[tuple[str, int], bytes] | None:
     return (address, key) if is_own else None
 
 
-def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tuple[socket.socket, BinaryIO]:
+def _join(address: tuple[str, int], key: bytes, rank: int) -> tuple[socket.socket, BinaryIO]:
     """Connect to the hub and say hello, repeatedly if unverified connections crowd this one out."""
-    peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _JOIN_SECONDS
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
             connection = socket.create_connection(address, timeout=left)
@@ -286,31 +266,14 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
             connection.sendall(name + b" " + make_proof(key, nonce, name) + b"\n")
             if lines.readline(_HELLO_BYTES) == WELCOME:
                 connection.settimeout(None)
-                detect_dead_peer(connection, peer_seconds)
+                detect_dead_peer(connection)
                 return connection, lines
             connection.close()
         time.sleep(_RETRY_SECONDS)
     raise StartupDisturbedError(
-        f"rank {rank} could not join the first rank at {address[0]} port {address[1]} within {seconds:.0f} s: "
+        f"rank {rank} could not join the first rank at {address[0]} port {address[1]} within {_JOIN_SECONDS:.0f} s: "
         f"check whether this rank runs twice, and whether a firewall separates the two hosts"
     )
-
-
-def choose_seconds(variable: str, default: float) -> float:
-    """Return an environment variable's positive seconds, `default` if it is not set or empty; CpuftError for others."""
-    text = os.environ.get(variable, "")
-    if not text:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise CpuftError(
-            f"the environment variable {variable}={text} is not a positive number of seconds: unset it, or set it for "
-            "example to 300"
-        )
-    return seconds
 
 
 def _own_address() -> str:

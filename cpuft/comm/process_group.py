@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.comm.arguments import METHODS, Tensors, add_methods, check_message, count_bytes, flatten
 from cpuft.comm.backends.base import Backend, GroupMembership
-from cpuft.comm.collectives import BODIES, check_ranks_agree, contiguous_in_place, to_contiguous
+from cpuft.comm.collectives import Collectives, contiguous_in_place, to_contiguous
 from cpuft.comm.watched_group import WatchedGroup
 
 T = TypeVar("T")
@@ -214,6 +214,7 @@ class CollectiveGroup(WatchedGroup):
             self._backend = connect(store, membership.rank, membership.size, membership.label)
         finally:
             self.end(operation)
+        self._collectives = Collectives(self._backend, membership)
         self._threads: dict[str, tuple[ProgressThread, int]] = {}
         """Each channel's thread and the number of its tasks that have not ended."""
         self._lock = threading.Lock()
@@ -322,7 +323,7 @@ class CollectiveGroup(WatchedGroup):
 
         def agree(call: str) -> None:
             if self.compares_calls:
-                check_ranks_agree(self._backend, self._membership.ranks, call)
+                self._collectives.check_ranks_agree(call)
 
         try:
             call = method.check(self._membership, *given)
@@ -333,7 +334,7 @@ class CollectiveGroup(WatchedGroup):
 
         def checked_body() -> None:
             agree(call)
-            BODIES[key](self._backend, self._membership, *given)
+            getattr(self._collectives, key)(*given)
 
         payload, result = (given[method.contribution], given[0]) if method.tensors else ([], [torch.zeros(1)])
         return self._launch(method.operation, flatten(payload), result, checked_body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -18,13 +19,13 @@ from torch._C._distributed_c10d import Store
 from cpuft.comm.backends import ccl, mpi
 from cpuft.comm.backends.base import GroupMembership
 from cpuft.comm.backends.gloo import WatchedGlooGroup
-from cpuft.comm.liveness import choose_seconds
 from cpuft.comm.process_group import CollectiveGroup
 from cpuft.comm.watchdog import TIMEOUT_VARIABLE
 from cpuft.comm.watched_group import WatchedGroup
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.rank.process import remove_shared_memory
 from cpuft.rank.script import flush_and_exit, restrict_stores
+from cpuft.serialization import to_number
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,21 @@ def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
     is_world = not options.global_ranks_in_group
     label = "the world" if is_world else f"group {options.group_id}"
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    timeout = choose_seconds(TIMEOUT_VARIABLE, options.timeout.total_seconds())
+    timeout = choose_timeout(options.timeout.total_seconds())
     return entry.make_group(GroupMembership(label, options.group_rank, ranks, is_world), options.store, timeout)
+
+
+def choose_timeout(default: float) -> float:
+    """Return the seconds of TIMEOUT_VARIABLE; `default` if it is not set or empty. CpuftError: no positive number."""
+    if not (text := os.environ.get(TIMEOUT_VARIABLE, "")):
+        return default
+    seconds = to_number(text)
+    if not 0 < seconds < math.inf:
+        raise CpuftError(
+            f"the environment variable {TIMEOUT_VARIABLE}={text} is not a positive number of seconds: unset it, or set "
+            "it for example to 300"
+        )
+    return seconds
 
 
 def _redirect_mpi(original: Callable[..., str]) -> None:

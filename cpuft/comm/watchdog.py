@@ -75,17 +75,6 @@ class Operation:
 
 
 @dataclass
-class Traffic:
-    """What this rank has passed to collectives."""
-
-    operations: int = 0
-    nbytes: int = 0
-    """Payload in the bytes of an all-reduce: what the caller passed, and not what the library's algorithm sends. An
-    operation that is half of an all-reduce counts half of the bytes with which all ranks end, so that operations with
-    the same count load a network alike."""
-
-
-@dataclass
 class OperationRegister:
     """Pending operations, progress by channel, and traffic of this process. Safe to use from several threads.
 
@@ -98,13 +87,14 @@ class OperationRegister:
     """Number and name of the last operation of each channel; the channel that was used last is the last one."""
     recent: deque[tuple[str, int, str, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
     """Channel, sequence number, name and bytes of the operations that this rank has begun last."""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: int = 0
+    """What this rank has passed to collectives, in the bytes of an all-reduce: what the caller passed, and not what the
+    library's algorithm sends. An operation that is half of an all-reduce counts half of the bytes with which all ranks
+    end, so that operations with the same count load a network alike."""
     names: set[str] = field(default_factory=set)
     """Names of all operations that this rank has ever begun."""
     uncounted: set[tuple[int, ...]] = field(default_factory=set)
     """World ranks of the groups whose bytes do not count in the traffic."""
-    ended: list[tuple[Operation, float]] | None = None
-    """If it is a list, each operation is added when it ends, with time.monotonic() of its end."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
@@ -116,10 +106,9 @@ class OperationRegister:
             self.recent.append((channel, sequence, name, nbytes))
             self.pending[id(operation)] = operation
             self.names.add(name)
-            self.traffic.operations += 1
             whole = nbytes * len(ranks) if name == "all_gather" else nbytes
             if operation.ranks not in self.uncounted:
-                self.traffic.nbytes += whole // 2 if name in _HALF_OPERATIONS else whole
+                self.traffic += whole // 2 if name in _HALF_OPERATIONS else whole
         return operation
 
     def ignore_traffic(self, ranks: Sequence[int]) -> None:
@@ -130,9 +119,7 @@ class OperationRegister:
     def end(self, operation: Operation) -> None:
         """Remove an operation that has succeeded or failed from the pending ones; do nothing if it is not pending."""
         with self._lock:
-            was_pending = self.pending.pop(id(operation), None)
-            if was_pending and self.ended is not None:
-                self.ended.append((operation, time.monotonic()))
+            self.pending.pop(id(operation), None)
 
     def copy_progress(self) -> dict[str, Any]:
         """Return {"progress": that of the channels used last, "recent": a list of `recent`}, for a message in JSON."""
@@ -144,10 +131,10 @@ class OperationRegister:
         with self._lock:
             return list(self.pending.values())
 
-    def take_traffic(self) -> Traffic:
-        """Return the traffic since the last call, and count from zero again."""
+    def take_traffic(self) -> int:
+        """Return the traffic since the last call in bytes, and count from zero again."""
         with self._lock:
-            taken, self.traffic = self.traffic, Traffic()
+            taken, self.traffic = self.traffic, 0
         return taken
 
     def report(self) -> dict[str, object]:
@@ -417,4 +404,4 @@ def stop_watchdog() -> None:
 
 
 take_traffic = register.take_traffic
-"""Returns what this rank has passed to cpuft's groups, not to those of other backends, since the last call."""
+"""Returns the bytes passed to cpuft's groups, not to those of other backends, by this rank since the last call."""

@@ -10,7 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import TypeVar
 
@@ -115,6 +115,8 @@ class HostState:
     """TCP port of the host that this machine reached from another network. 0 if it reached none or did not try."""
     skew: float = 0.0
     """Seconds by which the host's clock is ahead of (or, if negative, behind) this machine's clock, at least."""
+    ranks: int = 0
+    """Number of ranks planned on the host, or without a plan its slots in the hostfile. 0 if neither is known."""
 
     @property
     def name(self) -> str:
@@ -132,8 +134,6 @@ class ClusterState:
     """A state for each line of the hostfile, in its order."""
     python: str = ""
     """Path where every host should have the Python of the training environment. Empty if any Python will do."""
-    ranks: dict[str, int] = field(default_factory=dict)
-    """Ranks planned on each host, by its name in the hostfile. Empty if no launch is planned."""
     links: tuple[Link, ...] = ()
     """Measured links between the hosts. Empty unless `cpuft doctor --bandwidth` measured them."""
 
@@ -144,6 +144,7 @@ class ClusterState:
 
 
 Find = Callable[[ClusterState], Iterator[Finding]]
+FindOnHost = Callable[[HostState, HostFacts, Health], str]
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,26 @@ def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[F
 
     def register(find: Find) -> Find:
         CHECKS.append(Check(code, title, cause, next_step, find))
+        return find
+
+    return register
+
+
+def check_each(
+    code: str, title: str, cause: str, next_step: str = "", severe: bool = False, fix: tuple[str, ...] = ()
+) -> Callable[[FindOnHost], FindOnHost]:
+    """Return a decorator that registers a check of one host by itself: a function that returns evidence, or "".
+
+    The decorator returns the function unchanged. `severe` and `fix` are those of all its findings.
+    """
+
+    def register(find: FindOnHost) -> FindOnHost:
+        def find_on_all(state: ClusterState) -> Iterator[Finding]:
+            for one, facts, health in state.answering:
+                if evidence := find(one, facts, health):
+                    yield Finding(one.name, evidence, severe=severe, fix=fix)
+
+        check(code, title, cause, next_step)(find_on_all)
         return find
 
     return register
@@ -393,16 +414,15 @@ def _check_listening(state: ClusterState) -> Iterator[Finding]:
                 yield warning(one.name, f"{process} accepts connections on {where}.")
 
 
-@check(
+@check_each(
     "CPUFT-036",
     "Ports that ranks use can be reached from outside the cluster's network.",
     "No firewall or security group protects the hosts. Ranks send gradients and keys without encryption.",
     "Allow only ssh from outside, and all TCP ports only between the hosts of the cluster.",
 )
-def _check_outside(state: ClusterState) -> Iterator[Finding]:
-    for one, _, _ in state.answering:
-        if one.outside_port:
-            yield warning(one.name, f"This machine is on another network and connected to port {one.outside_port}.")
+def _check_outside(one: HostState, facts: HostFacts, health: Health) -> str:
+    port = one.outside_port
+    return f"This machine is on another network and connected to port {port}." if port else ""
 
 
 # Consistency: the slowest host, and the one that differs, decide for all
@@ -434,17 +454,16 @@ def _check_same_host(state: ClusterState) -> Iterator[Finding]:
         seen.setdefault(identity, one)
 
 
-@check(
+@check_each(
     "CPUFT-012",
     "The clock of a host is wrong.",
     "No time service runs on the host. Logs cannot be compared, and certificates and time limits fail.",
     "Start a time service: timedatectl set-ntp true",
 )
-def _check_clocks(state: ClusterState) -> Iterator[Finding]:
-    for one, _, _ in state.answering:
-        if abs(one.skew) > _MAX_CLOCK_SKEW_SECONDS:
-            direction = "ahead of" if one.skew > 0 else "behind"
-            yield warning(one.name, f"The clock of the host is {abs(one.skew):.0f} s {direction} this machine's clock.")
+def _check_clocks(one: HostState, facts: HostFacts, health: Health) -> str:
+    direction = "ahead of" if one.skew > 0 else "behind"
+    told = f"The clock of the host is {abs(one.skew):.0f} s {direction} this machine's clock."
+    return told if abs(one.skew) > _MAX_CLOCK_SKEW_SECONDS else ""
 
 
 @check(
@@ -560,46 +579,40 @@ def _check_bf16(state: ClusterState) -> Iterator[Finding]:
         yield warning(one.name, f"The CPU, {facts.cpu_model}, has {name_missing_bf16(facts.cpu_flags)}.")
 
 
-@check(
+@check_each(
     "CPUFT-020",
     "The CPU has AMX, but the kernel does not let a process use it.",
     "AMX needs Linux 5.16 or newer. Some hypervisors and sandboxes refuse it as well.",
     "Use a newer kernel, or another type of instance.",
 )
-def _check_amx(state: ClusterState) -> Iterator[Finding]:
-    for one, facts, health in state.answering:
-        if "amx_tile" in facts.cpu_flags and not health.amx_usable:
-            yield warning(one.name, f"The CPU has AMX, but kernel {facts.kernel} refuses permission to use it.")
+def _check_amx(one: HostState, facts: HostFacts, health: Health) -> str:
+    is_refused = "amx_tile" in facts.cpu_flags and not health.amx_usable
+    return f"The CPU has AMX, but kernel {facts.kernel} refuses permission to use it." if is_refused else ""
 
 
-@check(
+@check_each(
     "CPUFT-021",
     "A host has too little memory for the planned ranks.",
     "When memory runs out, the kernel kills a rank, and the other ranks would wait for it.",
     "End other programs on the host, lower --ppn, or add memory.",
+    severe=True,
 )
-def _check_memory(state: ClusterState) -> Iterator[Finding]:
-    for one, _, health in state.answering:
-        ranks = max(1, state.ranks.get(one.host.name, 1))
-        if health.memory_available < ranks * _MIN_MEMORY_PER_RANK:
-            yield Finding(
-                one.name,
-                f"{health.memory_available // _MIB} MB of memory are free for {counted(ranks, 'rank')}; "
-                "each rank needs at least 2048 MB.",
-            )
+def _check_memory(one: HostState, facts: HostFacts, health: Health) -> str:
+    free, ranks = health.memory_available, max(1, one.ranks)
+    told = f"{free // _MIB} MB of memory are free for {counted(ranks, 'rank')}; each rank needs at least 2048 MB."
+    return told if free < ranks * _MIN_MEMORY_PER_RANK else ""
 
 
-@check(
+@check_each(
     "CPUFT-022",
     "/dev/shm is too small.",
     "A container has a small /dev/shm unless docker run got --shm-size, or files of earlier runs fill it.",
     "Enlarge it: mount -o remount,size=1g /dev/shm",
+    severe=True,
 )
-def _check_shared_memory(state: ClusterState) -> Iterator[Finding]:
-    for one, _, health in state.answering:
-        if health.shm_free < _MIN_SHM and state.ranks.get(one.host.name) != 1:
-            free = max(0, health.shm_free) // _MIB
-            yield Finding(one.name, f"{free} MB are free in /dev/shm; the ranks of one host need 24 MB.")
+def _check_shared_memory(one: HostState, facts: HostFacts, health: Health) -> str:
+    told = f"{max(0, health.shm_free) // _MIB} MB are free in /dev/shm; the ranks of one host need 24 MB."
+    return told if health.shm_free < _MIN_SHM and one.ranks != 1 else ""
 
 
 @check(
@@ -608,7 +621,7 @@ def _check_shared_memory(state: ClusterState) -> Iterator[Finding]:
     "Every rank has connections to all others. Some libraries wait forever when they cannot open one.",
 )
 def _check_open_files(state: ClusterState) -> Iterator[Finding]:
-    ranks = sum(state.ranks.values()) or sum(one.host.slots or len(facts.cores) for one, facts, _ in state.answering)
+    ranks = sum(one.ranks or len(facts.cores) for one, facts, _ in state.answering)
     need = _MIN_OPEN_FILES + _OPEN_FILES_PER_RANK * ranks
     for one, _, health in state.answering:
         if ranks > 1 and 0 <= health.open_files < need:
@@ -620,57 +633,49 @@ def _check_open_files(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check(
+@check_each(
     "CPUFT-023",
     "The disk is full.",
     "Data, models and records of a run are stored in /var/tmp while it runs.",
     "Free space in /var/tmp; this lists the largest directories: du -xh /var/tmp | sort -h | tail",
+    severe=True,
 )
-def _check_disk(state: ClusterState) -> Iterator[Finding]:
-    for one, _, health in state.answering:
-        if health.disk_free < _MIN_DISK:
-            yield Finding(one.name, f"{max(0, health.disk_free) // _MIB} MB are free in /var/tmp; a run needs 1024 MB.")
+def _check_disk(one: HostState, facts: HostFacts, health: Health) -> str:
+    told = f"{max(0, health.disk_free) // _MIB} MB are free in /var/tmp; a run needs 1024 MB."
+    return told if health.disk_free < _MIN_DISK else ""
 
 
-@check(
+@check_each(
     "CPUFT-024",
     "A host has more ranks than cores.",
     "Ranks that share a core wait for each other, so that a run becomes several times slower, not only half as fast.",
     "Lower slots=N in the hostfile, or --ppn.",
 )
-def _check_slots(state: ClusterState) -> Iterator[Finding]:
-    for one, facts, _ in state.answering:
-        ranks = state.ranks.get(one.host.name, one.host.slots)
-        if ranks > len(facts.cores):
-            yield warning(one.name, f"{ranks} ranks are planned on {counted(len(facts.cores), 'core')}.")
+def _check_slots(one: HostState, facts: HostFacts, health: Health) -> str:
+    cores = len(facts.cores)
+    return f"{one.ranks} ranks are planned on {counted(cores, 'core')}." if one.ranks > cores else ""
 
 
-@check(
+@check_each(
     "CPUFT-038",
     "A rank has cores on several NUMA nodes.",
     "Its threads read much of their memory over the slower link between the nodes.",
     "Start one rank for each NUMA node: leave out --np, or raise it, --ppn, slots=N in a hostfile or --ranks-per-host.",
 )
-def _check_numa_nodes(state: ClusterState) -> Iterator[Finding]:
-    for one, facts, _ in state.answering:
-        ranks = state.ranks.get(one.host.name, one.host.slots)
-        if ranks % facts.numa_nodes:
-            yield warning(one.name, f"Planned on {facts.numa_nodes} NUMA nodes: {counted(ranks, 'rank')}.")
+def _check_numa_nodes(one: HostState, facts: HostFacts, health: Health) -> str:
+    told = f"Planned on {facts.numa_nodes} NUMA nodes: {counted(one.ranks, 'rank')}."
+    return told if one.ranks % facts.numa_nodes else ""
 
 
-@check(
+@check_each(
     "CPUFT-025",
     "A control group allows less CPU time than the visible cores have.",
     "A container or cpuft provision local limits the CPU time. Ranks use only as many cores as the limit allows.",
     "Raise the limit (docker run --cpus), or expect less speed.",
 )
-def _check_quota(state: ClusterState) -> Iterator[Finding]:
-    for one, facts, _ in state.answering:
-        if 0 < facts.cpu_quota < len(facts.seen_cores):
-            yield warning(
-                one.name,
-                f"CPU time of {facts.cpu_quota:g} cores is allowed; {len(facts.seen_cores)} cores are visible.",
-            )
+def _check_quota(one: HostState, facts: HostFacts, health: Health) -> str:
+    told = f"CPU time of {facts.cpu_quota:g} cores is allowed; {len(facts.seen_cores)} cores are visible."
+    return told if 0 < facts.cpu_quota < len(facts.seen_cores) else ""
 
 
 @check(
@@ -689,77 +694,62 @@ def _check_load(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check(
+@check_each(
     "CPUFT-027",
     "The hypervisor gives CPU time of the host to other guests.",
     "The hypervisor is overcommitted, or a burstable instance has used up its CPU credits.",
     "Use instances with dedicated cores.",
 )
-def _check_steal(state: ClusterState) -> Iterator[Finding]:
-    for one, _, health in state.answering:
-        if health.steal > _MAX_STEAL:
-            yield warning(one.name, f"{health.steal:.0%} of the CPU time is stolen by the hypervisor.")
+def _check_steal(one: HostState, facts: HostFacts, health: Health) -> str:
+    told = f"{health.steal:.0%} of the CPU time is stolen by the hypervisor."
+    return told if health.steal > _MAX_STEAL else ""
 
 
-@check(
+@check_each(
     "CPUFT-028",
     "The frequency governor saves energy.",
     "Cores lower their clock while they wait for the network, and raise it late.",
     "Set the frequency governor to performance.",
+    fix=("sh", "-c", f"for f in {GOVERNORS}; do echo performance >$f; done"),
 )
-def _check_governor(state: ClusterState) -> Iterator[Finding]:
-    for one, _, health in state.answering:
-        slow = [name for name in health.governors if name not in ("performance", "schedutil")]
-        if slow:
-            yield warning(
-                one.name,
-                f"The frequency governor is {', '.join(slow)}.",
-                fix=("sh", "-c", f"for f in {GOVERNORS}; do echo performance >$f; done"),
-            )
+def _check_governor(one: HostState, facts: HostFacts, health: Health) -> str:
+    slow = [name for name in health.governors if name not in ("performance", "schedutil")]
+    return f"The frequency governor is {', '.join(slow)}." if slow else ""
 
 
-@check(
+@check_each(
     "CPUFT-029",
     "Transparent huge pages are off.",
     "Without huge pages, large tensors cost many page faults and TLB misses.",
     "Enable them: echo madvise >/sys/kernel/mm/transparent_hugepage/enabled",
+    fix=("sh", "-c", "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled"),
 )
-def _check_huge_pages(state: ClusterState) -> Iterator[Finding]:
-    for one, _, health in state.answering:
-        if "[never]" in health.huge_pages:
-            yield warning(
-                one.name,
-                f"The setting for transparent huge pages is: {health.huge_pages}",
-                fix=("sh", "-c", "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled"),
-            )
+def _check_huge_pages(one: HostState, facts: HostFacts, health: Health) -> str:
+    setting = health.huge_pages
+    return f"The setting for transparent huge pages is: {setting}" if "[never]" in setting else ""
 
 
-@check(
+@check_each(
     "CPUFT-030",
     "No fast memory allocator is installed.",
     "glibc takes each block above 32 MB from the kernel. Without the fast path, this costs about 6 % of a step.",
     "Install one: apt-get install libtcmalloc-minimal4",
 )
-def _check_allocator(state: ClusterState) -> Iterator[Finding]:
-    for one, facts, _ in state.answering:
-        if not {"tcmalloc", "tcmalloc_minimal", "jemalloc"} & set(facts.libraries):
-            yield warning(one.name, "Neither tcmalloc nor jemalloc is installed.")
+def _check_allocator(one: HostState, facts: HostFacts, health: Health) -> str:
+    found = {"tcmalloc", "tcmalloc_minimal", "jemalloc"} & set(facts.libraries)
+    return "" if found else "Neither tcmalloc nor jemalloc is installed."
 
 
-@check(
+@check_each(
     "CPUFT-031",
     "A host has a fast fabric, but processes may not lock enough memory for it.",
     "The libfabric providers verbs, psm3 and efa register buffers, which locks them in memory.",
     "Write '* - memlock unlimited' into /etc/security/limits.conf.",
 )
-def _check_memlock(state: ClusterState) -> Iterator[Finding]:
-    for one, facts, health in state.answering:
-        fast = [name for name in facts.interfaces if name.startswith(("ib", "hsn", "efa"))]
-        if fast and 0 <= health.memlock < 64 * _MIB:
-            yield warning(
-                one.name,
-                f"A process may lock {health.memlock >> 10} kB, and the host has a fast fabric ({', '.join(fast)}).",
-            )
+def _check_memlock(one: HostState, facts: HostFacts, health: Health) -> str:
+    fast = [name for name in facts.interfaces if name.startswith(("ib", "hsn", "efa"))]
+    told = f"A process may lock {health.memlock >> 10} kB, and the host has a fast fabric ({', '.join(fast)})."
+    return told if fast and 0 <= health.memlock < 64 * _MIB else ""
 
 
 @check(
@@ -790,17 +780,15 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check(
+@check_each(
     "CPUFT-037",
     "A host has neither compiled kernels nor a C++ compiler to build them.",
     "All hosts then train in plain PyTorch, because all ranks must round alike. This is 2 to 3 times slower.",
     "Install cpuft from its wheel, or a compiler (Debian: apt-get install g++), or provision the host again from a "
     "machine that has either.",
 )
-def _check_kernels(state: ClusterState) -> Iterator[Finding]:
-    for one, _, health in state.answering:
-        if not health.kernels:
-            yield warning(one.name, "There is neither a C++ compiler (g++ or c++) nor a wheel with compiled kernels.")
+def _check_kernels(one: HostState, facts: HostFacts, health: Health) -> str:
+    return "" if health.kernels else "There is neither a C++ compiler (g++ or c++) nor a wheel with compiled kernels."
 
 
 @check(
@@ -814,17 +802,15 @@ def _check_architecture(state: ClusterState) -> Iterator[Finding]:
         yield Finding(one.name, f"The host is {own}; most hosts are {common}.")
 
 
-@check(
+@check_each(
     "CPUFT-040",
     "The kernel of a host has memory pages of another size than 4 KB.",
     "Some kernels for Arm have pages of 64 KB. Huge pages are then of 512 MB, so that memory for large tensors is "
     "wasted, and wheels whose allocator expects 4 KB end with an error. cpuft was not tried there.",
     "Install a kernel with pages of 4 KB (RHEL: kernel instead of kernel-64k).",
 )
-def _check_page_size(state: ClusterState) -> Iterator[Finding]:
-    for one, _, health in state.answering:
-        if health.page_size != 4096:
-            yield warning(one.name, f"A page of memory has {health.page_size // 1024} KB.")
+def _check_page_size(one: HostState, facts: HostFacts, health: Health) -> str:
+    return f"A page of memory has {health.page_size // 1024} KB." if health.page_size != 4096 else ""
 
 
 def find_kernel_builds(state: ClusterState) -> dict[str, str]:

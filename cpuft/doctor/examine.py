@@ -12,16 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.argv import WITHOUT_WORKING_FOLDER
 from cpuft.doctor import probe
 from cpuft.doctor.checks import ClusterState, Health, HostState, find_all
 from cpuft.doctor.finding import Finding, describe_errors
 from cpuft.errors import CpuftError
+from cpuft.files import read_raw
 from cpuft.hosts import facts
-from cpuft.hosts.cluster import Access, Cluster
+from cpuft.hosts.cluster import FROM_STDIN, Access, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import HostError, map_hosts, try_hosts
@@ -43,17 +44,7 @@ _TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUF
 _WITHOUT_EFFECT = "CPUFT-030"
 """Check (memory allocator) of which a launch does not warn: without another allocator, the settings of the ranks and
 the fast path (`keep_freed_memory`) make glibc keep freed memory, which takes as few page faults."""
-
-# The sources of both modules are sent, because a host may have neither cpuft nor a disk to write to.
-_LOADER = (
-    f"{WITHOUT_WORKING_FOLDER}\nimport json\n"
-    "order=json.load(sys.stdin)\n"
-    "facts,probe={'__name__':'facts'},{'__name__':'probe'}\n"
-    "exec(order['facts_source'],facts)\n"
-    "exec(order['probe_source'],probe)\n"
-    "found=facts['gather'](order['targets']) if 'gather' in facts else None\n"
-    "print(json.dumps({'facts':found,'health':probe['examine'](order)}))\n"
-)
+_EXAMINE = "{'facts': gather_facts(order), 'health': examine(order)}"
 
 
 def examine_hosts(
@@ -77,7 +68,7 @@ def examine_hosts(
     resolved = try_hosts(access.transport.address, hosts)
     addresses = ["" if isinstance(one, CpuftError) else one for one in resolved]
     try_outside = try_outside and not access.transport.bootstrap and not any(map(access.transport.is_here, hosts))
-    routes = _read_routes() if try_outside else ""
+    routes = read_raw(Path("/proc/net/route")) if try_outside else ""
     outside = [bool(address) and is_outside(address, routes) for address in addresses]
     orders = _make_orders(hosts, addresses, access, full, outside, bool(known))
     facts_of = known or (None,) * len(hosts)
@@ -87,7 +78,8 @@ def examine_hosts(
             try_hosts(lambda host: access.transport.run(host, ("true",)), hosts, _LOGINS)
         tasks = list(zip(hosts, resolved, orders, facts_of))
         states = map_hosts(lambda task: _examine_host(access, *task), tasks, most=len(hosts))
-    return ClusterState(tuple(states), access.python if len(hosts) > 1 else "", ranks or {})
+    planned = (replace(one, ranks=(ranks or {}).get(one.host.name, one.host.slots)) for one in states)
+    return ClusterState(tuple(planned), access.python if len(hosts) > 1 else "")
 
 
 def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
@@ -106,13 +98,6 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     for code in sorted({finding.code for finding in findings}):
         same = [finding for finding in findings if finding.code == code]
         say(f"{code} on {', '.join(one.host for one in same)}: {same[0].evidence} (details: cpuft doctor)")
-
-
-def _read_routes() -> str:
-    try:
-        return Path("/proc/net/route").read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def is_outside(address: str, routes: str) -> bool:
@@ -135,11 +120,7 @@ def _make_orders(
 ) -> list[dict[str, Any]]:
     """Return what the probe on each host is told to do; see `probe.examine`."""
     port = choose_port()
-    sources = {
-        "facts_source": "" if has_facts else Path(facts.__file__).read_text(encoding="utf-8"),
-        "kernels": not has_facts,
-        "probe_source": Path(probe.__file__).read_text(encoding="utf-8"),
-    }
+    facts_source = "" if has_facts else Path(facts.__file__).read_text(encoding="utf-8")
     seconds = PORT_SECONDS + _PORT_SECONDS_PER_HOST * len(hosts)
     others = [address for address in dict.fromkeys(addresses) if address]
     options, by_ssh = list(access.mpirun_options), len(hosts) > 1 and not access.transport.bootstrap
@@ -147,6 +128,8 @@ def _make_orders(
     for index, address in enumerate(addresses):
         peers = choose_peers(others, address, full)
         order = {
+            "facts_source": facts_source,
+            "kernels": not has_facts,
             "port": port,
             "peers": peers,
             "targets": peers[:1] or [address],
@@ -156,7 +139,7 @@ def _make_orders(
             # mpirun starts the proxy on its own host without ssh.
             "ssh_peers": [h.name for h in hosts if (full or index == 0) and h is not hosts[index]] if by_ssh else [],
         }
-        orders.append(sources | order)
+        orders.append(order)
     return orders
 
 
@@ -191,11 +174,11 @@ def _examine_host(
         with ThreadPoolExecutor(1) as pool:
             trial = pool.submit(_reach, address, order, ended)
             try:
-                text = _run_probe(host, order, access)
+                found = run_probe(host, access, order, _EXAMINE, _count_seconds(order))
                 after = time.time()
             finally:
                 ended.set()
-        values = load(dict[str, Any], parse_json(text))
+        values = load(dict[str, Any], found)
         health = load(Health, values.get("health"), "health")
         # The host read its clock at some moment between these two, so only a difference beyond them is certain.
         skew = max(0.0, health.time - after) + min(0.0, health.time - before)
@@ -224,15 +207,25 @@ def _reach(address: str, order: dict[str, Any], ended: threading.Event) -> bool:
     return False
 
 
-def _run_probe(host: Host, order: dict[str, Any], access: Access) -> str:
-    # If no host answers, each round of logins to 16 hosts takes as long as it may.
-    logins = probe.LOGIN_SECONDS * (len(order["ssh_peers"]) // probe.LOGINS)
-    seconds = _PROBE_SECONDS + order["seconds"] + logins
-    answer = access.transport.run(host, access.any_python("-c", _LOADER), json.dumps(order), seconds)
+def _count_seconds(order: dict[str, Any]) -> float:
+    """Return the time limit of an examination; if no host answers, each round of logins takes as long as it may."""
+    logins: int = len(order["ssh_peers"]) // probe.LOGINS
+    return _PROBE_SECONDS + float(order["seconds"]) + probe.LOGIN_SECONDS * logins
+
+
+def run_probe(host: Host, access: Access, order: dict[str, Any], expression: str, seconds: float) -> Any:
+    """Return the value of an expression of `order` and the functions of `probe`, computed by the Python of a host.
+
+    Raises CpuftError: it fails, or takes more than `seconds`; ValueError: the answer is not JSON.
+    """
+    # The source is sent, because a host may have neither cpuft nor a disk to write to.
+    source = Path(probe.__file__).read_text(encoding="utf-8")
+    program = f"{source}\nimport json\norder = json.loads({json.dumps(order)!r})\nprint(json.dumps({expression}))\n"
+    answer = access.transport.run(host, access.any_python("-c", FROM_STDIN), program, seconds)
     if answer.exit_code:
         last_lines = " | ".join(answer.errors.strip().splitlines()[-3:])
         raise CpuftError(f"The probe failed in the Python of host {host.name} ({last_lines}).")
-    return answer.output
+    return parse_json(answer.output)
 
 
 def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:

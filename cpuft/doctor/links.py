@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from cpuft.argv import WITHOUT_WORKING_FOLDER
-from cpuft.doctor import probe
-from cpuft.doctor.examine import choose_port
+from cpuft.doctor.examine import choose_port, run_probe
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import map_hosts
 from cpuft.record import Link
-from cpuft.serialization import load, parse_json
+from cpuft.serialization import load
 from cpuft.terminal import format_table
 
 SECONDS = 0.5
 """How long each host sends over each link in each direction: about 60 MB at 1 Gbit/s."""
 _ROUND_SECONDS = 20.0
-_LOADER = (
-    f"{WITHOUT_WORKING_FOLDER}\nimport json\n"
-    "order=json.load(sys.stdin)\n"
-    "probe={'__name__':'probe'}\n"
-    "exec(order['source'],probe)\n"
-    "print(json.dumps(probe['measure_links'](order)))\n"
-)
 
 
 def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -52,25 +41,23 @@ def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
     """
     addresses = access.transport.addresses(hosts)
     rounds = plan_pairs(len(hosts))
-    common = {"source": Path(probe.__file__).read_text(encoding="utf-8"), "port": choose_port(), "seconds": SECONDS}
+    common = {"port": choose_port(), "seconds": SECONDS}
     orders = {}
     for own, host in enumerate(hosts):
         pairs = [pair for pairs in rounds for pair in pairs if own in pair]
         peers = [[addresses[sum(pair) - own], pair[0] == own] for pair in pairs]
-        orders[host.name] = json.dumps(common | {"peers": peers})
+        orders[host.name] = common | {"peers": peers}
     seconds = _ROUND_SECONDS * len(rounds)
     results = map_hosts(lambda host: _measure_on(host, orders[host.name], access, seconds), hosts)
     names = {address: host.name for address, host in zip(addresses, hosts)}
     return read_links([host.name for host in hosts], names, results)
 
 
-def _measure_on(host: Host, order: str, access: Access, seconds: float) -> list[Any]:
-    answer = access.transport.run(host, access.any_python("-c", _LOADER), order, seconds)
+def _measure_on(host: Host, order: dict[str, Any], access: Access, seconds: float) -> list[Any]:
     try:
-        return load(list[dict[str, Any]], parse_json(answer.output))
-    except ValueError:
-        said = answer.text.strip()[-200:]
-        raise CpuftError(f"host {host.name} could not measure its links ({said!r}): install Python 3 there") from None
+        return load(list[dict[str, Any]], run_probe(host, access, order, "measure_links(order)", seconds))
+    except ValueError as error:
+        raise CpuftError(f"host {host.name} could not measure its links ({error}): install Python 3 there") from None
 
 
 def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[list[Any]]) -> tuple[Link, ...]:

@@ -92,6 +92,14 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+def gather_facts(order: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what `gather` of the module `order["facts_source"]` says of `order["targets"]`; None for no module."""
+    facts: dict[str, Any] = {"__name__": "facts"}
+    exec(order["facts_source"], facts)
+    found: dict[str, Any] | None = facts["gather"](order["targets"]) if order["facts_source"] else None
+    return found
+
+
 def _read(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

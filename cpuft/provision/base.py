@@ -69,7 +69,6 @@ class Provider(ABC, Generic[C, F]):
 
     kind: str
     """The key in `PROVIDERS`, which the cluster's record repeats."""
-    options: type[C]
     summary: str
     """What the cluster consists of, for messages: "4 x m7i.8xlarge"."""
 
@@ -85,7 +84,7 @@ class Provider(ABC, Generic[C, F]):
     def from_entry(cls, entry: Entry, environ: Mapping[str, str]) -> Provider[C, F]:
         """Return the provider of a recorded cluster; CpuftError if its recorded options are unknown or not valid."""
         argv = [f"{format_flag(key)}={value}" for key, value in entry.options.items()]
-        return cls(parse_arguments(cls.options, argv), environ, entry)
+        return cls(parse_arguments(PROVIDERS[cls.kind].options, argv), environ, entry)
 
     @abstractmethod
     def gather(self) -> F:
@@ -201,20 +200,6 @@ class Provider(ABC, Generic[C, F]):
     def show_down(self) -> Plan:
         """Return the first plan of `down`. CpuftError: the cluster cannot be examined, or not be removed from here."""
         return self.plan_down(self.gather_remains())
-
-    def plan_extension(self, lease: str) -> Plan:
-        """Return the steps that let the lease end `lease` (90m, 4h, 2d) from now. Nothing is executed.
-
-        Raises CpuftError when the cluster has no lease (the default) or cannot be extended, or `lease` is not valid.
-        """
-        raise CpuftError(f"cluster {self.name} is of kind {self.kind}: only rented clusters have a lease")
-
-    def extend(self, lease: str, say: Say) -> str:
-        """Execute `plan_extension`, and return a sentence for the user, which in a cloud says when the lease ends.
-        Raises CpuftError: the cluster has no lease or cannot be extended, `lease` is not valid, or a step fails.
-        """
-        self.run(self.plan_extension(lease), say)
-        return f"the lease of cluster {self.name} was extended"
 
     def _display_hostfile(self) -> str:
         relative = os.path.relpath(self.hostfile)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.files import REMOVE
+from cpuft.files import REMOVE, read_raw
 from cpuft.hosts.registry import FILE_NAME, carries_mark
 from cpuft.plans import Step
 
@@ -36,14 +36,6 @@ def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
     paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
     texts = {str(path): "private" if path.name in _PRIVATE else read_raw(path) for path in paths}
     return texts | ({str(hostfile): read_raw(hostfile)} if hostfile.exists() else {})
-
-
-def read_raw(path: Path) -> str:
-    """Return the text of a file; "" if it cannot be read. Bytes that are not UTF-8 become U+FFFD."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def check_prefix(prefix: str) -> None:
@@ -85,12 +77,12 @@ def plan_key(path: str, why: str, comment: str = KEY_MARK, host: str = "") -> St
     return Step(why, ("sh", "-c", _KEYGEN, "keygen", path, comment), host=host)
 
 
-def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:
+def plan_file(path: str, text: str, why: str, host: str = "") -> Step:
     """Return the step that writes a file atomically, and makes its folder; it never writes through a symbolic link."""
     # A new folder is writable by its owner only, because cpuft trusts no record in a folder that others can write to.
-    script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod "$2" "$1.new"; '
+    script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod 644 "$1.new"; '
     script += 'mv -f "$1.new" "$1"'
-    return Step(why, ("sh", "-c", script, "write", path, mode), host=host, stdin=text)
+    return Step(why, ("sh", "-c", script, "write", path), host=host, stdin=text)
 
 
 def plan_files(texts: Mapping[str, str], found: Mapping[str, str], why: str) -> list[Step]:

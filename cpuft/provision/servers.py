@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError, counted, last_line
 from cpuft.execute import open_memory_file, path_of
-from cpuft.files import REMOVE, hash_text
+from cpuft.files import REMOVE, hash_text, read_given_text, read_raw
 from cpuft.hardware import ARCHITECTURES
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import NAME, NEEDS_IPV4, Host, format_hostfile
@@ -36,7 +36,6 @@ from cpuft.provision.cluster_files import (
     plan_key,
     plan_removal,
     read_files,
-    read_raw,
 )
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.wheels import INSTALL, Supply, add_own, gather_supply, list_pins, make_stamp, parse_pins
@@ -147,21 +146,13 @@ def describe_server(facts: ServerFacts) -> str:
     return ", ".join(["up", facts.os, facts.machine, f"kernel {facts.kernel}", f"Python {python}", environment, free])
 
 
-def find_python(pythons: dict[str, str]) -> str:
-    """Return the version, "3.11" or "" for no Python, that all servers (name -> version) have, or raise CpuftError."""
-    versions = {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}
-    if len(set(versions.values())) > 1:
-        found = ", ".join(f"{name} has {version or 'none'}" for name, version in versions.items())
-        raise CpuftError(f"servers of one cluster need the same Python, and {found}: install one on all of them")
-    return next(iter(versions.values()))
-
-
-def find_machine(machines: dict[str, str]) -> str:
-    """Return the architecture that all servers (name -> architecture) have; CpuftError if they differ."""
-    if len(set(machines.values())) > 1:
-        found = ", ".join(f"{name} is {machine}" for name, machine in machines.items())
-        raise CpuftError(f"servers of one cluster need the same architecture, and {found}: make a cluster of each")
-    return next(iter(machines.values()))
+def find_common(what: str, found: dict[str, str], advice: str) -> str:
+    """Return what all servers have, such as "3.11" or "x86_64", from a value by name; CpuftError if they differ."""
+    first, *others = dict.fromkeys(found.values())
+    if others:
+        listed = ", ".join(f"{name} has {value or 'none'}" for name, value in found.items())
+        raise CpuftError(f"servers of one cluster need the same {what}, and {listed}: {advice}")
+    return first
 
 
 @dataclass(frozen=True)
@@ -362,7 +353,6 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     """A cluster of existing servers over ssh. CpuftError: --hosts (not empty, no name twice) or --prefix is invalid."""
 
     kind = "hosts"
-    options = HostsConfig
     here: str | None = None
     """Of the transports to the servers (`Transport.here`)."""
     can_lose_head = False
@@ -451,10 +441,15 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         with self._temporary_transport(bastions) as transport:
             facts = replace(self._examine(transport), bastions=bastions)
         _check_servers(self.config, facts)
-        python = "" if self.config.pins else find_python({member.address: own.python for member, own in facts.servers})
-        machine = find_machine({member.address: own.machine for member, own in facts.servers})
+        pythons = {member.address: ".".join(own.python.split(".")[:2]) for member, own in facts.servers}
+        machines = {member.address: own.machine for member, own in facts.servers}
+        python = "" if self.config.pins else find_common("Python", pythons, "install one on all of them")
+        machine = find_common("architecture", machines, "make a cluster of each")
         supply = gather_supply(self.directory / "wheels", self.config.wheels, python, self.environ, machine)
-        pins = add_own(self._read_pins(), supply.wheels[0]) if self.config.pins else list_pins(supply.wheels)
+        pins = list_pins(supply.wheels)
+        if given := self.config.pins:
+            text = read_given_text(given, "--pins", "give a file with one name==version per line")
+            pins = add_own(parse_pins(text, given), supply.wheels[0])
         facts = replace(facts, supply=supply, pins=pins)
         if supply.complete and not any(_plan_hosts(self.config, facts)):
             with self._temporary_transport(bastions) as transport:
@@ -502,14 +497,6 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         argv = ("sh", "-s", self.config.prefix, self.config.name)
         answer = transport.run(Host(member.address), argv, _SURVEY, _SURVEY_SECONDS)
         return parse_survey(answer.output or answer.errors, member.address)
-
-    def _read_pins(self) -> tuple[str, ...]:
-        try:
-            return parse_pins(Path(self.config.pins).read_text(encoding="utf-8"), self.config.pins)
-        except (OSError, UnicodeDecodeError) as error:
-            raise CpuftError(
-                f"--pins {self.config.pins} cannot be read ({error}): give a file with one name==version per line"
-            ) from None
 
     def plan(self, facts: ClusterFacts) -> Plan:
         """Plan what is missing; without wheels, up to their download. CpuftError if a server cannot be provisioned."""

@@ -20,7 +20,7 @@ from typing import Any
 import cpuft
 from cpuft import execute
 from cpuft.errors import CpuftError, refuse_other_systems
-from cpuft.files import cache_path, hash_text
+from cpuft.files import cache_path, hash_text, read_raw
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
 from cpuft.hosts.ssh_config import (
@@ -35,7 +35,7 @@ from cpuft.hosts.topology import parse_lscpu
 from cpuft.network import parse_bit_rate
 from cpuft.plans import Plan, Setting, Step
 from cpuft.provision.base import Provider
-from cpuft.provision.cluster_files import plan_files, plan_key, plan_removal, read_files, read_raw
+from cpuft.provision.cluster_files import plan_files, plan_key, plan_removal, read_files
 from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
 
@@ -401,7 +401,6 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
     """A cluster whose hosts are network namespaces of this machine; CpuftError on other systems than Linux."""
 
     kind = "local"
-    options = LocalConfig
 
     def __init__(self, config: LocalConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
         refuse_other_systems("a simulated cluster", "provision hosts or aws makes a real one from here")

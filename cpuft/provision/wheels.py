@@ -29,7 +29,7 @@ from typing import Any
 import cpuft
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.compiler import MACHINES, PACKAGE, Target, compile_targets, find_compiler, has_compiled_kernels, hash_sources
+from cpuft.compiler import MACHINES, PACKAGE, compile_targets, find_compiler, has_compiled_kernels, hash_sources
 from cpuft.errors import CPU_INDEX, CpuftError, refuse_other_systems
 from cpuft.files import (
     REMOVE,
@@ -255,15 +255,12 @@ def _fill_folder(folder: Path, python: str, machine: str, environ: Mapping[str, 
     target = _choose_target(python, machine)
     hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python, machine)
     sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
-    built, fetched = folder / "built.txt", folder / "fetched.txt"
-    built.write_text(_format_requirements(sources), encoding="utf-8")
-    fetched.write_text(_format_requirements([one for one in hashed if one not in sources]), encoding="utf-8")
-    _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(folder), "-r", str(built))
+    others = [one for one in hashed if one not in sources]
+    listed = ("--require-hashes", "-r", "/dev/stdin")
+    _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), *listed, stdin=_format_requirements(sources))
     download = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), *target)
-    _pip(*download, "--require-hashes", "-r", str(fetched))
+    _pip(*download, *listed, stdin=_format_requirements(others))
     _pip(*download, *_choose_torch(folder, python, machine))
-    for path in (built, fetched):
-        path.unlink()
     if _needs_kernels(machine):
         _add_kernels(folder, machine, environ)
 
@@ -290,10 +287,7 @@ def _choose_target(python: str, machine: str) -> tuple[str, ...]:
 
 def select_hashed(hashed: Sequence[HashedPin], python: str, machine: str) -> list[HashedPin]:
     """Return the pins that apply to a Linux host with Python `python` ("3.11") and the architecture `machine`."""
-    try:
-        markers: Any = importlib.import_module("packaging.markers")
-    except ImportError:
-        markers = importlib.import_module("pip._vendor.packaging.markers")
+    markers: Any = importlib.import_module("pip._vendor.packaging.markers")  # cpuft itself requires pip
     values = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     values |= {"platform_machine": machine, "platform_system": "Linux", "os_name": "posix"}
     return [one for one in hashed if not one.marker or markers.Marker(one.marker).evaluate(values)]
@@ -320,9 +314,9 @@ def _choose_torch(folder: Path, python: str, machine: str) -> tuple[str, ...]:
     return (f"{pin}+cpu", "--index-url", CPU_INDEX)
 
 
-def _pip(*argv: str) -> str:
+def _pip(*argv: str, stdin: str = "") -> str:
     command = (*module_command(sys.executable, "pip"), "--disable-pip-version-check", *argv)
-    answer = execute.run_command(command, _DOWNLOAD_SECONDS)
+    answer = execute.run_command(command, _DOWNLOAD_SECONDS, stdin)
     if answer.exit_code:
         last_lines = " | ".join(answer.text.strip().splitlines()[-4:])
         raise CpuftError(f"pip {argv[0]} failed ({last_lines}): give --wheels a folder that holds the wheels")
@@ -343,7 +337,7 @@ def _add_kernels(folder: Path, machine: str, environ: Mapping[str, str]) -> None
         if compiler is None:
             package = "g++" if _is_like_here(machine) else f"g++-{machine.replace('_', '-')}-linux-gnu"
             raise CpuftError(f"this machine has no C++ compiler for {machine} (Debian: apt-get install {package})")
-        write_kernels_wheel(compiler, folder, machine=machine)
+        write_kernels_wheel(compiler, folder, machine)
     except CpuftError as error:
         slow = (
             "hosts without a C++ compiler (Debian: apt-get install g++) will train more slowly, on x86-64 2 to 3 times"
@@ -351,13 +345,12 @@ def _add_kernels(folder: Path, machine: str, environ: Mapping[str, str]) -> None
         print(f"no compiled kernels are sent to the hosts, because {error}; {slow}", file=sys.stderr)
 
 
-def write_kernels_wheel(
-    compiler: str, folder: Path, targets: Sequence[Target] = (), machine: str = platform.machine()
-) -> Path:
-    """Compile the kernels for an architecture into one wheel, by default for all its classes of CPUs; return the path
-    of the wheel. Targets that fail are left out. Raises CpuftError: all fail, or there are none.
+def write_kernels_wheel(compiler: str, folder: Path, machine: str) -> Path:
+    """Compile the kernels for all classes of CPUs of an architecture into one wheel; return the path of the wheel.
+
+    Targets that fail are left out. Raises CpuftError: all fail, or there are none.
     """
-    targets = targets or MACHINES.get(machine, ())
+    targets = MACHINES.get(machine, ())
     if not targets:
         raise CpuftError(f"no kernels are compiled in advance for {machine}")
     folder.mkdir(parents=True, exist_ok=True)

@@ -57,11 +57,6 @@ class Network:
     cpu_seconds_per_message: float = CPU_SECONDS_PER_MESSAGE
     """Core seconds per message that a rank sends to its neighbour, without those per byte."""
 
-    def scale_cpu_seconds(self, factor: float) -> Network:
-        """Return the same network with this multiple of the CPU time that communication takes."""
-        per_byte, per_message = self.cpu_seconds_per_byte * factor, self.cpu_seconds_per_message * factor
-        return replace(self, cpu_seconds_per_byte=per_byte, cpu_seconds_per_message=per_message)
-
     @property
     def bytes_per_second(self) -> float:
         """Bytes of payload per second that an all-reduce sends over a link: the whole rate if `measured`, else less."""
@@ -95,14 +90,7 @@ class UpdateCosts:
     """Cores of the rank that the times are for: those of its host if it is the only one there."""
     levels: tuple[str, ...]
     """Compression levels that the job may use, from exact to the fewest bytes, such as ("none", "bf16", "int8")."""
-    parameters: int
-    """Numbers in all gradients except those of word embeddings."""
-    factors: int
-    """Numbers in the PowerSGD factors of these gradients."""
-    row: int
-    """Numbers in one row of the word embeddings; 0 if embedding rows are not sent by themselves."""
-    words: dict[str, float]
-    """Mean number of different tokens in one update, the embedding rows to send, by the number of ranks."""
+    sizes: GradientSizes
     gathered: float = 0.0
     """Bytes of weights that ranks receive from each other in an update if the optimizer is sharded."""
     last_backward: float = 1.0
@@ -135,18 +123,17 @@ class UpdateCosts:
 
     def sent_numbers(self, hosts: int, sent_as: str) -> tuple[float, float]:
         """Return how many numbers of gradients, and of embedding rows, are sent in an update on `hosts` hosts."""
-        sizes = GradientSizes(tokens=self.words)
-        tokens = sizes.count_tokens(hosts * self.ranks_per_host)
+        tokens = self.sizes.count_tokens(hosts * self.ranks_per_host)
         if sent_as in COMPRESSIONS_WITH_FEEDBACK:  # a host sends only its own rows, and the means of all rows arrive
-            tokens = (tokens + sizes.count_tokens(self.ranks_per_host)) / 2
-        return self.parameters, tokens * self.row
+            tokens = (tokens + self.sizes.count_tokens(self.ranks_per_host)) / 2
+        return self.sizes.parameters, tokens * self.sizes.embedding_row
 
     def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
         """Return the bytes of (gradients or their factors, embedding rows) of an update, as payloads of all-reduces."""
         layers, words = self.sent_numbers(hosts, sent_as)
-        facts, sent = COMPRESSION_FACTS[sent_as], self.factors if sent_as == "powersgd" else layers
+        facts, sent = COMPRESSION_FACTS[sent_as], self.sizes.factors if sent_as == "powersgd" else layers
         each, of_rows = facts.bytes_per_number, facts.row_bytes_per_number or facts.bytes_per_number
-        if sent_as == "powersgd" and self.factors >= layers:  # all gradients are sent whole
+        if sent_as == "powersgd" and self.sizes.factors >= layers:  # all gradients are sent whole
             each = COMPRESSION_FACTS["int8"].bytes_per_number
         return each * sent, of_rows * words
 
@@ -215,10 +202,7 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
         round(header.examples * epochs) if isinstance(epochs, (int, float)) else header.examples,
         find_cores(record),
         _find_levels(record, compression),
-        header.gradient_sizes.parameters,
-        header.gradient_sizes.factors,
-        header.gradient_sizes.embedding_row,
-        header.gradient_sizes.tokens,
+        header.gradient_sizes,
         _count_gathered_bytes(record),
         min(1.0, times.last_backward_seconds / times.backward_seconds) if times and times.backward_seconds else 1.0,
         list_ready_shares(times.gradients, times.last_backward_seconds) if times else (),
@@ -339,8 +323,8 @@ def estimate_hosts(job: UpdateCosts, network: Network, hosts: int, price: float 
     sent_as = next(level for level in job.levels if steps[level] <= TIE_RATIO * min(steps.values()))
     step, waited, taken = _step(job, network, hosts, sent_as)
     error = SIGMAS * job.error_seconds
-    slow = _step(job, network.scale_cpu_seconds(2.0), hosts, sent_as)[0] + error
-    fast = max(_step(job, network.scale_cpu_seconds(0.0), hosts, sent_as)[0] - error, step / 2)
+    slow = _step(job, network, hosts, sent_as, cpu_factor=2.0)[0] + error
+    fast = max(_step(job, network, hosts, sent_as, cpu_factor=0.0)[0] - error, step / 2)
     samples = hosts * job.ranks_per_host * job.samples
     rate = samples / step
     seconds = job.rows / rate
@@ -349,15 +333,19 @@ def estimate_hosts(job: UpdateCosts, network: Network, hosts: int, price: float 
     return Estimate(hosts, step, *rates, *whole, waited, taken, sent_as)
 
 
-def _step(job: UpdateCosts, network: Network, hosts: int, sent_as: str) -> tuple[float, float, float]:
-    """Return the seconds of a step, those of waiting in it, and those that communication takes from computing."""
+def _step(
+    job: UpdateCosts, network: Network, hosts: int, sent_as: str, cpu_factor: float = 1.0
+) -> tuple[float, float, float]:
+    """Return the seconds of a step, those of waiting in it, and those that communication takes from computing, if it
+    takes `cpu_factor` times the known CPU time.
+    """
     if hosts == 1:
         return job.step_seconds, 0.0, 0.0
     whole, words = job.sent_bytes(hosts, sent_as)
     members = job.count_members(hosts, sent_as)
     # A sharded optimizer needs half an all-reduce of the gradients and half an all-reduce of the weights.
     share = 0.5 if job.gathered else 1.0
-    buckets = count_buckets(sent_as, job.parameters, members)
+    buckets = count_buckets(sent_as, job.sizes.parameters, members)
     # With powersgd, the mean of one factor is needed to compute the other one.
     exchanges = buckets * (2 if sent_as == "powersgd" else 1)
     each = share * exchanges / buckets * network.all_reduce_seconds(whole / exchanges, members)
@@ -381,9 +369,9 @@ def _step(job: UpdateCosts, network: Network, hosts: int, sent_as: str) -> tuple
     if members < hosts * job.ranks_per_host:
         # The sending rank receives its host's sum of all gradients in fp32, and sends the other ranks the mean.
         sent += 2 * 4 * sum(job.sent_numbers(hosts, "none"))
-    cpu = sent * network.cpu_seconds_per_byte + messages * network.cpu_seconds_per_message
+    cpu = cpu_factor * (sent * network.cpu_seconds_per_byte + messages * network.cpu_seconds_per_message)
     numbers, row_numbers = job.sent_numbers(hosts, sent_as)
-    coding = job.coding_share * count_coding_seconds(sent_as, numbers, job.factors, row_numbers)
+    coding = job.coding_share * count_coding_seconds(sent_as, numbers, job.sizes.factors, row_numbers)
     taken = (max(0.0, hidden) * cpu + coding) / job.cores
     return job.step_seconds + taken + waited, waited, taken
 

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuft.errors import CpuftError, describe_error, install_command
+from cpuft.errors import CpuftError, describe_error, requires
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, read_predictions
 from cpuft.judge.tables import list_tables
 from cpuft.record import Record
@@ -40,12 +40,10 @@ def judge_record(record: Record) -> Judgement | None:
     if not has_predictions(record):
         return None
     predictions = read_run_predictions(record)
-    try:
+    with requires("train", "predictions are judged with NumPy and SciPy"):
         from cpuft.judge.judgement import judge
-
+    try:
         return judge(predictions)
-    except ImportError:
-        raise CpuftError(f"predictions are judged with NumPy and SciPy: {install_command('train')}") from None
     except Exception as error:  # whatever a library says about columns that are not what they should be
         problem = f"{type(error).__name__}: {describe_error(error)}"
         raise CpuftError(

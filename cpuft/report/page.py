@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,9 @@ from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
 from cpuft.report import plots, tables
 from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings, order_runs
-from cpuft.report.estimate import Estimate
 from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
 from cpuft.report.judgement import draw_calibration, has_predictions, read_run_predictions
 from cpuft.report.quality import Quality
-from cpuft.serialization import load, parse_json
 
 if TYPE_CHECKING:  # imports NumPy, without which most reports are made
     from cpuft.judge.judgement import Judgement
@@ -32,7 +30,6 @@ _MOST_EXAMPLES = 20
 def write_page(
     records: Sequence[Record],
     path: Path,
-    predictions: Sequence[Estimate] = (),
     unfinished: Sequence[Record] = (),
     judgement: Judgement | None = None,
     quality: Quality | None = None,
@@ -40,10 +37,10 @@ def write_page(
 ) -> Path:
     """Write the page of these runs and their ideals to `path`, and return `path`. An older page of cpuft is replaced.
 
-    `predictions` are drawn into the figure of the speedup. A note names the runs that are `unfinished`. A single run
-    may have a `judgement`, and with `examples` shows some that its model gets wrong. Two runs may have their `quality`,
-    which alone is shown if they are not the same job. Raises CpuftError: `compare` refuses the runs and there is no
-    `quality`, a run has no steps, or matplotlib or Jinja2 is missing, or the file at `path` is not a page of cpuft.
+    A note names the runs that are `unfinished`. A single run may have a `judgement`, and with `examples` shows some
+    that its model gets wrong. Two runs may have their `quality`, which alone is shown if they are not the same job.
+    Raises CpuftError: `compare` refuses the runs and there is no `quality`, a run has no steps, or matplotlib or Jinja2
+    is missing, or the file at `path` is not a page of cpuft.
     """
     notes, runs, comparison = list[str](), list(records), None
     try:
@@ -65,42 +62,28 @@ def write_page(
         except Exception as error:  # the page is written without them
             notes.append(f"the model's errors are not shown: {str(error) or type(error).__name__}")
 
-    def make_parts() -> dict[str, Any]:
-        parts = describe(runs, predictions, comparison, quality) | {"errors": errors}
-        parts["notes"] = [*parts["notes"], *notes]
-        if judgement:
-            parts |= {"judged": list_tables(judgement), "calibration": draw_calibration(judgement)}
-        return parts
-
-    return render_page(path, make_parts)
+    parts = describe(runs, comparison, quality) | {"errors": errors}
+    parts["notes"] = [*parts["notes"], *notes]
+    if judgement:
+        parts |= {"judged": list_tables(judgement), "calibration": draw_calibration(judgement)}
+    return render_page(path, parts)
 
 
-def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
-    """Write a page of what `make_parts` returns; return `path`. CpuftError: no Jinja2, or another file is there."""
+def render_page(path: Path, parts: Mapping[str, Any]) -> Path:
+    """Write a page of these parts, by their names in the template; return `path`. CpuftError: no Jinja2, or another
+    file is there.
+    """
     with requires("plot", "a page needs matplotlib and Jinja2"):
         from jinja2 import Environment, StrictUndefined
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     if path.exists() and _OURS not in path.read_bytes():
         raise CpuftError(f"{path} exists and is not a page of cpuft: move it away")
-    write_text(path, template.render(**make_parts()))
+    write_text(path, template.render(**parts))
     return path
 
 
-def read_estimates(path: str) -> list[Estimate]:
-    """Return the estimates in a file of `cpuft estimate --json`. Raises CpuftError: it is missing or something else."""
-    try:
-        found = load(dict[str, Any], parse_json(Path(path).read_text(encoding="utf-8")))
-        return load(list[Estimate], found.get("predictions"))
-    except (OSError, ValueError) as error:
-        raise CpuftError(
-            f"{path} is not an estimate ({error}): write one with cpuft estimate --json > {path}"
-        ) from None
-
-
-def describe(
-    runs: Sequence[Record], predictions: Sequence[Estimate], comparison: Comparison | None, quality: Quality | None
-) -> dict[str, Any]:
+def describe(runs: Sequence[Record], comparison: Comparison | None, quality: Quality | None) -> dict[str, Any]:
     """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
 
     A row of `legend` is (label, number of the colour, whether the line is dashed). `figures` has lists of (caption,
@@ -110,7 +93,7 @@ def describe(
     labels, colours = plots.label_runs(runs), plots.COLOURS
     speed = list[tuple[str, str]]()
     if comparison:
-        speed = [*plots.draw_speedup(comparison, predictions), *plots.draw_missing_time(comparison)]
+        speed = [*plots.draw_speedup(comparison), *plots.draw_missing_time(comparison)]
         parts: dict[str, Any] = {
             "title": tables.format_title(comparison),
             "verdict": tables.format_verdict(comparison),

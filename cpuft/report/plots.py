@@ -1,4 +1,4 @@
-"""Draw the figures of the report page as SVG (speedup, missing time, learning, phases), and the bandwidth plot."""
+"""Draw the figures of the report page as SVG: speedup, missing time, learning, phases."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cpuft.errors import requires
-from cpuft.files import write_atomically
-from cpuft.record import STEP_PHASES, Measurement, Record, drop_warm_up, parse_measurements
+from cpuft.record import STEP_PHASES, Record, drop_warm_up
 from cpuft.report.comparison import MISSING_TIME, Comparison
-from cpuft.report.estimate import Estimate
 
 COLOURS = 8
 """Number of colours in the stylesheet of the page (--c0, --c1, ...)."""
@@ -83,17 +80,16 @@ def _colour(number: int) -> str:
     return _INK if number < 0 else f"#0102f{number % COLOURS:x}"
 
 
-@contextmanager
-def _figure(name: str, height: float, found: list[str]) -> Iterator[Any]:
-    """Yield a matplotlib axis to draw in, and append the figure to `found` as SVG."""
+def _render(name: str, height: float, fill: Callable[[Any], None]) -> str:
+    """Return a matplotlib figure, after `fill` has drawn into it, as SVG for a page."""
     with requires("plot", "a page needs matplotlib and Jinja2"):
         import matplotlib.figure
     with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
         figure = matplotlib.figure.Figure(figsize=(_WIDTH, height), layout="constrained")
-        yield figure
+        fill(figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    found.append(_for_page(file.getvalue(), name))
+    return _for_page(file.getvalue(), name)
 
 
 def _for_page(svg: str, name: str) -> str:
@@ -118,10 +114,7 @@ def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
 
 def draw(panel: Panel) -> tuple[str, str]:
     """Return (caption, SVG) of a panel, for an HTML page with the colours --c0, --c1 ...; CpuftError: no matplotlib."""
-    found: list[str] = []
-    with _figure(panel.name, 3.2, found) as figure:
-        _draw_panel(figure.subplots(), panel, _colour)
-    return panel.caption, found[0]
+    return panel.caption, _render(panel.name, 3.2, lambda figure: _draw_panel(figure.subplots(), panel, _colour))
 
 
 def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
@@ -163,8 +156,8 @@ def make_figure(panels: Sequence[Panel]) -> Any:
 
 def _draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
     """Return an SVG with a stacked bar per label, from top to bottom; `parts` has each part's lengths in all bars."""
-    found: list[str] = []
-    with _figure(name, 1.3 + 0.24 * len(labels), found) as figure:
+
+    def fill(figure: Any) -> None:
         panel = figure.subplots()
         places, left = range(len(labels)), [0.0] * len(labels)
         for number, (part, values) in enumerate(parts.items()):
@@ -176,20 +169,21 @@ def _draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, lis
         panel.set(xlabel=axis)
         panel.grid(axis="y", visible=False)
         figure.legend(loc="outside upper left", ncols=3)
-    return found[0]
+
+    return _render(name, 1.3 + 0.24 * len(labels), fill)
 
 
 _MOST_BARS = 40
 
 
-def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Return [(caption, SVG)] of the speedup by ranks; [] for one number of ranks, or two without `predictions`."""
-    if len({row.np for row in comparison.rows}) < 3 and not predictions:
+def draw_speedup(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return [(caption, SVG)] of the speedup by ranks; [] for one or two numbers of ranks."""
+    if len({row.np for row in comparison.rows}) < 3:
         return []
-    return [draw(panel) for panel in list_speedup_panels(comparison, predictions)]
+    return [draw(panel) for panel in list_speedup_panels(comparison)]
 
 
-def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate]) -> list[Panel]:
+def list_speedup_panels(comparison: Comparison) -> list[Panel]:
     """Return a list of the panel with the speedup over the number of ranks; [] if all runs have the same number."""
     rows, base = comparison.rows, comparison.rows[0]
     if rows[-1].np == base.np:
@@ -203,12 +197,6 @@ def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate])
     ideals = [(float(row.np), row.speedup / row.ideal.efficiency) for row in rows if row.ideal]
     if ideals:
         lines.append(Line("ideal", [x for x, _ in ideals], [y for _, y in ideals], colour=2))
-    estimates = [one for one in predictions if one.hosts <= 2 * rows[-1].np]
-    if estimates:
-        unit = next((one.samples_per_second for one in estimates if one.hosts == base.np), base.samples_per_second)
-        middle = [one.samples_per_second / unit for one in estimates]
-        off = [(one.most - one.least) / 2 / unit for one in estimates]
-        lines.append(Line("estimate", [float(one.hosts) for one in estimates], middle, off, colour=1))
     axes = ("ranks", f"times as fast as np {base.np}")
     told = " The ideal: as many independent ranks at the same time." if ideals else ""
     return [Panel(f"Speedup, with intervals if there are repeats.{told}", "Speedup", axes, lines, "o", counts=True)]
@@ -297,26 +285,3 @@ def phases_of(run: Record) -> list[dict[str, float]]:
         return run.footer.phases
     steady = drop_warm_up(run.steps)
     return [{name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) for name in STEP_PHASES}]
-
-
-def write_plot(record: str) -> Path:
-    """Plot the record of `cpuft bench comm`; return the SVG beside it. CpuftError without matplotlib or if damaged."""
-    with requires("plot", "a plot needs matplotlib"):
-        import matplotlib.figure
-    rows = parse_measurements(Path(record).read_text(encoding="utf-8"), record)
-    figure = matplotlib.figure.Figure(figsize=(9, 4), layout="constrained")
-    time_axes, rate_axes = figure.subplots(1, 2)
-    by_label: dict[str, list[Measurement]] = {}
-    for row in sorted(rows, key=lambda row: (row.backend, row.operation, row.dtype, row.nbytes)):
-        by_label.setdefault(f"{row.backend} {row.operation} {row.dtype}", []).append(row)
-    for label, own in by_label.items():
-        sizes = [row.nbytes for row in own]
-        time_axes.plot(sizes, [1e3 * row.median_seconds for row in own], marker="o", label=label)
-        rate_axes.plot(sizes, [row.bus_bytes_per_second / 1e9 for row in own], marker="o", label=label)
-    time_axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="milliseconds (median)")
-    rate_axes.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
-    time_axes.legend(fontsize="small")
-    path = Path(record).with_suffix(".svg")
-    with write_atomically(path) as beside:
-        figure.savefig(beside, format="svg")
-    return path

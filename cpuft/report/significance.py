@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 _STUDENT_T = (
+    math.inf,
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-"""0.975 quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
+"""0.975 quantile of Student's t for 0, 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 
 The table stands here because reports are also made where scipy is not installed."""
 _ROUNDING = 1e-12
@@ -20,8 +21,10 @@ validation set."""
 
 
 def find_quantile(freedom: int) -> float:
-    """Return the 0.975 quantile of Student's t for 1 to 30 degrees of freedom; above, that of 30, a bit too large."""
-    return _STUDENT_T[min(freedom, len(_STUDENT_T)) - 1]
+    """Return the 0.975 quantile of Student's t for 0 (infinity) to 30 degrees of freedom; above, that of 30, a bit too
+    large.
+    """
+    return _STUDENT_T[min(freedom, len(_STUDENT_T) - 1)]
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpuft.config.fields import option
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, requires
 from cpuft.schedulers.base import (
     JOB_SECRET,
     NODE_COMMAND,
@@ -18,7 +18,6 @@ from cpuft.schedulers.base import (
     JobStatus,
     Scheduler,
     fill_template,
-    refuse_sweep,
 )
 
 _DEFAULTS = ("--grace-period", "20")
@@ -55,9 +54,8 @@ class AwsBatch(Scheduler[BatchOptions]):
 
     def render(self, options: BatchOptions, launch: JobLaunch, cpuft: str) -> str:
         """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`.
-        Raises CpuftError: the launch is a sweep or has Ref::, --nodes does not fit, or an option is missing.
+        Raises CpuftError: the launch has Ref::, --nodes does not fit, or an option is missing.
         """
-        refuse_sweep("batch", launch)
         lines = launch.to_shell(options.name, "${AWS_BATCH_JOB_ATTEMPT#1}", *_DEFAULTS)
         if not options.queue:
             raise CpuftError("no job queue is given: add --queue NAME")
@@ -125,12 +123,10 @@ class AwsBatch(Scheduler[BatchOptions]):
         return jobs
 
     def _call(self, service: str, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with requires("aws", "AWS Batch needs boto3"):
             import boto3
             import botocore.exceptions as faults
             from botocore.config import Config
-        except ImportError:
-            raise CpuftError(f"AWS Batch needs boto3: {install_command('aws')}") from None
         config = Config(retries={"total_max_attempts": 1})  # a call without an answer may have been carried out
         try:
             client = boto3.session.Session(region_name=self.scope or None).client(service, config=config)

@@ -186,7 +186,7 @@ class Scheduler(ABC, Generic[Options]):
     help: ClassVar[str]
     """One sentence for the help of `cpuft submit`."""
     takes_sweeps: ClassVar[bool] = True
-    """Whether its jobs may run `cpuft sweep`."""
+    """Whether its jobs may run `cpuft sweep`: not if they end when one of their nodes is lost."""
     has_submitters_files: ClassVar[bool] = False
     """Whether a job's hosts see the environment of the machine that submits, so that cpuft has the same path there."""
 
@@ -218,24 +218,12 @@ class Scheduler(ABC, Generic[Options]):
         """Return whether `cpuft submit` has submitted a job; only those may be cancelled. CpuftError: no such job."""
 
 
-def refuse_sweep(scheduler: str, launch: JobLaunch) -> None:
-    """Raise CpuftError if the launch is a sweep: the scheduler's job would end when one of its nodes is lost."""
-    if isinstance(launch, JobSweep):
-        raise CpuftError(
-            f"cpuft submit {scheduler} takes no sweep, because the job ends when one of its nodes is lost: use slurm "
-            "or kubernetes, or rent a cluster with cpuft provision aws and run cpuft sweep --cluster NAME"
-        )
-
-
-def make_node_command(
-    scheduler: str, options: ContainerOptions, launch: JobLaunch, cpuft: str, job_id: str
-) -> tuple[int, list[str]]:
+def make_node_command(options: ContainerOptions, launch: JobLaunch, cpuft: str, job_id: str) -> tuple[int, list[str]]:
     """Return (number of hosts, argv that each of them runs) for a service that starts the same command on all hosts.
 
-    `job_id` is shell for an identifier that all starts of the job share, and no other job. Raises CpuftError: the
-    launch is a sweep, or --nodes does not fit.
+    `job_id` is shell for an identifier that all starts of the job share, and no other job. CpuftError: --nodes does not
+    fit.
     """
-    refuse_sweep(scheduler, launch)
     begin = f"cpuft={cpuft} CPUFT_JOB_UID={job_id}\n{read_template('has_begun.sh')}"
     lines = launch.to_shell(options.name, '$(has_begun "$run")', "--grace-period", "20")
     return launch.count_hosts(options.nodes)[0], [*NODE_COMMAND, "sh", "-c", f'{begin}{lines}launch "$@"\n']
@@ -288,9 +276,7 @@ def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) 
     return str(yaml.dump_all(filled, Dumper=dumper, sort_keys=False, width=120))
 
 
-def follow_job(
-    scheduler: Scheduler[Any], job: str, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
-) -> int:
+def follow_job(scheduler: Scheduler[Any], job: str, say: Callable[[str], None]) -> int:
     """Pass a job's log to `say` as it grows, until the job ends; return the job's exit code.
 
     After a restart the log may begin again; then all of it is passed on. Raises CpuftError: the job can never start, or
@@ -315,4 +301,4 @@ def follow_job(
             shown = status.log
             if status.exit_code is not None:
                 return status.exit_code
-        sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)

@@ -60,10 +60,8 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
     takes_sweeps = False
 
     def render(self, options: SkyPilotOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return the YAML of a task. Raises CpuftError: the launch is a sweep, --nodes does not fit, a name is not
-        valid, or there is no image.
-        """
-        hosts, command = make_node_command(self.name, options, launch, cpuft, '"$SKYPILOT_TASK_ID"')
+        """Return the YAML of a task. CpuftError: --nodes does not fit, a name is not valid, or there is no image."""
+        hosts, command = make_node_command(options, launch, cpuft, '"$SKYPILOT_TASK_ID"')
         if not _NAME.fullmatch(options.name):
             raise CpuftError(f"--name {options.name[:80]!r}: use letters, digits, dots and dashes, a letter first")
         run = shlex.join(command)

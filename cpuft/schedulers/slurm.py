@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cpuft.config.fields import option
 from cpuft.errors import CpuftError
+from cpuft.files import read_raw
 from cpuft.schedulers.base import JobLaunch, JobOptions, JobStatus, JobSweep, Scheduler, read_template, run_client
 
 _UNQUOTED = re.compile(r"-[A-Za-z0-9_.,:;@%+=&|*()\[\]/~^!<>-]+")
@@ -100,14 +101,6 @@ class Slurm(Scheduler[SlurmOptions]):
         worst = max((code or (number and 128 + number) for code, number in codes), default=0)
         worst = worst or int(states != ["COMPLETED"])
         files = [Path(path) for path in re.findall(r"^ *StdOut=(.*)$", text, re.MULTILINE)]
-        log = "".join(map(_read_log, files))
+        log = "".join(map(read_raw, files))  # a log may not be there yet, or not be readable from this machine
         ended = all(state in _FINAL_STATES.split() for state in states)
         return JobStatus(", ".join(states), worst if ended else None, log, next(iter(hopeless), ""))
-
-
-def _read_log(path: Path) -> str:
-    """Return the text of a job's log; "" if it is not there yet, or cannot be read from this machine now."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -184,7 +184,7 @@ def _list_notes(sweep: Sweep) -> list[str]:
 def write_sweep_page(sweep: Sweep, path: Path) -> Path:
     """Write the results as an HTML page to `path`, and return `path`. CpuftError: no results, or another file there."""
     if results := list_results(sweep):
-        return render_page(path, lambda: _describe_page(sweep, results))
+        return render_page(path, _describe_page(sweep, results))
     failed = len(sweep.list_runs(FAILED))
     state = f"{counted(failed, 'run')} failed: see their logs" if failed else "wait until one has ended"
     raise CpuftError(f"no run of {sweep.folder} has reported a metric: {state}")

@@ -42,7 +42,7 @@ class Clock:
             communication_seconds=seconds["communication"] + waited,
             update_seconds=seconds["update"],
             step_seconds=time.perf_counter() - self.start,
-            bytes_sent=take_traffic().nbytes,
+            bytes_sent=take_traffic(),
             compute_seconds=[sum(seconds.values()) - seconds["communication"] - waited],
         )
 

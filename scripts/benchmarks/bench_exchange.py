@@ -23,10 +23,7 @@ from cpuft.comm.compression.table import TABLE
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.terminal import format_table
-from cpuft.train.exchange.table import choose_exchange
-from cpuft.train.optimizer import make_optimizer
-from cpuft.train.precision import autocast
-from scripts.benchmarks.bench_shards import SIZES, Step, make_batch, make_model, start_ranks
+from scripts.benchmarks.bench_shards import Step, make_batch, make_parser, ours, start_ranks
 
 ALONE = "alone"
 WAYS = (ALONE, "none", "bf16", "int8", "powersgd", "shards")
@@ -36,16 +33,8 @@ _WARM_UP = 8
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Return the options, and the remaining arguments, which are for `cpuft launch`. Raises CpuftError: no such way."""
-    parser = argparse.ArgumentParser(prog="scripts/bench-exchange", description=__doc__)
-    parser.add_argument("--np", type=int, default=2, help="ranks [2]")
-    parser.add_argument("--model", choices=SIZES, default="minilm", help="[minilm]")
-    parser.add_argument("--backend", choices=("gloo", "mpi", "ccl"), default="gloo", help="[gloo]")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="[bf16]")
+    parser = make_parser("bench-exchange", __doc__, "bf16", 5)
     parser.add_argument("--ways", default=",".join(WAYS), help=f"[{','.join(WAYS)}]")
-    parser.add_argument("--rows", type=int, default=32, help="examples per rank [32]")
-    parser.add_argument("--length", type=int, default=64, help="tokens per example [64]")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each after the warm-up [5]")
-    parser.add_argument("--steps", type=int, default=5, help="updates per turn [5]")
     parser.add_argument("--profile", default="", help="the way that perf looks at")
     known, others = parser.parse_known_args(words)
     known.options, known.ways = others, list(dict.fromkeys([ALONE, *known.ways.split(",")]))
@@ -58,24 +47,7 @@ def make_step(asked: argparse.Namespace, way: str) -> Step:
     """Return a function that makes an update as the training loop does."""
     compression = way if way in TABLE else "none"
     config = TrainConfig(grad_compression=compression, shard="optimizer" if way == "shards" else "none")
-    model = make_model(asked)
-    optimizer = make_optimizer(model, config, asked.precision)
-    ranks = 1 if way == ALONE else dist.get_world_size()
-    exchange = choose_exchange(config, ranks)(model, optimizer, config, asked.precision)
-
-    def step(batch: dict[str, torch.Tensor], words: torch.Tensor) -> None:
-        exchange.begin_pass(is_last=True)
-        with autocast(asked.precision):
-            loss = exchange.forward_model(**batch).loss
-        loss.backward()
-        exchange.average_gradients(lambda: [words] * dist.get_world_size())
-        exchange.clip_gradients()
-        exchange.optimizer.step()
-        exchange.clear_gradients()
-        exchange.synchronize_parameters(True, wait=False)
-        exchange.finish_messages()
-
-    return step
+    return ours(asked, config, 1 if way == ALONE else dist.get_world_size())[0]
 
 
 def run_rank(asked: argparse.Namespace) -> None:

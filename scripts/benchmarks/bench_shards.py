@@ -39,18 +39,23 @@ Step = Callable[[dict[str, Any], torch.Tensor], None]
 """Makes one update on the examples of this rank, given all token ids of all ranks."""
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Return the options, and the remaining arguments, which are for `cpuft launch`."""
-    parser = argparse.ArgumentParser(prog="scripts/bench-shards", description=__doc__)
+def make_parser(name: str, text: str | None, precision: str, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of the options of this program and of bench_exchange, whose defaults differ."""
+    parser = argparse.ArgumentParser(prog=f"scripts/{name}", description=text)
     parser.add_argument("--np", type=int, default=2, help="ranks [2]")
     parser.add_argument("--model", choices=SIZES, default="minilm", help="[minilm]")
     parser.add_argument("--backend", choices=("gloo", "mpi", "ccl"), default="gloo", help="[gloo]")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="[fp32]")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default=precision, help=f"[{precision}]")
     parser.add_argument("--rows", type=int, default=32, help="examples per rank [32]")
     parser.add_argument("--length", type=int, default=64, help="tokens per example [64]")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each after the warm-up turn [9]")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each after the warm-up [{rounds}]")
     parser.add_argument("--steps", type=int, default=5, help="updates per turn [5]")
-    known, others = parser.parse_known_args(words)
+    return parser
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Return the options, and the remaining arguments, which are for `cpuft launch`."""
+    known, others = make_parser("bench-shards", __doc__, "fp32", 9).parse_known_args(words)
     known.options = others
     return known
 
@@ -60,11 +65,11 @@ def make_model(asked: argparse.Namespace) -> Any:
     return BertForSequenceClassification(BertConfig(**SIZES[asked.model])).train()
 
 
-def ours(asked: argparse.Namespace, shard: str) -> tuple[Step, Callable[[], int]]:
-    """Return the model and optimizer as a run of cpuft has them."""
-    model, config = make_model(asked), TrainConfig(shard=shard)
+def ours(asked: argparse.Namespace, config: TrainConfig, ranks: int) -> tuple[Step, Callable[[], int]]:
+    """Return an update as the training loop makes it with the exchange of this many ranks."""
+    model = make_model(asked)
     optimizer = make_optimizer(model, config, asked.precision)
-    exchange = choose_exchange(config, dist.get_world_size())(model, optimizer, config, asked.precision)
+    exchange = choose_exchange(config, ranks)(model, optimizer, config, asked.precision)
 
     def step(batch: dict[str, Any], words: torch.Tensor) -> None:
         exchange.begin_pass(is_last=True)
@@ -73,9 +78,10 @@ def ours(asked: argparse.Namespace, shard: str) -> tuple[Step, Callable[[], int]
         loss.backward()
         exchange.average_gradients(lambda: [words] * dist.get_world_size())
         exchange.clip_gradients()
-        optimizer.step()
+        exchange.optimizer.step()
         exchange.clear_gradients()
         exchange.synchronize_parameters(True, wait=False)
+        exchange.finish_messages()
 
     return step, lambda: count_moments(optimizer)
 
@@ -128,7 +134,9 @@ def take_turn(step: Step, batch: dict[str, Any], words: torch.Tensor, steps: int
 def run_rank(asked: argparse.Namespace) -> None:
     """Run all turns. Rank 0 prints the table."""
     start(asked.backend, 300)
-    ways = {"whole": ours(asked, "none"), "shared out": ours(asked, "optimizer"), "torch's": torch_s(asked)}
+    ranks = dist.get_world_size()
+    shared = ours(asked, TrainConfig(shard="optimizer"), ranks)
+    ways = {"whole": ours(asked, TrainConfig(), ranks), "shared out": shared, "torch's": torch_s(asked)}
     batch, words = make_batch(asked)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(asked.rounds + 1):
@@ -139,7 +147,7 @@ def run_rank(asked: argparse.Namespace) -> None:
     for name, (step, count) in ways.items():
         take_traffic()
         step(batch, words)
-        sent = take_traffic().nbytes
+        sent = take_traffic()
         ratios = [own / base for own, base in zip(seconds[name], seconds["whole"], strict=True)]
         spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         numbers = [f"{1e3 * statistics.median(seconds[name]):.0f}", spread, f"{sent / 1e6:.1f}", f"{count() / 1e6:.1f}"]

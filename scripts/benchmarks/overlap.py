@@ -106,7 +106,7 @@ def take_turns(step: Step) -> tuple[Turns, int]:
             turns.take("backward", functools.partial(torch.autograd.backward, step.loss()))
         take_traffic()
         turns.take("communication", step.reduce_all)
-        sent = take_traffic().nbytes
+        sent = take_traffic()
         step.model.zero_grad(set_to_none=False)
         step.rows.clear()
     return turns, sent

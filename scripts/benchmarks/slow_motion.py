@@ -33,26 +33,26 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from cpuft.comm import start, take_traffic
+from cpuft.comm import liveness, start, take_traffic
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import LinkModel, choose_level
 from cpuft.comm.compression.powersgd import EXACT_UPDATES, count_numbers
-from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compression
-from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
-from cpuft.comm.watchdog import register
+from cpuft.comm.compression.table import list_levels, resolve_compression
+from cpuft.comm.watchdog import Operation, register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_coding_seconds, count_ring_passes
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.network import CPU_SECONDS_PER_BYTE, ETHERNET
 from cpuft.record import GradientTime, LayerTimesLine, Record, read_record
 from cpuft.serialization import load, parse_json
-from cpuft.terminal import DEAD_PEER_SECONDS
+from cpuft.terminal import DEAD_PEER_SECONDS, detect_dead_peer
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
@@ -412,17 +412,21 @@ def replay(
         _run_update(exchange, replayed, timer, update + 1, tokens, sums)
     cpu = time.process_time()
     sent_updates += period  # some of their messages are sent later, so the bytes of all updates are counted
-    register.ended = []
-    for update in range(count):
-        begun = time.monotonic()
-        _run_update(exchange, replayed, timer, update + 1, tokens, sums)
-        seconds.append(time.monotonic() - begun)
-        ended, register.ended = register.ended, []
-        messages += [(one.started, end) for one, end in ended if one.nbytes]
+    end = register.end
+
+    def note_end(operation: Operation) -> None:
+        if operation.nbytes and id(operation) in register.pending:
+            messages.append((operation.started, time.monotonic()))
+        end(operation)
+
+    with patch.object(register, "end", note_end):
+        for update in range(count):
+            begun = time.monotonic()
+            _run_update(exchange, replayed, timer, update + 1, tokens, sums)
+            seconds.append(time.monotonic() - begun)
     total_cpu = time.process_time() - cpu
     _finish_messages(exchange, sums)
-    register.ended = None
-    nbytes = take_traffic().nbytes / sent_updates
+    nbytes = take_traffic() / sent_updates
     ideal = replayed.step_seconds * slowdown
     hidden = find_hidden_share(messages, max(0.0, sum(seconds) - ideal * count))
     return RankTimes(seconds, cpu_seconds, total_cpu, nbytes, hidden)
@@ -586,11 +590,12 @@ def _run_rank(
         torch.set_num_threads(1)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": address_of(0), "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": "eth0"}
-        # Probes of a connection wait in queues as slow as all other messages.
-        os.environ[PEER_SECONDS_VARIABLE] = str(DEAD_PEER_SECONDS * slowdown)
         timeout = 120.0 + 20 * replayed.step_seconds * slowdown
         store = TCPStore(address_of(0), _PORT, size, rank == 0, timedelta(seconds=timeout))
-        start("gloo", timeout, PrefixStore("world", store), rank, size)
+        # Probes of a connection wait in queues as slow as all other messages.
+        patient = partial(detect_dead_peer, seconds=DEAD_PEER_SECONDS * slowdown)
+        with patch.object(liveness, "detect_dead_peer", patient):
+            start("gloo", timeout, PrefixStore("world", store), rank, size)
 
         def limit_link() -> None:
             pipe.send("measured")
@@ -716,7 +721,7 @@ def _count_bytes(replayed: Replay, ranks: int) -> float:
     """Return about how many bytes a rank gives to collectives in an update."""
     trained = [torch.empty(one.shape, device="meta") for one in replayed.times.gradients if not one.by_rows]
     row = next((one.shape[1] for one in replayed.times.gradients if one.by_rows), 0)
-    rows = RowSizes(row * replayed.tokens, row * replayed.own_tokens)
+    rows = row * replayed.tokens, row * replayed.own_tokens
     levels = {one.name: one for one in list_levels(trained, rows, ranks, 0.0)}
     level = levels[resolve_compression(replayed.config.grad_compression, "fp32")]
     return level.layer_bytes + level.row_bytes
@@ -758,8 +763,7 @@ def choose_compression(
     trained = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in times.gradients]
     layers = [one for one, time in zip(trained, times.gradients, strict=True) if not time.by_rows]
     row = next((one.shape[1] for one in times.gradients if one.by_rows), 0)
-    rows = RowSizes(row * tokens, row * own_tokens)
-    levels = list_levels(layers, rows, case.ranks, coding_seconds / case.cores)
+    levels = list_levels(layers, (row * tokens, row * own_tokens), case.ranks, coding_seconds / case.cores)
     names = AUTO_COMPRESSIONS[AUTO_COMPRESSIONS.index(resolve_compression("auto", precision)) :]
     passes = count_ring_passes(case.ranks)
     rate = case.bits_per_second / 8 * ETHERNET

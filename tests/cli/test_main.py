@@ -80,7 +80,6 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["compare", "--np", "9" * 5000], "999' is not a whole number from 1 to 1000000: give numbers"),
         (["launch", "--epochs", "nan"], "--epochs 'nan' is not valid: give a number of 0 or more (see cpuft launch --help)"),
         (["launch", "--learning-rate", "inf"], "--learning-rate 'inf' is not valid: give a number of 0 or more (see cpuft launch --help)"),
-        (["report", "none", "--estimate", "e.json"], "--estimate adds estimates to the HTML page: give --html as well"),
         (["report", "none"], "there is no folder none: give the folder of an earlier run"),
         (["estimate", "none", "--bandwidth", "1gbit"], "there is no folder none: give the folder"),
         (["stacks", "none"], "there is no folder "),

@@ -149,7 +149,6 @@ def test_yaml_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
         (["launch", "--run-dir", "a\n\nb"], "--run-dir 'a"),
         (["submit", "slurm", "--dry-run", "--name", "a\u2028b", "--", "launch"], "--name 'a"),
         (["submit", "slurm", "--dry-run", "--", "launch", "--run-dir", "a\nb"], "--run-dir 'a"),
-        (["report", "--html", "--estimate", "a\nb", "run"], "--estimate 'a"),
         (["doctor", "--ssh-config", "a\nb"], "--ssh-config 'a"),
     ],
 )

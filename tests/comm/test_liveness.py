@@ -14,7 +14,14 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from cpuft.comm import liveness
-from cpuft.comm.liveness import KEY_VARIABLE, MAX_UNVERIFIED, Hub, LivenessConnection, Message, make_proof
+from cpuft.comm.liveness import (
+    KEY_VARIABLE,
+    MAX_UNVERIFIED,
+    Hub,
+    LivenessConnection,
+    Message,
+    make_proof,
+)
 from cpuft.errors import CpuftError
 from tests.comm.ranks import fork_ranks, mpirun
 
@@ -29,8 +36,9 @@ def reports() -> list[str]:
 
 
 @pytest.fixture
-def hub(reports: list[str]) -> Hub:
-    return Hub(KEY, "127.0.0.1", (0, 1), reports.append, HELLO_SECONDS)
+def hub(reports: list[str], monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setattr(liveness, "_HELLO_SECONDS", HELLO_SECONDS)
+    return Hub(KEY, "127.0.0.1", (0, 1), reports.append)
 
 
 @pytest.fixture
@@ -158,8 +166,8 @@ def test_the_port_is_closed_when_all_ranks_are_connected(hub: Hub) -> None:
         rank.close()
 
 
-def connect_rank(store: Store, rank: int, messages: list[Message], seconds: float = 10) -> LivenessConnection:
-    return LivenessConnection(store, rank, (0, 1), rank == 0, messages.append, seconds)
+def connect_rank(store: Store, rank: int, messages: list[Message]) -> LivenessConnection:
+    return LivenessConnection(store, rank, (0, 1), rank == 0, messages.append)
 
 
 def test_the_key_is_not_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,13 +242,8 @@ def test_another_host_that_writes_to_torchs_store_disturbs_nothing(monkeypatch: 
     monkeypatch.delenv(KEY_VARIABLE)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("", 7), ("70", 70), ("71", 77), ("1e9", 70_000)])
-def test_the_silence_after_which_a_host_counts_as_lost_can_be_set(
-    monkeypatch: pytest.MonkeyPatch, text: str, seconds: int
-) -> None:
-    with monkeypatch.context() as inside:
-        inside.setenv(liveness.PEER_SECONDS_VARIABLE, text)
-        line = connect_rank(HashStore(), 0, [])
+def test_a_host_that_is_silent_for_seven_seconds_counts_as_lost() -> None:
+    line = connect_rank(HashStore(), 0, [])
     assert line._hub is not None
     (writer,) = line._hub._ranks
     for end in (line._socket, writer.get_extra_info("socket")):
@@ -248,24 +251,16 @@ def test_the_silence_after_which_a_host_counts_as_lost_can_be_set(
             end.getsockopt(socket.IPPROTO_TCP, name)
             for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT)
         )
-        assert idle + 4 * interval == seconds == limit / 1000
+        assert idle + 4 * interval == 7 == limit / 1000
     line.close()
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])
-def test_a_wrong_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    refused = f"CPUFT_PEER_SECONDS={re.escape(text)} is not a positive number of seconds"
-    with monkeypatch.context() as inside:
-        inside.setenv(liveness.PEER_SECONDS_VARIABLE, text)
-        with pytest.raises(CpuftError, match=refused):
-            connect_rank(HashStore(), 0, [])
-
-
-def test_a_rank_cannot_join_twice() -> None:
+def test_a_rank_cannot_join_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     line = connect_rank(store, 0, [])
+    monkeypatch.setattr(liveness, "_JOIN_SECONDS", 0.5)
     with pytest.raises(CpuftError, match=re.escape("check whether this rank runs twice")):
-        LivenessConnection(store, 0, (0, 1), False, lambda _: None, join_seconds=0.5)
+        LivenessConnection(store, 0, (0, 1), False, lambda _: None)
     line.close()
 
 

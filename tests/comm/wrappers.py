@@ -52,7 +52,7 @@ def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, after: Callabl
         torch.autograd.backward(torch.nn.functional.mse_loss(model(inputs[mine]), targets[mine]))
         optimizer.step()
         after()
-    nbytes = comm.take_traffic().nbytes
+    nbytes = comm.take_traffic()
     with torch.no_grad():
         return {"loss": torch.nn.functional.mse_loss(model(inputs), targets).item(), "bytes": nbytes}
 
@@ -138,7 +138,7 @@ def embedding_gradient(compression: str, by_rows: bool) -> tuple[torch.Tensor, i
         exchange.average([named[rank % 2] for rank in range(dist.get_world_size())])
     gradient = model.words.weight.grad
     assert gradient is not None
-    return gradient.clone(), comm.take_traffic().nbytes
+    return gradient.clone(), comm.take_traffic()
 
 
 def embedding(compression: str, whole_as: str) -> Result:

@@ -10,7 +10,6 @@ from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_ker
 from cpuft.doctor.finding import describe_errors, findings_to_json, format_findings
 from cpuft.doctor.probe import UNFETCHED
 from cpuft.hosts import transport
-from cpuft.hosts.hostfile import Host
 from cpuft.record import Link
 from tests.doctor.planted import healthy, plant
 
@@ -48,7 +47,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-022", {"shm_free": 1 << 20}),
     ("CPUFT-022", {"shm_free": -1}),
     ("CPUFT-023", {"disk_free": 100 << 20}),
-    ("CPUFT-024", {"host": Host("node3", slots=9)}),
+    ("CPUFT-024", {"ranks": 9}),
     ("CPUFT-025", {"cpu_quota": 0.5}),
     ("CPUFT-026", {"load": 7.5}),
     ("CPUFT-027", {"steal": 0.2}),
@@ -60,7 +59,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
         {"interfaces": {"ib0": "10.0.0.3"}, "memlock": 65536, "mtus": {"ib0": 1500}},
     ),
     ("CPUFT-034", {"open_files": 64}),
-    ("CPUFT-038", {"host": Host("node3", slots=1), "lscpu": "".join(f"{n},{n},{n // 4},{n // 4}\n" for n in range(8))}),
+    ("CPUFT-038", {"ranks": 1, "lscpu": "".join(f"{n},{n},{n // 4},{n // 4}\n" for n in range(8))}),
     ("CPUFT-032", {"leftovers": ["pid 12: python -m cpuft.rank", "/var/tmp/cpuft-0/0123456789ab"]}),
     ("CPUFT-035", {"listening": {"hydra_pmi_proxy (pid 9), port 40000": "0.0.0.0"}}),
     ("CPUFT-037", {"kernels": ""}),
@@ -147,22 +146,23 @@ def test_nothing_is_found_on_healthy_hosts(hosts: int) -> None:
 
 def test_memory_is_counted_for_the_ranks_planned() -> None:
     state = plant(healthy(), 2, memory_available=6 << 30)
-    assert find_all(replace(state, ranks={"node2": 2})) == []
-    assert [f.code for f in find_all(replace(state, ranks={"node2": 4}))] == ["CPUFT-021"]
+    assert find_all(plant(state, 2, ranks=2)) == []
+    assert [f.code for f in find_all(plant(state, 2, ranks=4))] == ["CPUFT-021"]
 
 
-@pytest.mark.parametrize("ranks, need", [(1, 0), (2, 332), (100, 920)])
+@pytest.mark.parametrize("ranks, need", [(2, 332), (100, 920)])
 def test_open_files_are_counted_for_the_ranks_of_all_hosts(ranks: int, need: int) -> None:
-    planned = {"node1": 1, "node2": ranks - 1}
-    for files, told in ((need, []), (max(0, need - 1), ["CPUFT-034"] * (ranks > 1))):
-        found = find_all(replace(plant(healthy(2), 2, open_files=files), ranks=planned))
+    for files, told in ((need, []), (max(0, need - 1), ["CPUFT-034"])):
+        found = find_all(plant(plant(healthy(2), 1, ranks=1), 2, open_files=files, ranks=ranks - 1))
         assert [f.code for f in found if f.code == "CPUFT-034"] == told
+    alone = plant(healthy(2), 1, open_files=0, ranks=1)
+    assert find_all(replace(alone, hosts=alone.hosts[:1])) == []
 
 
 def test_a_rank_alone_on_its_host_shares_no_memory() -> None:
     state = plant(healthy(), 2, shm_free=0)
-    assert find_all(replace(state, ranks={"node1": 1, "node2": 1})) == []
-    assert [f.code for f in find_all(replace(state, ranks={"node1": 1, "node2": 2}))] == ["CPUFT-022"]
+    assert find_all(plant(state, 2, ranks=1)) == []
+    assert [f.code for f in find_all(plant(state, 2, ranks=2))] == ["CPUFT-022"]
 
 
 def test_a_host_that_is_off_causes_no_findings_on_other_hosts() -> None:

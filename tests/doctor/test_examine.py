@@ -166,7 +166,7 @@ def test_an_address_behind_a_gateway_is_on_another_network(address: str, outside
 def test_a_port_that_is_reached_from_another_network_is_a_finding(
     asked: bool, behind: bool, reached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examine, "_read_routes", lambda: ROUTES)
+    monkeypatch.setattr(examine, "read_raw", lambda path: ROUTES)
     monkeypatch.setattr(examine, "is_outside", lambda address, routes: behind and bool(routes))
     state = examine_hosts((Host("node1"),), Access(OtherTransport()), try_outside=asked)
     assert bool(state.hosts[0].outside_port) is reached
@@ -176,7 +176,7 @@ def test_a_port_that_is_reached_from_another_network_is_a_finding(
 
 def test_ports_behind_a_firewall_are_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     """No connection is possible: the examination ends in time, and there is no finding."""
-    monkeypatch.setattr(examine, "_read_routes", lambda: ROUTES)
+    monkeypatch.setattr(examine, "read_raw", lambda path: ROUTES)
     monkeypatch.setattr(examine, "is_outside", lambda address, routes: True)
     monkeypatch.setattr(examine, "PORT_SECONDS", 0.5)
     monkeypatch.setattr(examine, "_reach", lambda address, order, ended: not ended.wait(20))

@@ -8,7 +8,7 @@ EXEMPT = {
     "parse_value": "parse_arguments, of each option",
     "read_activation": "transformers reads it, and read_settings",
     "read_aliases": "a file of the package",
-    "read_listed_types": "a file of the package",
+    "read_instance_types": "a file of the package",
     "read_doctor_links": "parse_json and load, of the doctor's output",
     "read_earlier_measurements": "what cpuft launch has written",
     "read_examples": "parse_glue_tsv and read_table",

@@ -27,7 +27,6 @@ from cpuft.errors import CpuftError
 from cpuft.hosts import registry, ssh_config, topology
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import parse_version
-from cpuft.instance_types import INSTANCE_COLUMNS, parse_instance_types
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.run_state import format_state, parse_state
 from cpuft.launch.settings import user_variables
@@ -52,8 +51,6 @@ from cpuft.record import (
     parse_record,
     read_record,
 )
-from cpuft.report.estimate import Estimate
-from cpuft.report.page import read_estimates
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.job_node import parse_node, parse_registration
 from cpuft.sweep.parallel import parse_parallel, read_steps
@@ -92,8 +89,6 @@ from tests.train.decoders import CHATML, MARKED
 
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
-_PREDICTIONS = {"predictions": [dataclasses.asdict(Estimate(2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "bf16"))]}
-_INSTANCES = f"{','.join(INSTANCE_COLUMNS)}\nm7i.8xlarge,16,amx,12.5,1.6128,2026-01\n"
 _LSCPU = "# CPU,Core,Socket,Node\n0,0,0,0\n1,1,0,0\n2,0,1,1\n"
 _SURVEY = (
     "os Debian\nkernel 6.1\npython 3.11.2\nfree_kb 100\nwheel a.whl 00\nsum_hosts 11\nauthorized ssh-ed25519 A b\n"
@@ -450,9 +445,6 @@ PARSERS: dict[str, Parser] = {
     "parse_dimensions": Parser(parse_dimensions, values.damaged(["384,256,128", "64"])),
     "parse_numbers": Parser(lambda text: parse_numbers(text, "--np", 1024), values.damaged(["1,2,4", "8"])),
     "parse_parallel": Parser(parse_parallel, values.damaged(["auto", "2", ""])),
-    "read_estimates": Parser(
-        _from_file("p.json", lambda path: read_estimates(str(path))), values.damaged_json(_PREDICTIONS)
-    ),
     "parse_evaluation": Parser(parse_evaluation, values.damaged([format_evaluation(40, {"accuracy": 0.5, "f1": 0.6})])),
     "read_sweep": Parser(_from_file("s/sweep.jsonl", _show_sweep), JOURNALS),
     "parse_values": Parser(
@@ -463,7 +455,6 @@ PARSERS: dict[str, Parser] = {
         _from_file("c.yaml", lambda path: read_conditions(str(path))),
         values.damaged(["- seed: 1..3\n  lora-rank: [4, 8]\n- learning-rate: 1e-5\n"]) | CONFIGS,
     ),
-    "parse_instance_types": Parser(partial(parse_instance_types, path="x"), values.damaged([_INSTANCES])),
     "list_bench_cases": Parser(
         lambda text: list_bench_cases(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])
     ),

@@ -205,14 +205,13 @@ def test_the_choice_of_a_backend_is_reused(tmp_path: Path) -> None:
     assert f"gradients over {first.header.backend}: all-reduce of 1 MiB takes" in said
 
 
-def test_bench_measures_and_plots() -> None:
+def test_bench_measures_all_backends() -> None:
     words = ("--backends", "auto,gloo,mpi,ccl", "--sizes", "1024,65536", "--dtypes", "float32", "--run-dir", "bench")
     segments = set(os.listdir("/dev/shm"))
     done = run_cpuft("bench", "comm", "--np", "2", *words)
     assert done.returncode == 0, done.stderr
     assert len(Path("bench/comm.jsonl").read_text().splitlines()) == 9
     assert set(os.listdir("/dev/shm")) <= segments
-    assert Path("bench/comm.svg").read_text().startswith("<?xml")
     assert run_cpuft("bench", "comm", "--np", "2", "--backends", "gluu").returncode == 2
 
 

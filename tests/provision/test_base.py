@@ -81,9 +81,9 @@ def test_a_program_that_is_not_there_is_said() -> None:
 @pytest.mark.parametrize("text", ["a 0", 'a"=0"', "a'; echo foo", "$HOME", "two\nlines\n", "EOF\n"])
 def test_a_file_is_written_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "new folder" / "it's here"
-    run_plan(Plan(((plan_file(str(path), text, "write", mode="600"),),)), quiet)
+    run_plan(Plan(((plan_file(str(path), text, "write"),),)), quiet)
     assert path.read_text() == text
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_only_one_works_on_a_cluster(tmp_path: Path) -> None:
@@ -148,7 +148,6 @@ class Toys(Provider[ToyConfig, bool]):
     """A cluster that is one file."""
 
     kind = "toy"
-    options = ToyConfig
 
     def __init__(self, config: ToyConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
         super().__init__(config, environ, entry)

@@ -24,8 +24,7 @@ from cpuft.provision.servers import (
     Servers,
     check_server,
     describe_server,
-    find_machine,
-    find_python,
+    find_common,
     parse_survey,
     plan_servers,
     plan_servers_down,
@@ -72,7 +71,7 @@ def make_facts(servers: tuple[ServerFacts, ...], **more: Any) -> ClusterFacts:
 def plan_whole(servers: tuple[ServerFacts, ...], **more: Any) -> Plan:
     """Plan a cluster whose files on this machine are complete."""
     here = [step for stage in plan_servers(CONFIG, make_facts(servers)).stages for step in stage if not step.host]
-    return plan_servers(CONFIG, make_facts(servers, **({"files": {s.command[-2]: s.stdin for s in here}} | more)))
+    return plan_servers(CONFIG, make_facts(servers, **({"files": {s.command[-1]: s.stdin for s in here}} | more)))
 
 
 def why(servers: tuple[ServerFacts, ...]) -> list[str]:
@@ -135,18 +134,14 @@ def test_progress_counts_all_files_of_a_push() -> None:
     assert {step.part for step in pushes} == {"push 66 files to 2 hosts, 66 MB in all"}
 
 
-def test_servers_with_different_pythons_are_refused() -> None:
-    assert find_python({"a": "3.11.2", "b": "3.11.9"}) == "3.11"
-    with pytest.raises(CpuftError, match=r"a has 3\.11, b has 3\.13: install one on all of them$"):
-        find_python({"a": "3.11.2", "b": "3.13.5"})
-
-
-def test_servers_of_both_architectures_are_refused() -> None:
-    assert find_machine({"a": "aarch64", "b": "aarch64"}) == "aarch64"
+def test_servers_that_differ_are_refused() -> None:
+    assert find_common("Python", {"a": "3.11", "b": "3.11"}, "") == "3.11"
+    with pytest.raises(CpuftError, match=r"a has 3\.11, b has none: install one on all of them$"):
+        find_common("Python", {"a": "3.11", "b": ""}, "install one on all of them")
     with pytest.raises(CpuftError) as caught:
-        find_machine({"a": "x86_64", "b": "aarch64"})
+        find_common("architecture", {"a": "x86_64", "b": "aarch64"}, "make a cluster of each")
     assert str(caught.value) == (
-        "servers of one cluster need the same architecture, and a is x86_64, b is aarch64: make a cluster of each"
+        "servers of one cluster need the same architecture, and a has x86_64, b has aarch64: make a cluster of each"
     )
 
 

@@ -65,7 +65,7 @@ def actions(facts: MachineFacts, config: LocalConfig = CONFIG) -> list[str]:
 
 def test_keys_come_before_the_files_that_are_made_from_them() -> None:
     remembered, keys, *stages = plan_cluster(CONFIG, EMPTY).stages
-    assert [step.command[-2] for step in remembered] == ["/state/local/cluster.json"]
+    assert [step.command[-1] for step in remembered] == ["/state/local/cluster.json"]
     assert [step.command[-2] for step in keys] == [path for path in KEYS if not path.endswith(".pub")]
     assert not any(step.settings for stage in stages for step in stage)
 

@@ -131,10 +131,9 @@ def answer_downloads(
     """Return the calls of pip when an x86-64 machine downloads wheels for another one, and the requirements in them."""
     calls, requirements = list[tuple[str, ...]](), list[str]()
 
-    def answer(*words: str) -> str:
+    def answer(*words: str, stdin: str = "") -> str:
         calls.append(words)
-        if "-r" in words:
-            requirements.extend(Path(words[words.index("-r") + 1]).read_text().splitlines())
+        requirements.extend(stdin.splitlines())
         return json.dumps({"install": [{"metadata": {"version": version}}]})
 
     monkeypatch.setattr(wheels, "_pip", answer)
@@ -142,7 +141,7 @@ def answer_downloads(
     monkeypatch.setattr(wheels, "has_compiled_kernels", lambda: False)
     compilers = {"x86_64": "g++", "aarch64": None}
     monkeypatch.setattr(wheels, "_find_compiler_for", lambda machine, _: compilers[machine])
-    monkeypatch.setattr(wheels, "write_kernels_wheel", lambda *_, machine: None)
+    monkeypatch.setattr(wheels, "write_kernels_wheel", lambda *_: None)
     wheels.download_wheels("{}.{}".format(*sys.version_info), machine, {**os.environ, "XDG_CACHE_HOME": str(folder)})
     return calls, requirements
 
@@ -264,7 +263,7 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     killed.mkdir(parents=True)
     (killed / "torch.whl").write_text("half")
 
-    def fail(*words: str) -> str:
+    def fail(*words: str, stdin: str = "") -> str:
         (beside,) = folder.parent.glob("*.new")
         (beside / "numpy.whl").write_text("downloaded")
         raise CpuftError("pip download failed")
@@ -293,7 +292,7 @@ def test_without_locks_the_download_of_another_process_stays(tmp_path: Path, mon
 def test_two_first_downloads_at_once_download_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
 
-    def answer(*words: str) -> str:
+    def answer(*words: str, stdin: str = "") -> str:
         time.sleep(0.2)
         if "--dest" in words:
             Path(words[words.index("--dest") + 1], f"{os.getpid()}.whl").write_text("whole")

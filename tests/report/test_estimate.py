@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from cpuft.compressions import count_buckets, count_coding_seconds
 from cpuft.errors import CpuftError
-from cpuft.instance_types import INSTANCE_COLUMNS, TABLE, find_instance, parse_instance_types
+from cpuft.instance_types import find_instance, read_instance_types
 from cpuft.network import ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Measurement, Record, ResumedLine
 from cpuft.report import estimate
@@ -33,49 +32,25 @@ from cpuft.report.estimate import (
 )
 from tests.records import LAYER_TIMES, make_record
 
-HEAD = ",".join(INSTANCE_COLUMNS)
 
-
-def test_our_own_table_is_one() -> None:
-    found = parse_instance_types(TABLE.read_text(), "instances.csv")
+def test_the_table_of_instances_is_whole() -> None:
+    found = read_instance_types()
     assert found["c6i.16xlarge"].cores == 32
     kinds = {name: found[name].cpu for name in ("c6i.16xlarge", "c7i.8xlarge", "c8g.4xlarge", "c4a-highcpu-16")}
     assert kinds == {"c6i.16xlarge": "x86", "c7i.8xlarge": "amx", "c8g.4xlarge": "arm", "c4a-highcpu-16": "arm"}
-
-
-def test_a_table_of_the_users_own(tmp_path: Path) -> None:
-    path = tmp_path / "own.csv"
-    path.write_text(f"{HEAD}\nidle server,24,amx,1,0,2026\n")
-    assert find_instance("idle server", str(path)).gbits_per_second == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "line 0: its head is not name,cores,"),
-        ("a,b\n", "line 1: its head is not name,cores,"),
-        (f"{HEAD}\nx,1,amx\n", "line 2: 3 columns, not 6"),
-        (f"{HEAD}\nx,many,amx,1,1,2026\n", "line 2: invalid literal"),
-        (f"{HEAD}\nx,0,amx,1,1,2026\n", "line 2: cores, rate and price must be positive"),
-        (f"{HEAD}\nx,1,yes,1,1,2026\n", "line 2: cpu is yes, not one of amx, x86, arm"),
-        (f"{HEAD}\nx,1,amx,nan,1,2026\n", "line 2: cores, rate and price must be positive"),
-    ],
-)
-def test_a_broken_table_is_refused_by_line(text: str, said: str) -> None:
-    with pytest.raises(CpuftError, match=said):
-        parse_instance_types(text, "own.csv")
+    assert {one.cpu for one in found.values()} == {"amx", "x86", "arm"}
+    assert all(one.cores > 0 < one.gbits_per_second < 1e4 for one in found.values())
+    assert all(0 < one.dollars_per_hour < 1e3 and one.dated.isdecimal() for one in found.values())
 
 
 def test_an_unknown_name_is_answered_with_the_next_ones() -> None:
     with pytest.raises(CpuftError, match=r"--instance c6i.16xlrage is not a known type of instance: .*c6i.16xlarge"):
         find_instance("c6i.16xlrage")
-    with pytest.raises(CpuftError, match="there is no file no/such, which --instances names"):
-        find_instance("c6i.16xlarge", "no/such")
 
 
-JOB = UpdateCosts(
-    1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), 10_000_000, 800_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0}
-)
+SIZES = GradientSizes(10_000_000, 384, 800_000, {"1": 500.0, "2": 800.0, "4": 1280.0})
+WITHOUT_ROWS = replace(SIZES, embedding_row=0)
+JOB = UpdateCosts(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), SIZES)
 FREE = Network(1e15, 0.0, 0.0, cpu_seconds_per_message=0.0)
 GIGABIT = Network(1e9, 1e-4)
 
@@ -112,7 +87,7 @@ def test_weights_of_an_optimizer_that_is_shared_out_are_waited_for() -> None:
     # Half an all-reduce of four: three quarters of 60 MB at 12.5 MB/s, while half of the gradients' bytes hide as ever.
     network, shared = Network(100e6, 0.0, 0.0, measured=True), replace(JOB, gathered=60e6)
     assert estimate_hosts(shared, network, 1).step_seconds == JOB.step_seconds
-    half = replace(JOB, parameters=5_000_000)
+    half = replace(JOB, sizes=replace(SIZES, parameters=5_000_000))
     more = estimate_hosts(shared, network, 4).waited_seconds - estimate_hosts(half, network, 4).waited_seconds
     # Half as many buckets leave a little more of backward behind which nothing hides.
     assert more == pytest.approx(0.75 * 60e6 / 12.5e6, abs=0.25)
@@ -176,7 +151,10 @@ def test_the_least_rate_is_where_the_most_hosts_just_pay() -> None:
 
 
 def test_hosts_may_pay_at_every_rate_or_at_none() -> None:
-    tiny, costly = replace(JOB, parameters=10, row=0), replace(GIGABIT, cpu_seconds_per_byte=1.0)
+    tiny, costly = (
+        replace(JOB, sizes=replace(SIZES, parameters=10, embedding_row=0)),
+        replace(GIGABIT, cpu_seconds_per_byte=1.0),
+    )
     assert find_least_rate(tiny, GIGABIT, [1, 2]) == 0.0
     assert describe_least_rate(2, 0.0) == "2 hosts are worth it on every network of at least 1 Mbit/s per host."
     assert math.isinf(find_least_rate(JOB, costly, [1, 2]))
@@ -207,7 +185,7 @@ def test_it_lies_within_its_bar_and_below_the_ideal(rate: float, latency: float,
 
 @pytest.mark.parametrize(("hosts", "words"), [(1, 500.0), (2, 800.0), (3, 1053.1), (4, 1280.0), (8, 2048.0)])
 def test_words_between_two_counts_follow_a_power(hosts: int, words: float) -> None:
-    assert GradientSizes(tokens=JOB.words).count_tokens(hosts) == pytest.approx(words, rel=1e-3)
+    assert SIZES.count_tokens(hosts) == pytest.approx(words, rel=1e-3)
 
 
 def test_a_link_is_found_again_in_its_all_reduces() -> None:
@@ -256,7 +234,7 @@ def test_factors_are_fewer_than_what_they_stand_for() -> None:
     # Half of the numbers have 4 bits, like those of embedding rows. If all gradients are sent whole, all have 8 bits.
     assert layers == (132 + 260) / 2 / 256 * 800_000
     assert words == 132 / 260 * JOB.sent_bytes(4, "int8")[1]
-    whole = replace(JOB, factors=JOB.parameters)
+    whole = replace(JOB, sizes=replace(SIZES, factors=SIZES.parameters))
     assert whole.sent_bytes(4, "powersgd")[0] == JOB.sent_bytes(4, "int8")[0]
     assert JOB.sent_bytes(4, "bf16") == (2 * 10_000_000, 2 * 1280 * 384)
 
@@ -346,15 +324,18 @@ def test_a_message_has_headers_unless_they_are_in_a_measured_latency() -> None:
     assert payload.all_reduce_seconds(64_000, 64) == pytest.approx(126 * (1e-3 + 1000 / 2.5e6))
     expected = 126 * (1e-3 + (1000 + MESSAGE_BYTES) / wire.bytes_per_second)
     assert wire.all_reduce_seconds(64_000, 64) == pytest.approx(expected)
-    job = replace(JOB, row=0, levels=("none",), backward_seconds=0.0, ready=())
+    job = replace(JOB, sizes=WITHOUT_ROWS, levels=("none",), backward_seconds=0.0, ready=())
     for network in (wire, payload):
-        buckets = count_buckets("none", job.parameters, 64)
+        buckets = count_buckets("none", job.sizes.parameters, 64)
         gradients = buckets * network.all_reduce_seconds(job.sent_bytes(64, "none")[0] / buckets, 64)
         assert estimate_hosts(job, network, 64).waited_seconds == pytest.approx(gradients)
 
 
 def test_late_rows_are_hidden_by_computing_if_their_messages_are_shorter() -> None:
-    job, link = replace(JOB, levels=("powersgd",), factors=0), replace(PAYLOAD, bits_per_second=16e6)
+    job, link = (
+        replace(JOB, levels=("powersgd",), sizes=replace(SIZES, factors=0)),
+        replace(PAYLOAD, bits_per_second=16e6),
+    )
     rows = link.all_reduce_seconds(job.sent_bytes(4, "powersgd")[1], 4)
     assert 0.1 < rows < 1
     assert estimate_hosts(job, link, 4).waited_seconds < 1e-3
@@ -367,7 +348,7 @@ def test_late_rows_are_hidden_by_computing_if_their_messages_are_shorter() -> No
 
 def test_a_host_with_several_ranks_sends_blocks_once() -> None:
     network = replace(PAYLOAD, bits_per_second=100e6)
-    two = scale_cores(replace(JOB, backward_seconds=0.0, row=0), 2, ranks_per_host=2)
+    two = scale_cores(replace(JOB, backward_seconds=0.0, sizes=WITHOUT_ROWS), 2, ranks_per_host=2)
     assert (two.cores, two.step_seconds) == (1.0, 1.1)
     for level, members in (("bf16", 8), ("int8", 4), ("powersgd", 4)):
         job = replace(two, levels=(level,))
@@ -386,7 +367,9 @@ def test_a_host_with_several_ranks_sends_blocks_once() -> None:
 def test_ranks_of_a_host_take_computing_time_to_add_up_their_gradients() -> None:
     # Of ten buckets, the last one is waited for, which takes nothing from computing.
     network, hidden = replace(FREE, cpu_seconds_per_byte=1e-9), 0.9
-    one, two = (estimate_hosts(replace(JOB, levels=("int8",), row=0, ranks_per_host=n), network, 4) for n in (1, 2))
+    one, two = (
+        estimate_hosts(replace(JOB, levels=("int8",), sizes=WITHOUT_ROWS, ranks_per_host=n), network, 4) for n in (1, 2)
+    )
     assert two.taken_seconds - one.taken_seconds == pytest.approx(hidden * 1e-9 * 8 * 10_000_000, rel=1e-3)
-    one, two = (estimate_hosts(replace(JOB, row=0, ranks_per_host=n), network, 4) for n in (1, 2))
+    one, two = (estimate_hosts(replace(JOB, sizes=WITHOUT_ROWS, ranks_per_host=n), network, 4) for n in (1, 2))
     assert two.taken_seconds - one.taken_seconds == pytest.approx(hidden * 1e-9 * 0.25 * 40e6, rel=1e-3)

@@ -20,8 +20,7 @@ from cpuft.errors import CpuftError, install_command
 from cpuft.judge.predictions import write_predictions
 from cpuft.record import EvaluationLine, ResumedLine
 from cpuft.report.comparison import compare
-from cpuft.report.estimate import Estimate, estimates_to_json
-from cpuft.report.page import read_estimates, write_page
+from cpuft.report.page import write_page
 from cpuft.report.plots import label_runs, phases_of, thin
 from cpuft.report.tables import format_text, format_verdict
 from tests.conftest import run_cpuft
@@ -29,8 +28,6 @@ from tests.judge.test_model_errors import make_reviews
 from tests.records import make_record, make_steps, with_rate
 from tests.report.page import make_equal_cores, make_runs
 from tests.report.test_comparison import write_record
-
-ESTIMATES = [Estimate(hosts, 1.3, 24.0 * hosts, 20.0 * hosts, 27.0 * hosts, 0.9, 100, 0, 0, 0) for hosts in (1, 2, 16)]
 
 
 def test_a_page_of_sixteen_runs_is_small_and_quick(tmp_path: Path) -> None:
@@ -45,7 +42,7 @@ def test_a_page_of_sixteen_runs_is_small_and_quick(tmp_path: Path) -> None:
 
 
 def test_nothing_in_a_page_is_elsewhere(tmp_path: Path) -> None:
-    text = write_page(make_runs((1, 2, 4)), tmp_path / "page.html", ESTIMATES).read_text(encoding="utf-8")
+    text = write_page(make_runs((1, 2, 4)), tmp_path / "page.html").read_text(encoding="utf-8")
     # Names of XML namespaces lead nowhere.
     text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)
     assert re.findall(r"https?:|//[a-z]|@import|<script|<link|<img|<iframe| src=", text) == []
@@ -56,7 +53,6 @@ def test_nothing_in_a_page_is_elsewhere(tmp_path: Path) -> None:
     # All colours are the page's.
     figures = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
     assert re.findall(r"#[0-9a-f]{6}\b", figures) == []
-    assert "estimate" in figures
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:
@@ -227,7 +223,7 @@ def test_a_single_point_is_no_plot(tmp_path: Path) -> None:
     assert "<td>0.8000</td>" in text
     write_page([dataclasses.replace(run, steps=run.steps[:1]) for run in once], page)
     assert "Loss and metric" not in list_headings(page)
-    write_page(runs, page, ESTIMATES)
+    write_page(make_runs((1, 2, 4), ideal=False), page)
     assert "Speed" in list_headings(page)
 
 
@@ -258,16 +254,6 @@ def test_older_records_and_runs_of_one_size() -> None:
     assert label_runs(runs) == ["np 2, np-2", "np 2, other"]
     phases = {"data": 0.001, "forward": 0.1, "backward": 0.2, "communication": 0.01, "update": 0.02}
     assert phases_of(runs[0]) == [pytest.approx(phases)]
-
-
-def test_predictions_are_those_of_estimate(tmp_path: Path) -> None:
-    path = tmp_path / "estimate.json"
-    path.write_text(json.dumps(estimates_to_json(ESTIMATES, [])))
-    assert read_estimates(str(path)) == ESTIMATES
-    for text in ("{}", "[", '{"predictions": [{"hosts": 1}]}'):
-        path.write_text(text)
-        with pytest.raises(CpuftError, match=r"is not an estimate \(.*\): write one with cpuft estimate --json > "):
-            read_estimates(str(path))
 
 
 def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
@@ -307,8 +293,6 @@ def test_where_a_page_goes(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "page: all/report.html\n"), done.stderr
     for _ in range(2):
         assert run_cpuft("report", "all/np-1", "all/np-2", "--html").stdout == "page: report.html\n"
-    done = run_cpuft("report", "all", "--html", "--estimate", "none")
-    assert (done.returncode, done.stdout) == (2, "")
 
 
 MEASURE = """<!doctype html><iframe src="page.html" style="width: WIDTHpx; height: 900px; border: 0"></iframe>
@@ -336,7 +320,7 @@ onload = () => {
     [(360, False, "rgb(28, 33, 40)", "rgb(255, 255, 255)"), (1200, True, "rgb(230, 237, 243)", "rgb(13, 17, 23)")],
 )
 def test_a_browser_shows_it(width: int, dark: bool, ink: str, paper: str, tmp_path: Path) -> None:
-    write_page(make_runs((1, 2, 4)), tmp_path / "page.html", ESTIMATES)
+    write_page(make_runs((1, 2, 4)), tmp_path / "page.html")
     (tmp_path / "measure.html").write_text(MEASURE.replace("WIDTH", str(width)))
     flags = [
         "--headless",

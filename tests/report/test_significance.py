@@ -49,3 +49,4 @@ def test_the_paired_test_is_that_of_scipy() -> None:
         result = ttest_rel([*one.values()], [*other.values()])
         assert is_different(one, other) == (result.pvalue < 0.05)
     assert find_quantile(500) == find_quantile(30)
+    assert math.isinf(find_quantile(0))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cpuft.errors import CpuftError
-from cpuft.schedulers.base import JOB_SECRET, NODE_COMMAND, JobLaunch, JobSweep, Scheduler
+from cpuft.schedulers.base import JOB_SECRET, NODE_COMMAND, JobLaunch, Scheduler
 from cpuft.schedulers.dstack import Dstack, DstackOptions
 from cpuft.schedulers.skypilot import SkyPilot, SkyPilotOptions
 from tests.conftest import Golden
@@ -133,7 +133,6 @@ def test_what_cannot_be_a_job(scheduler: Scheduler[Any], options: Any) -> None:
         (replace(options, image=""), WORK, "no container image is given: add --image NAME"),
         (replace(options, nodes=9), WORK, "--nodes 9 contradicts --np 8 and --ppn 2: leave --nodes out"),
         (replace(options, name="_a"), WORK, "--name '_a': use "),
-        (options, JobSweep(("--task", "rte")), f"cpuft submit {scheduler.name} takes no sweep"),
     ):
         with pytest.raises(CpuftError) as refusal:
             scheduler.render(changed, launch, "cpuft")

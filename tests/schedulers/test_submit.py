@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ import yaml
 from cpuft.cli import main
 from cpuft.errors import CpuftError
 from cpuft.record import Writer
-from cpuft.schedulers import parse_job
+from cpuft.schedulers import base, parse_job
 from cpuft.schedulers.base import SWEEP_FILE_NAME, follow_job, read_template
 from cpuft.sweep.study import FILE_NAME, SweepSettings, create_sweep
 from tests.records import make_record
@@ -265,6 +266,8 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
             ("batch", *IMAGE, "--queue", "q", "--nodes", "2", "--", "sweep"),
             "cpuft submit batch takes no sweep, because the job ends when one of its nodes is lost: use slurm",
         ),
+        (("dstack", *IMAGE, "--nodes", "2", "--", "sweep"), "cpuft submit dstack takes no sweep, because the job ends"),
+        (("skypilot", *IMAGE, "--", "sweep"), "cpuft submit skypilot takes no sweep, because the job ends when"),
         (("slurm", "--array", "0-3", "--wait", *LAUNCH), "--wait follows one job: leave it out with --array"),
         (
             ("slurm", "--partitoin", "a", *LAUNCH),
@@ -424,7 +427,7 @@ def test_wait_ends_for_a_job_that_can_never_start(capsys: pytest.CaptureFixture[
     assert run(capsys, "status", "slurm:12") == (0, "slurm:12 PENDING\n", "")
 
 
-def test_a_log_is_followed_over_restarts_and_failures_of_the_scheduler() -> None:
+def test_a_log_is_followed_over_restarts_and_failures_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Path("x 12.out")
     turns: Iterator[Callable[[], object]] = iter(
         [
@@ -439,14 +442,16 @@ def test_a_log_is_followed_over_restarts_and_failures_of_the_scheduler() -> None
     )
     add_slurm("PENDING")
     said: list[str] = []
-    assert follow_job(*parse_job("slurm:12"), said.append, lambda seconds: (next(turns)(), None)[1]) == 0
+    monkeypatch.setattr(base, "time", SimpleNamespace(sleep=lambda seconds: next(turns)()))
+    assert follow_job(*parse_job("slurm:12"), said.append) == 0
     assert "".join(said) == "step 1\nstep 2\nanew\n"
 
 
-def test_following_ends_when_the_scheduler_does_not_answer_for_long() -> None:
+def test_following_ends_when_the_scheduler_does_not_answer_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
+    monkeypatch.setattr(base, "time", SimpleNamespace(sleep=pauses.append))
     with pytest.raises(CpuftError, match=r"^scontrol failed \(no such program: scontrol\)"):
-        follow_job(*parse_job("slurm:12"), print, pauses.append)
+        follow_job(*parse_job("slurm:12"), print)
     assert len(pauses) == 19
 
 

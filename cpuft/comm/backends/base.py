@@ -35,7 +35,7 @@ class Backend(abc.ABC):
 
     Addresses are memory addresses of contiguous buffers, sizes are in bytes, counts in elements, and ranks are ranks of
     the group. Nothing is checked here: `arguments` has checked the caller's tensors, and the ranks have compared theirs
-    (`collectives.check_ranks_agree`). Every call releases the GIL, blocks until this rank's part is done, and raises
+    (`Collectives.check_ranks_agree`). Every call releases the GIL, blocks until this rank's part is done, and raises
     RuntimeError (or the library's own exception) on failure. Calls on different groups come from several threads at
     once, and so do `send` and `recv` of one group. All other calls of one group come one after another, in the same
     order on every rank.

@@ -94,9 +94,9 @@ class RowRoutes:
 
 
 def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> RowRoutes:
-    """Return what `rank` sends and receives, given each rank's token ids, int64, (n,). IndexError: one is too large."""
+    """Return what `rank` sends and receives, given each rank's token ids, int64, (n,). RuntimeError: one is no row."""
     ranks, flat = len(tokens), torch.cat(list(tokens))
-    rows = _find_rows([flat], vocabulary)
+    rows = _find_rows(flat, vocabulary)
     own = torch.unique(tokens[rank])
     sender = torch.repeat_interleave(torch.arange(ranks), torch.tensor([len(one) for one in tokens]))
     is_received = (flat % ranks == rank) & (sender != rank)
@@ -112,12 +112,10 @@ def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) 
     )
 
 
-def _find_rows(tokens: Sequence[torch.Tensor], vocabulary: int) -> torch.Tensor:
-    """Return the rows of all tokens, ascending and each once; IndexError if a token is not in the vocabulary."""
-    is_used = torch.zeros(vocabulary, dtype=torch.bool)
-    for one in tokens:
-        is_used[one] = True
-    return is_used.nonzero()[:, 0]
+def _find_rows(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return the rows of tokens, (n,), ascending and each once; RuntimeError if a token is not in the vocabulary."""
+    # Unlike an index, scatter_ refuses negative numbers.
+    return torch.zeros(vocabulary, dtype=torch.bool).scatter_(0, tokens, True).nonzero()[:, 0]
 
 
 def average_rows(
@@ -219,7 +217,7 @@ class RowExchange:
         assert gradient is not None
         self._updates += 1
         flat = [one.reshape(-1) for one in tokens]
-        rows = _find_rows(flat, len(gradient))
+        rows = _find_rows(torch.cat(flat), len(gradient))
         if self._hosts is not None:
             size = self._hosts.sums.size()
             of_hosts = [torch.cat(flat[first : first + size]) for first in range(0, len(flat), size)]
@@ -247,13 +245,13 @@ class RowExchange:
         """
         if self._updates <= EXACT_UPDATES:
             gradient.index_copy_(0, rows, mean.result())
-            return _find_rows([rows], len(gradient))
+            return rows.sort().values
         gradient.index_fill_(0, rows, 0.0)
         before, self._late = self._late, (rows, mean)
         if before is None:
-            return _find_rows([rows], len(gradient))
+            return rows.sort().values
         gradient.index_copy_(0, before[0], before[1].result())
-        return _find_rows([rows, before[0]], len(gradient))
+        return _find_rows(torch.cat([rows, before[0]]), len(gradient))
 
     def _average_on_leaders(
         self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, leaders: dist.ProcessGroup

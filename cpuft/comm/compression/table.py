@@ -122,25 +122,17 @@ def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | 
     return HierarchicalReducer(hosts, entry.make_reduce(hosts.leaders) if hosts.leaders is not None else None).reduce
 
 
-@dataclass(frozen=True)
-class RowSizes:
-    """How many numbers the gradient has in the embedding rows of an update; 0 without a row exchange."""
-
-    together: int = 0
-    own: int = 0
-    """In the rows of one rank, or of one host if means are hierarchical."""
-
-
 def list_levels(
-    parameters: Sequence[torch.Tensor], rows: RowSizes, ranks: int, coding_seconds: float, hosts: int = 0
+    parameters: Sequence[torch.Tensor], rows: tuple[int, int], ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
     """Return what an update of a model sends with each compression of TABLE, in TABLE's order.
 
-    `parameters` are those that are not exchanged by rows, and `coding_seconds` is the time to encode and decode one
-    number with int8. `hosts` is 0 unless compressions with error feedback have hierarchical means; their bytes are
-    scaled to stay the payload of an all-reduce between all ranks.
+    `parameters` are those that are not exchanged by rows. `rows` are how many numbers the embedding rows of all ranks
+    together have, and those of one rank, or of one host if means are hierarchical. `coding_seconds` is the time to
+    encode and decode one number with int8. `hosts` is 0 unless compressions with error feedback have hierarchical
+    means; their bytes are scaled to stay the payload of an all-reduce between all ranks.
     """
-    numbers, row_numbers = _count(parameters), (rows.together + rows.own) / 2
+    numbers = _count(parameters)
     factors = sum(powersgd.count_numbers(parameter.shape) for parameter in parameters)
     slower = coding_seconds / COMPRESSION_FACTS["int8"].coding_seconds
     levels = []
@@ -152,10 +144,10 @@ def list_levels(
             CompressionLevel(
                 name,
                 share * entry.layer_bytes(parameters, members),
-                share * entry.row_bytes(rows.together, rows.own, members),
+                share * entry.row_bytes(*rows, members),
                 facts.has_late_rows and not hosts,
                 entry.messages + 2 * (facts.has_late_rows and hosts > 0),
-                slower * count_coding_seconds(name, numbers, factors, row_numbers),
+                slower * count_coding_seconds(name, numbers, factors, sum(rows) / 2),
                 count_buckets(name, numbers, members),
             )
         )

@@ -77,15 +77,11 @@ def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: st
 def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted: str, region: str) -> Plan:
     """Return the steps that delete the AMI with the name or id `wanted`, then its snapshots.
 
-    `wanted` may also be the name of a deleted AMI, or the id of its snapshot; `snapshots` has the names by the ids.
-    Raises CpuftError: nothing is called `wanted`, or that is a snapshot of an AMI that exists.
+    `wanted` may also be the name of a deleted AMI with a snapshot; `snapshots` has the names by the ids. CpuftError:
+    nothing is called `wanted`.
     """
-    if (name := snapshots.get(wanted)) in {one["Name"] for one in images}:
-        raise CpuftError(
-            f"AMI {name} needs snapshot {wanted}: delete both with `cpuft provision image --delete {name}`"
-        )
     found = {str(one["ImageId"]): str(one["Name"]) for one in images if wanted in (one["ImageId"], one["Name"])}
-    disks = [disk for disk, name in snapshots.items() if wanted in (disk, name) or name in found.values()]
+    disks = [disk for disk, name in snapshots.items() if name in (wanted, *found.values())]
     if not found and not disks:
         names = {*(one["Name"] for one in images), *snapshots.values()}
         known = suggest_names(wanted, names) if names else "there is nothing to delete"

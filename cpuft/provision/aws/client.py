@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError, describe_error, install_command, suggest_names
+from cpuft.errors import CpuftError, describe_error, requires, suggest_names
 from cpuft.plans import Step
 
 
@@ -162,11 +162,9 @@ class AwsClient:
     """
 
     def __init__(self, region: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        try:
+        with requires("aws", "renting from AWS needs boto3"):
             import boto3
             import botocore.exceptions
-        except ImportError:
-            raise CpuftError(f"renting from AWS needs boto3: {install_command('aws')}") from None
         try:
             self.session = boto3.session.Session(region_name=region or None)
         except botocore.exceptions.ProfileNotFound as error:

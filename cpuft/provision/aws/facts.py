@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from cpuft.errors import CpuftError, suggest_names
-from cpuft.instance_types import TABLE, InstanceType, parse_instance_types
+from cpuft.instance_types import read_instance_types
 from cpuft.provision.aws.client import SPOT_ROLE, AwsClient, CallError, Tag, read_tags
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.image import read_recipe
@@ -248,17 +247,12 @@ def find_disk_size(image: Image) -> int:
     return int(disks.get(image.get("RootDeviceName"), {}).get("VolumeSize", 0))
 
 
-def read_listed_types() -> dict[str, InstanceType]:
-    """Return the table of instance types and their list prices in us-east-1 that comes with cpuft, by type."""
-    return parse_instance_types(TABLE.read_text(encoding="utf-8"), str(TABLE))
-
-
 def find_own_address() -> str:
     """Return the public address of this machine, unchecked, from a web service of AWS; CpuftError without an answer."""
     try:
         with urllib.request.urlopen(_ADDRESS_SERVICE, timeout=10) as answer:
             return str(answer.read(100).decode(errors="replace")).strip()
-    except (OSError, urllib.error.URLError) as error:
+    except OSError as error:
         raise CpuftError(f"{_ADDRESS_SERVICE} does not say your address ({error}): give it with --ssh-from") from None
 
 
@@ -335,7 +329,7 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
 def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
     answer = client.find("describe_instance_types", "InvalidInstanceType", InstanceTypes=[instance_type])
     if not answer:
-        names = suggest_names(instance_type, read_listed_types())
+        names = suggest_names(instance_type, read_instance_types())
         raise CpuftError(f"region {client.region} has no instance type {instance_type!r:.60}: {names}")
     return dict(answer["InstanceTypes"][0])
 

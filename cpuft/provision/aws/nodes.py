@@ -12,7 +12,7 @@ from cpuft.hosts.registry import Entry
 from cpuft.hosts.ssh_config import Member
 from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, try_hosts
 from cpuft.provision.aws.client import CallError
-from cpuft.provision.aws.facts import Instance, SecurityGroup
+from cpuft.provision.aws.facts import Resources
 from cpuft.provision.aws.lease import CHECK_TIMER, Timer, make_schedule_command, parse_timer
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import make_entry
@@ -29,21 +29,16 @@ class LeaseError(CpuftError):
 class Nodes(Servers):
     """The instances as servers. They know each other by private addresses; this machine uses their public ones.
 
-    The head host comes first in `instances`; `group` says when the lease ends.
+    They are the live instances of `resources`, which have a security group.
     """
 
     kind = "aws"
     can_lose_head = True
     here = ""  # an instance in another network may have the address of this machine
 
-    def __init__(
-        self,
-        config: AwsConfig,
-        instances: tuple[Instance, ...],
-        environ: Mapping[str, str],
-        hostfile: str,
-        group: SecurityGroup,
-    ) -> None:
+    def __init__(self, config: AwsConfig, resources: Resources, environ: Mapping[str, str], hostfile: str) -> None:
+        instances, group = resources.live, resources.group
+        assert group, "a plan without a security group is not empty"
         hosts = ",".join(one.private for one in instances)
         servers_config = HostsConfig(hosts, config.name, "root", prefix=config.prefix, wheels=config.wheels)
         super().__init__(servers_config, environ)

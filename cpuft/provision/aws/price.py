@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cpuft.instance_types import read_instance_types
 from cpuft.provision.aws.client import AwsClient
-from cpuft.provision.aws.facts import BILLED, LIVE, Instance, Resources, find_spot_prices, read_listed_types
+from cpuft.provision.aws.facts import BILLED, LIVE, Instance, Resources, find_spot_prices
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.aws.options import AwsConfig
 
@@ -39,7 +40,7 @@ class Price:
 
 def find_price(instance_type: str, region: str, spot_by_zone: Mapping[str, float]) -> Price:
     """Return the price of an instance type; the list price is None outside `LISTED` and for types not in our table."""
-    listed = read_listed_types().get(instance_type) if region == LISTED else None
+    listed = read_instance_types().get(instance_type) if region == LISTED else None
     return Price(listed.dollars_per_hour if listed else None, listed.dated if listed else "", spot_by_zone)
 
 

@@ -84,7 +84,6 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     """
 
     kind = "aws"
-    options = AwsConfig
 
     def __init__(
         self,
@@ -174,15 +173,12 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         )
 
     def _gather_servers(self, resources: Resources) -> ClusterFacts:
-        nodes, seconds = self._make_nodes(resources), _BOOT_SECONDS if self._waits else 0.0
+        nodes = Nodes(self.config, resources, self.environ, self.hostfile)
+        seconds = _BOOT_SECONDS if self._waits else 0.0
         nodes.connect(partial(find_host_key, self.client), seconds, self.services.now, self.services.sleep)
         if self._waits:
             nodes.secure_lease(self._say)
         return nodes.gather()
-
-    def _make_nodes(self, resources: Resources) -> Nodes:
-        assert resources.group, "a plan without a security group is not empty"
-        return Nodes(self.config, resources.live, self.environ, self.hostfile, resources.group)
 
     def _wait_until(self, is_done: Callable[[Resources], bool], seconds: float) -> Resources:
         """Return the resources of the cluster as soon as `is_done` says so of them, or as they are after `seconds`."""
@@ -253,7 +249,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         rental = plan_rental(self.config, facts)
         if rental.stages or not facts.servers:
             return replace(rental, notes=tuple(filter(None, (self._price, *rental.notes))))
-        return self._make_nodes(facts.resources).plan(facts.servers)
+        return Nodes(self.config, facts.resources, self.environ, self.hostfile).plan(facts.servers)
 
     def run(self, plan: Plan, say: Say) -> None:
         """Execute a plan; calls to AWS are made one after another.

@@ -7,9 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cpuft.errors import CpuftError, counted, list_names
 from cpuft.serialization import to_number
 from cpuft.tasks import Task
@@ -238,11 +235,3 @@ def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
         entities = all(tag == "O" or tag.split("-")[0] in ("B", "I", "E", "S") for tag in labels)
         return ("f1", "precision", "recall", "accuracy") if entities else ("accuracy",)
     return ("accuracy", "f1") if len(labels) == 2 else ("accuracy",)
-
-
-def make_label_matrix(labels: Sequence[tuple[int, ...]], count: int) -> NDArray[np.float32]:
-    """Return (examples, count): 1 where an example of a multi-label task has a label, else 0."""
-    has_label = np.zeros((len(labels), count), np.float32)
-    for row, numbers in zip(has_label, labels):
-        row[list(numbers)] = 1
-    return has_label

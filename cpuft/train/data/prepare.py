@@ -29,6 +29,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import cache_folder, hash_text, write_atomically
 from cpuft.host_memory import split_run_memory
+from cpuft.judge.baseline import mark_classes
 from cpuft.judge.metrics import LEAST_RELEVANT
 from cpuft.secret_variables import take_secrets
 from cpuft.serialization import to_number
@@ -55,7 +56,7 @@ from cpuft.train.data.chat import (
     set_chat_template,
 )
 from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
-from cpuft.train.data.labels import SCORE_KINDS, make_label_matrix
+from cpuft.train.data.labels import SCORE_KINDS
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import read_relevance
 from cpuft.train.data.sources import Examples, FileExamples, TaskData, read_data
@@ -237,7 +238,7 @@ def _label_examples(examples: Examples, task: Task) -> NDArray[Any]:
         return EMPTY
     if task.kind != "labels":
         return np.asarray(examples.labels, np.float32)
-    return make_label_matrix(examples.labels, len(task.labels))
+    return mark_classes(examples.labels, len(task.labels))
 
 
 def _label_tokens(examples: Examples, encoded: Any) -> NDArray[np.int32]:

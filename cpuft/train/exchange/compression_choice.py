@@ -15,7 +15,7 @@ from cpuft.comm.compression.hierarchical import find_ranks_per_host
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level
 from cpuft.comm.compression.powersgd import count_numbers
-from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compression
+from cpuft.comm.compression.table import list_levels, resolve_compression
 from cpuft.comm.registration import BACKENDS
 from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, count_ring_passes
 from cpuft.config.train import TrainConfig
@@ -97,8 +97,7 @@ def make_levels(
     and decode one number with int8, and `hosts` is 0 without hierarchical means.
     """
     layers, row = _list_layers(model)
-    rows = RowSizes(round(tokens * row), round(own_tokens * row))
-    return list_levels(layers, rows, ranks, coding_seconds, hosts)
+    return list_levels(layers, (round(tokens * row), round(own_tokens * row)), ranks, coding_seconds, hosts)
 
 
 def _list_layers(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], int]:

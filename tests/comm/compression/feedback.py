@@ -131,7 +131,7 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32, waits: bool =
             exchange.wait()
         named += rows.tolist() == sorted({*together.tolist(), *late_rows.tolist()})
         most += encoded_bytes(len(together) * 300, ranks, exchange._bits)
-        sent += comm.take_traffic().nbytes
+        sent += comm.take_traffic()
         wanted = mean(gradient)
         exact += wanted
         if is_late and step >= EXACT_UPDATES:

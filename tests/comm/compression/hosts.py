@@ -62,7 +62,7 @@ def first_update(compression: str, hosts: HostGroups, dtype: torch.dtype) -> dic
     begun, _ = record_operations(), comm.take_traffic()
     for future in [reduce(bucket) for bucket in buckets]:
         future.wait()
-    operations, nbytes = list(begun), comm.take_traffic().nbytes
+    operations, nbytes = list(begun), comm.take_traffic()
     errors = [(b.gradients()[0].double() - e).abs().max() for b, e in zip(buckets, exact, strict=True)]
     return {
         "dtype": str(buckets[0].buffer().dtype),
@@ -103,7 +103,7 @@ def average_all_rows(hosts: HostGroups) -> dict[str, object]:
         return mean
 
     found = hosts.average(numbers, average)
-    operations, nbytes = list(begun), comm.take_traffic().nbytes
+    operations, nbytes = list(begun), comm.take_traffic()
     error = float((found.double() - exact).abs().max())
     return {"error": error, "same": have_same_bits(found), "operations": operations, "bytes": nbytes}
 

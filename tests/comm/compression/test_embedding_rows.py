@@ -75,3 +75,9 @@ def test_what_a_rank_sends_is_what_the_others_receive(lists: list[list[int]]) ->
             averaged = torch.split(other.rows, other.row_counts)[to]
             expected = [] if to == rank else sent.tolist()
             assert averaged[other.received[rank]].tolist() == expected
+
+
+@pytest.mark.parametrize("token", [-1, 41])
+def test_a_token_that_is_no_row_is_refused(token: int) -> None:
+    with pytest.raises(RuntimeError, match=f"{token} is out of bounds"):
+        plan_row_routes([torch.tensor([3, token]), torch.tensor([4])], 41, 0)

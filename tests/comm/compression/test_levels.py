@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level, estimate_step_seconds
-from cpuft.errors import CpuftError
 
 # MiniLM's between four ranks: bytes of layers and of embedding rows, about a tenth of a second for coding, and ten
 # buckets.
@@ -77,8 +76,3 @@ def test_the_reason_names_all_estimates() -> None:
     assert choose_level((NONE, BF16), 0.5, link(1000))[1] == (
         "a step computes 0.5 s and an all-reduce takes 667 Mbit/s: none 0.795 s, bf16 0.566 s"
     )
-
-
-def test_without_levels_the_option_is_named() -> None:
-    with pytest.raises(CpuftError, match="--grad-compression"):
-        choose_level((), 1.0, link(1))

@@ -92,7 +92,6 @@ def test_an_ami_that_failed_or_that_cpuft_did_not_make_is_refused(recipe: str, s
         ("cpuft-a-2", ["ami-2", "snap-2"]),
         ("cpuft-a-3", ["ami-3"]),
         ("cpuft-a-9", ["snap-9"]),
-        ("snap-9", ["snap-9"]),
     ],
 )
 def test_an_ami_is_deleted_before_its_snapshots(wanted: str, deleted: list[str]) -> None:
@@ -114,11 +113,6 @@ def test_an_ami_is_deleted_before_its_snapshots(wanted: str, deleted: list[str])
 def test_only_amis_that_cpuft_made_are_deleted(found: list[Any], disks: dict[str, str], said: str) -> None:
     with pytest.raises(CpuftError, match=said):
         plan_deletion(found, disks, "cpuft-a", "us-east-1")
-
-
-def test_the_snapshot_of_an_ami_that_exists_is_not_deleted_alone() -> None:
-    with pytest.raises(CpuftError, match=r"AMI cpuft-a-1 needs snapshot snap-1: .* --delete cpuft-a-1`"):
-        plan_deletion((OLD, NEW), DISKS, "snap-1", "us-east-1")
 
 
 def test_amis_and_snapshots_that_are_left_are_listed() -> None:

@@ -15,6 +15,7 @@ from cpuft.hosts.ssh_config import format_known_hosts
 from cpuft.hosts.transport import SshTransport
 from cpuft.provision.aws import nodes
 from cpuft.provision.aws.client import CallError
+from cpuft.provision.aws.facts import Resources
 from cpuft.provision.aws.nodes import Nodes
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws
@@ -93,8 +94,8 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
 
 
 def make_nodes(folder: Path, address: str) -> Nodes:
-    one = make_instance(1, private=address, public=address)
-    return Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(folder)}, "hostfile", GROUP)
+    resources = Resources(0.0, group=GROUP, instances=(make_instance(1, private=address, public=address),))
+    return Nodes(AwsConfig(name="lab"), resources, {"CPUFT_STATE": str(folder)}, "hostfile")
 
 
 def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:

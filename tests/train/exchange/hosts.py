@@ -41,7 +41,7 @@ def train(compression: str) -> tuple[torch.Tensor, int]:
         exchange.average_gradients(lambda: list(WORDS))
         optimizer.step()
         exchange.clear_gradients()
-    return flatten(model), comm.take_traffic().nbytes
+    return flatten(model), comm.take_traffic()
 
 
 def compare(compression: str) -> dict[str, object]:

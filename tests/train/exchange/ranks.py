@@ -77,9 +77,9 @@ def of_gradients(rank: int) -> dict[str, object]:
     for row, last in ((rank, False), (rank + 2, True)):
         exchange.begin_pass(last)
         torch.autograd.backward(exchange.forward_model(WORDS[row]).sum() * 2 / 4)
-        sent.append(comm.take_traffic().nbytes)
+        sent.append(comm.take_traffic())
     waited = exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
-    found: dict[str, object] = {"sent": [*sent, comm.take_traffic().nbytes], "waited": waited}
+    found: dict[str, object] = {"sent": [*sent, comm.take_traffic()], "waited": waited}
     found["error"] = differences(flat(model), flat(alone))
     exchange.clip_gradients()
     norm = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01))
@@ -105,7 +105,7 @@ def of_parameters(rank: int) -> dict[str, object]:
         with torch.no_grad():
             model.layer.bias.copy_(torch.tensor([10.0 * update + rank]))
         exchange.synchronize_parameters(update % 2 == 0, wait=update == 3)
-        sent.append(comm.take_traffic().nbytes)
+        sent.append(comm.take_traffic())
         values.append(model.layer.bias.item())
     return {"biases": values, "sent": sent, "gradients": flat(model)}
 
@@ -122,14 +122,14 @@ def of_frozen(rank: int) -> dict[str, list[int]]:
         model.words.requires_grad_(False)
         comm.take_traffic()
         exchange, optimizer = make(model, **options)
-        sent = [comm.take_traffic().nbytes]
+        sent = [comm.take_traffic()]
         exchange.begin_pass(is_last=True)
         torch.autograd.backward(exchange.forward_model(WORDS[rank]).sum())
         exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
         exchange.clip_gradients()
         optimizer.step()
         exchange.synchronize_parameters(True, wait=True)
-        found[name] = [*sent, comm.take_traffic().nbytes]
+        found[name] = [*sent, comm.take_traffic()]
     return found
 
 
@@ -148,7 +148,7 @@ def of_rungs(rank: int) -> dict[str, list[float]]:
             exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
             exchange.clear_gradients()
             exchange.finish_messages()
-        found[rung.name] = [rung.layer_bytes + rung.row_bytes, comm.take_traffic().nbytes]
+        found[rung.name] = [rung.layer_bytes + rung.row_bytes, comm.take_traffic()]
     return found
 
 
