@@ -23,11 +23,12 @@ def runs(**values: Any) -> None:
     They are those on the hosts of --cluster or --hostfile, or without these options on the hosts of all detached runs
     that were started from this machine. Ended runs are listed for 30 days.
     """
-    from cpuft.launch.detached import list_known_places, list_run_cells, list_runs
+    from cpuft.launch.detached import list_known_places, list_run_cells, list_runs, list_unseen
     from cpuft.terminal import format_table
 
     answers = [list_runs(place) for place in list_known_places(pick(LaunchConfig, values), os.environ)]
     rows = [list_run_cells(head, one) for found, _ in answers for head, one in found]
-    for error in (error for _, silent in answers for error in silent):
-        say(f"cpuft: {error}")
+    errors = [error for _, silent in answers for error in silent]
+    for line in (*map(str, errors), *list_unseen([row[0] for row in rows], errors, os.environ)):
+        say(f"cpuft: {line}")
     click.echo(format_table(_COLUMNS, rows, left=len(_COLUMNS), width=_WIDTH), nl=False)

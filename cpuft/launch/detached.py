@@ -15,7 +15,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,7 +69,7 @@ from cpuft.launch.inputs import (
     save_note,
 )
 from cpuft.launch.progress_bar import format_seconds
-from cpuft.launch.resume import CHECKPOINTS, remove_empty_run
+from cpuft.launch.resume import CHECKPOINTS, has_begun, remove_empty_run
 from cpuft.launch.run_folder import choose_run_dir, plan_claim
 from cpuft.launch.run_state import RunState, begin_state, write_state
 from cpuft.launch.script_command import plan_script
@@ -516,6 +516,18 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
     if not read_host_folder(folder) == description.order.claimed != "":
         folder = choose_run_dir(folder, name)
     return replace(run, run_dir=folder)
+
+
+def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: Mapping[str, str]) -> list[str]:
+    """Return a line that says how to continue the run for each detached run noted on this machine, unless its id is in
+    `seen` or its folder here has more than the run state. Empty without `errors`: all hosts have answered.
+    """
+    return [
+        f"the head host of run {note.id} may be lost, and nobody restarts the run then: continue it with cpuft launch "
+        f"--resume {shlex.quote(note.run_dir)}"
+        for note in list_detached(environ)
+        if errors and note.id not in seen and read_host_folder(note.run_dir) and not has_begun(note.run_dir)
+    ]
 
 
 def list_run_cells(head: Head, one: Description) -> tuple[str, ...]:
