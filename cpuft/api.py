@@ -519,8 +519,8 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
     """Write examples to predict as JSON lines, and return the names of their text columns.
 
     These are ("text",) for texts, ("tokens",) for lists of words, ("text1", "text2") for tuples of two texts, and ()
-    for dicts, which have names of their own. Raises CpuftError: rows are of different or of other kinds, or JSON
-    cannot hold a value.
+    for dicts, which have names of their own, and no rows. Raises CpuftError: rows are of different or of other kinds,
+    or a value is of no type of JSON.
     """
     columns: tuple[str, ...] = ()
     if all(isinstance(row, Mapping) for row in rows):

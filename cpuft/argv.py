@@ -53,7 +53,7 @@ def pack_argv(argv: Sequence[str]) -> tuple[str, ...]:
 
     Plain words, --options and a first `-m` stay; others become `json:` and their JSON text. `unpack_argv` undoes this.
     """
-    begin = 1 if argv[:1] == ("-m",) else 0
+    begin = 1 if list(argv[:1]) == ["-m"] else 0
     return (*argv[:begin], *(arg if _is_safe(arg) else _MARK + json.dumps(arg) for arg in argv[begin:]))
 
 
@@ -64,7 +64,7 @@ def _is_safe(arg: str) -> bool:
 def unpack_argv(argv: Sequence[str]) -> list[str]:
     """Return the command that `pack_argv` was given; a first `-m MODULE` becomes `module_command` of this Python."""
     unpacked = [json.loads(arg.removeprefix(_MARK)) if arg.startswith(_MARK) else arg for arg in argv]
-    return [*module_command(sys.executable, unpacked[1]), *unpacked[2:]] if argv[:1] == ["-m"] else unpacked
+    return [*module_command(sys.executable, unpacked[1]), *unpacked[2:]] if list(argv[:1]) == ["-m"] else unpacked
 
 
 def parse_slurm_counts(text: str) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ class Collectives:
                     self._broadcast_tensor(target, root)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> None:
-        """Gather as `allgather`, with a list of outputs for each rank."""
+        """Gather as `allgather`, with a list of outputs for each rank. ValueError: lists of unequal lengths."""
         self.allgather(transpose(outputs), inputs, opts)
 
     def _exchange(

@@ -478,8 +478,8 @@ class TrainConfig:
         return self.lora_rank < 0 and learns and self.engine == "torch" and self.precision != "int8"
 
     def choose_lora(self, parameters: int) -> TrainConfig:
-        """Return the options with `lora_rank` as given, else 16 for a pretrained decoder of more than 200 million
-        `parameters` (0 for an encoder), else 0; the learning rate, if not given, is chosen with it.
+        """Return the options with `lora_rank` as given, else 16 if `may_choose_lora` and a pretrained model has more
+        than 200 million `parameters`, else 0; callers give 0 `parameters` for an encoder. The learning rate follows.
         """
         is_large = self.may_choose_lora and parameters > LARGE_DECODER and not self.from_config
         return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)

@@ -175,7 +175,8 @@ def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[F
 def check_each(
     code: str, title: str, cause: str, next_step: str = "", severe: bool = False, fix: tuple[str, ...] = ()
 ) -> Callable[[FindOnHost], FindOnHost]:
-    """Return a decorator that registers a check of one host by itself: a function that returns evidence, or "".
+    """Return a decorator that registers a check of one host by itself: a function of its state, facts and health that
+    returns evidence, or "". Hosts that do not answer are left out.
 
     The decorator returns the function unchanged. `severe` and `fix` are those of all its findings.
     """

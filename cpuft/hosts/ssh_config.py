@@ -108,7 +108,8 @@ def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[
 
 def read_login(host: Host, config_path: str = "") -> Login:
     """Return how a host is reached, by the hostfile's user and port and otherwise by ssh's client configuration, which
-    need not exist; "" is ~/.ssh/config. Raises CpuftError: the file cannot be read, or this user is not in /etc/passwd.
+    need not exist; "" is ~/.ssh/config. The user is "" if both name none. Raises CpuftError: the file cannot be read or
+    has a wrong port or ProxyJump, or the user of this process is not in /etc/passwd.
     """
     import paramiko
 

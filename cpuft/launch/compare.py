@@ -97,9 +97,9 @@ def plan_comparison(
     environ: Mapping[str, str],
 ) -> list[PlannedRun]:
     """Plan all runs of a comparison in the order of `list_runs_in_turn`; `numbers` must ascend. Asks the hosts for
-    facts and missing files, and changes nothing. The batch size of `train` is that of a rank in the run with the fewest
-    ranks. Each seed is a round, from `train.seed` on. Raises CpuftError: options contradict each other, or a host
-    cannot be used.
+    facts and missing files, and changes nothing. With strong scaling, the batch size of `train` is that of a rank in
+    the run with the fewest ranks. Each seed is a round, from `train.seed` on. Raises CpuftError: options contradict
+    each other, or a host cannot be used.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")

@@ -92,7 +92,9 @@ def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
 def shared_settings(
     head: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int, by_srun: bool = False
 ) -> tuple[Setting, ...]:
-    """Return the settings that are equal on every host; `head` is the interface of the head host to the others."""
+    """Return the environment variables of ranks that are equal on every host; `head` is the interface of the head host
+    to the others, and with `by_srun` srun starts the ranks. The user's own values are not looked at.
+    """
     hydra = ("hydra", "oneCCL reads the rank numbers that mpirun provides")
     ranks = ("none", "the backend passes the rank numbers to oneCCL") if by_srun else hydra
     return (

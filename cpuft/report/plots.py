@@ -264,7 +264,9 @@ def folder_of(run: Record) -> str:
 
 
 def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
-    """Return (caption, SVG) with up to 40 bars: one for each rank, or for the fastest and the slowest of each run."""
+    """Return (caption, SVG) with up to 40 bars: one for each rank, or for the fastest and the slowest of each run,
+    which must have steps.
+    """
     bars: list[tuple[str, dict[str, float]]] = []
     few = sum(run.header.world_size for run in runs) <= _MOST_BARS
     for label, run in zip(label_runs(runs), runs):

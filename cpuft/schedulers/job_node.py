@@ -245,7 +245,8 @@ def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
 def register(folder: str, environ: Mapping[str, str]) -> int:
     """Register a node by a file in `folder`, which this process locks; runs on the main node in that node's session.
 
-    Returns the exit code that the main node gives beside the file, or 255 when either end has gone, or on a full disk.
+    `environ` is that of sshd, whose SSH_ORIGINAL_COMMAND is the registration. Reads standard input, and returns the
+    exit code that the main node gives beside the file, or 255 when either end has gone, or on a full disk.
     """
     path = Path(folder, f"{secrets.token_hex(8)}.node")
     asked = " ".join(environ.get("SSH_ORIGINAL_COMMAND", "").split())

@@ -90,7 +90,9 @@ def mine_negatives(
 
 
 def check_rules(task: MiningTask, rules: MineConfig) -> None:
-    """Raise CpuftError if --skip-top and --search-depth leave every anchor fewer than --negatives, at any scores."""
+    """Raise CpuftError if --skip-top, --search-depth or too few documents leave every anchor fewer than --negatives, at
+    any scores.
+    """
     if rules.search_depth and rules.search_depth - rules.skip_top < rules.negatives:
         raise CpuftError(
             f"of the {rules.search_depth} most similar documents {rules.skip_top} are skipped, so that fewer than "

@@ -223,7 +223,8 @@ def _make_stamp(supply: Supply) -> str:
 def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan:
     """Return the steps that turn a host with an installed environment into the source of an image, one step per stage.
 
-    The security group lets the host reach nobody: apt downloads through the connection of `ssh_command`.
+    The security group lets the host reach nobody: apt downloads through the connection of `ssh_command`,
+    which ends with the host and must not be empty.
     """
     assert ssh_command, "these steps must not run on this machine: they remove its keys"
     line = shlex.join(("sh", "-c", _APT_PROXY, "apt_proxy", _PORT, format_install(recipe)))
