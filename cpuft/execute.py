@@ -12,16 +12,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO, Any, TextIO, TypeVar
+from typing import IO, Any, TextIO
 
 from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted, TransientError, join_last_lines
 from cpuft.plans import Plan, Step
 
-T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SSH_FAILED = 255
 """Exit code of ssh itself, when the connection failed."""
@@ -195,26 +194,6 @@ def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
         if failures:
             kind = TransientError if codes == {SSH_FAILED} else CpuftError
             raise kind(f"{'; '.join(failures)}: {advice}")
-
-
-def retry(
-    function: Callable[[], T],
-    pauses: Iterable[float],
-    say: Say = lambda line: None,
-    may_help: Callable[[CpuftError], bool] = lambda error: error.is_transient,
-) -> T:
-    """Return what a function returns. While it raises errors against which that `may_help`, it is called again, after
-    each of the pauses in seconds; `say` gets each pause and the error.
-    """
-    for pause in pauses:
-        try:
-            return function()
-        except CpuftError as error:
-            if not may_help(error):
-                raise
-            say(f"{pause:.0f} s: {error}")
-        time.sleep(pause)
-    return function()
 
 
 def make_reminder(report: Callable[[float], None]) -> Callable[[], None]:

@@ -35,9 +35,6 @@ _ISAS: dict[str, tuple[tuple[str, ...], str, str]] = {
 """Value of ONEDNN_MAX_CPU_ISA -> prefixes of the CPU flags that oneDNN then does not use (its documentation, "CPU
 dispatcher control"), value of -march within this limit, and the flag of CPUs that run such code."""
 _ANY = ((), "native", "")
-_WORTH = 0.8
-"""Speed of products in bf16, as a share of those in fp32, from which bf16 is worth it: it also halves what is read and
-written, and speeds are measured with noise."""
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's name for its own
 
 
@@ -130,16 +127,6 @@ def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> 
             "use --precision fp32, or force it with --emulate-bf16"
         )
     return Precision("bf16", f"warning: emulated, this CPU has {missing}: slower than fp32")
-
-
-def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float, earlier: str = "") -> Precision:
-    """Return fp32 for a bf16 whose products were measured to be clearly slower than those in fp32: the CPU multiplies
-    bf16, but this build of torch does not use that, as some builds for Arm. A run that goes on keeps its `earlier` one.
-    """
-    if chosen.name != "bf16" or earlier == "bf16" or (not earlier and teraflops >= _WORTH * fp32_teraflops):
-        return chosen
-    why = f"bf16 is slower with this torch ({teraflops:.2f} TFLOP/s measured)"
-    return Precision("fp32", "as when the run began" if earlier else why)
 
 
 def _describe_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:

@@ -23,6 +23,7 @@ PURE = {
     "instance_types",
     "model_files",
     "network",
+    "retry",
     "host_memory",
     "secret_variables",
     "serialization",
@@ -45,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"compiler", "errors", "files", "hardware", "serialization", "transfer"},
     "model_files": set(),
     "network": {"errors"},
+    "retry": {"errors"},
     "host_memory": {"serialization"},
     "secret_variables": {"errors", "files", "serialization", "transfer"},
     "serialization": set(),
@@ -187,7 +189,7 @@ def test_every_file_is_installed_with_its_package() -> None:
 
 TESTED_ELSEWHERE = {
     "hosts/rank_counts.py": "hosts/test_cluster.py",
-    "launch/rank_secrets.py": "launch/test_inputs.py",
+    "launch/secret_files.py": "launch/test_inputs.py",
     "train/checkpoint/resume.py": "train/checkpoint/test_policy.py",
     "train/checkpoint/writer.py": "train/checkpoint/test_policy.py",
     "schedulers/dstack.py": "schedulers/test_clouds.py",
@@ -241,6 +243,7 @@ TESTED_ELSEWHERE = {
     "rank/dump_stacks.py": "rank/test_diagnostics.py",
     "report/plots.py": "report/test_page.py",
     "report/tables.py": "report/test_comparison.py",
+    "retry.py": "launch/test_restart.py",
     "host_memory.py": "train/test_memory_estimate.py",
     "schedulers/base.py": "schedulers/test_submit.py",
     "tasks.py": "train/data/test_sources.py",

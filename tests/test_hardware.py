@@ -11,7 +11,6 @@ from cpuft.hardware import (
     choose_precision,
     compiler_target,
     cpu_class,
-    drop_slow_bf16,
     effective_flags,
     parse_cpuinfo,
 )
@@ -127,13 +126,3 @@ def test_arm_without_bf16_is_told_in_its_own_words() -> None:
     with pytest.raises(CpuftError, match=r"^this CPU has no bf16 instructions of Arm, "):
         choose_precision("bf16", False, graviton2)
     assert choose_precision("auto", False, (*graviton2, "i8mm", "bf16")).reason == "this CPU multiplies bf16 (bf16)"
-
-
-def test_a_bf16_that_torch_multiplies_slowly_is_dropped() -> None:
-    bf16 = choose_precision("auto", False, ("asimd", "bf16"))
-    assert drop_slow_bf16(bf16, 0.5, 0.2) == drop_slow_bf16(bf16, 0.17, 0.2) == bf16
-    slow = Precision("fp32", "bf16 is slower with this torch (0.02 TFLOP/s measured)")
-    assert drop_slow_bf16(bf16, 0.02, 0.2) == slow
-    assert drop_slow_bf16(slow, 0.2, 0.2) == slow
-    assert drop_slow_bf16(bf16, 0.02, 0.2, earlier="bf16") == bf16
-    assert drop_slow_bf16(bf16, 0.5, 0.2, earlier="fp32") == Precision("fp32", "as when the run began")

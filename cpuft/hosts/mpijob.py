@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from cpuft.errors import CpuftError
-from cpuft.execute import Answer, retry
+from cpuft.execute import Answer
 from cpuft.files import make_private_folder, write_text
 from cpuft.hosts import ssh_config
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import KEY_CHANGED, UNREACHABLE, HostError, SshTransport
+from cpuft.retry import retry
 
 PORT = 2222
 """As in the operator's own images: users other than root may listen there, and it is not the port of a node's sshd."""

@@ -28,6 +28,7 @@ from cpuft.execute import Answer
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.hostfile import NEEDS_IPV4, Host
 from cpuft.hosts.ssh_config import Login, find_bastions, read_login, ssh_command
+from cpuft.retry import retry
 from cpuft.terminal import detect_dead_peer
 
 if TYPE_CHECKING:
@@ -345,7 +346,7 @@ def _log_in_to_bastions(login: Login, config_path: str, stack: ExitStack) -> par
 def _log_in(host: Host, login: Login, bastion: paramiko.SSHClient | None, stack: ExitStack) -> paramiko.SSHClient:
     pauses = (pause * random.uniform(0.5, 1) for pause in _DROPPED_PAUSES)
     log_in = partial(_try_to_log_in, host, login, bastion, stack)
-    return execute.retry(log_in, pauses, may_help=lambda error: _DROPPED in str(error))
+    return retry(log_in, pauses, may_help=lambda error: _DROPPED in str(error))
 
 
 def _try_to_log_in(

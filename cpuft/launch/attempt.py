@@ -26,7 +26,6 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
 from cpuft.launch.fetched_checkpoints import CheckpointCopier
 from cpuft.launch.inputs import keep_bundles
-from cpuft.launch.rank_secrets import secrets_on_hosts
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
 from cpuft.launch.resume import find_newest_update, remove_empty_run
 from cpuft.launch.run_state import (
@@ -39,6 +38,7 @@ from cpuft.launch.run_state import (
     find_end,
     note_state,
 )
+from cpuft.launch.secret_files import secrets_on_hosts
 from cpuft.launch.supervise import StopRequest, run_as_head_host
 from cpuft.plans import RunPlan, Setting, Step
 from cpuft.rank.process import OWNER_VARIABLE, end_with_parent

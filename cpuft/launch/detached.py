@@ -75,6 +75,7 @@ from cpuft.launch.run_state import RunState, begin_state, write_state
 from cpuft.launch.script_command import plan_script
 from cpuft.launch.settings import forwarded_settings, user_variables
 from cpuft.plans import Plan, Step
+from cpuft.retry import retry
 from cpuft.serialization import load, parse_json
 
 _PLACE = ("cluster", "hostfile", "ssh_config")
@@ -414,7 +415,7 @@ class Detached:
             return self.run_dir
 
         told = "cpuft: trying again in"
-        return execute.retry(fetch_now, _FETCH_PAUSES, lambda line: say(f"{told} {line}"), results.may_be_fetched)
+        return retry(fetch_now, _FETCH_PAUSES, lambda line: say(f"{told} {line}"), results.may_be_fetched)
 
 
 def list_heads(config: LaunchConfig) -> list[Head]:

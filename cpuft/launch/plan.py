@@ -32,12 +32,12 @@ from cpuft.launch.inputs import (
     plan_sending,
 )
 from cpuft.launch.leases import RENEWAL_SECONDS
-from cpuft.launch.rank_secrets import plan_secrets
 from cpuft.launch.results import plan_partial_cleanup, plan_results
 from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun, check_newest_checkpoint
 from cpuft.launch.run_folder import plan_claim, plan_run_folder
 from cpuft.launch.run_state import begin_state
 from cpuft.launch.script_command import wrap_script
+from cpuft.launch.secret_files import plan_secrets
 from cpuft.launch.settings import (
     keep_user_values,
     plan_interfaces,

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, counted, last_line
-from cpuft.execute import Say, retry
+from cpuft.execute import Say
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
@@ -44,6 +44,7 @@ from cpuft.launch.supervise import StopRequest
 from cpuft.plans import RunPlan
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
+from cpuft.retry import retry
 
 Start = Callable[[RunPlan, str, Cluster, float], int]
 """Carries out a plan in a run folder on a cluster within a time limit in seconds (0: none); returns its exit code."""

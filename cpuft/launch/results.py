@@ -24,6 +24,7 @@ from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
 from cpuft.launch.run_state import FINISHED, find_end, note_state, read_usable_state
 from cpuft.plans import RunPlan, Stages, Step, format_plan
+from cpuft.retry import retry
 
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
 """End of a line for the user that names hosts that do not answer."""
@@ -149,7 +150,7 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say)
     told = "cpuft: the run has finished, and its results are fetched again in"
     try:
         with execute.signals_raise():
-            execute.retry(fetch_now, _FETCH_PAUSES, lambda line: say(f"{told} {line}"), may_be_fetched)
+            retry(fetch_now, _FETCH_PAUSES, lambda line: say(f"{told} {line}"), may_be_fetched)
     except NotStoredError:
         raise
     except CpuftError as error:

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import torch
 
-from cpuft.hardware import Cpu, effective_flags, parse_cpuinfo
+from cpuft.hardware import Cpu, Precision, effective_flags, parse_cpuinfo
 
 # A square product of this size takes some milliseconds on two cores, and is large enough to occupy some dozens.
 _SIZE = 1024
 _REPEATS = 5
+_WORTH = 0.8
+"""Speed of products in bf16, as a share of those in fp32, from which bf16 is worth it: it also halves what is read and
+written, and speeds are measured with noise."""
 
 
 def read_cpu() -> Cpu:
@@ -39,6 +42,16 @@ def measure_products(precision: str) -> dict[str, float]:
     rate = fp32 if dtype == torch.float32 else _measure_rate(dtype)
     rounded = [float(f"{one:.3g}") for one in (rate, fp32)]  # never to 0, also in an emulated CPU
     return dict(zip(("teraflops", "fp32_teraflops"), rounded))
+
+
+def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float, earlier: str = "") -> Precision:
+    """Return fp32 for a bf16 whose products were measured to be clearly slower than those in fp32: the CPU multiplies
+    bf16, but this build of torch does not use that, as some builds for Arm. A run that goes on keeps its `earlier` one.
+    """
+    if chosen.name != "bf16" or earlier == "bf16" or (not earlier and teraflops >= _WORTH * fp32_teraflops):
+        return chosen
+    why = f"bf16 is slower with this torch ({teraflops:.2f} TFLOP/s measured)"
+    return Precision("fp32", "as when the run began" if earlier else why)
 
 
 def format_products(products: dict[str, float]) -> str:

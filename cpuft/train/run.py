@@ -17,7 +17,7 @@ from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.hardware import choose_precision, drop_slow_bf16
+from cpuft.hardware import choose_precision
 from cpuft.judge.baseline import KINDS
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
@@ -45,7 +45,7 @@ from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
 from cpuft.train.model import choose_lora
 from cpuft.train.objective.table import make_objective
-from cpuft.train.precision import format_products, measure_products, read_cpu
+from cpuft.train.precision import drop_slow_bf16, format_products, measure_products, read_cpu
 from cpuft.train.ranks import (
     broadcast_value,
     check_ranks,

@@ -43,8 +43,8 @@ from cpuft.launch.detached import (
 )
 from cpuft.launch.detached_head import Description, Event, Order
 from cpuft.launch.inputs import LaunchNote, save_note
-from cpuft.launch.rank_secrets import plan_secrets
 from cpuft.launch.run_state import RunState, write_state
+from cpuft.launch.secret_files import plan_secrets
 from cpuft.record import read_record
 from tests.conftest import wait_until
 from tests.launch.test_plan import make_cluster

@@ -33,7 +33,7 @@ from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
-from cpuft.launch import inputs, rank_secrets
+from cpuft.launch import inputs, secret_files
 from cpuft.launch.inputs import (
     LaunchNote,
     list_detached,
@@ -49,12 +49,12 @@ from cpuft.launch.inputs import (
 )
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.plan import Job, add_transfers
-from cpuft.launch.rank_secrets import secrets_on_hosts
 from cpuft.launch.relay import RelayOrder
 from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.launch.run_state import LaterStartError, read_state
+from cpuft.launch.secret_files import secrets_on_hosts
 from cpuft.plans import Plan, RunPlan, Step
 from cpuft.serialization import load, parse_json
 from cpuft.transfer import FILE, FROM_STREAM, connect, send, walk, walk_names
@@ -663,7 +663,7 @@ def test_an_active_launcher_keeps_secret_files_from_being_removed(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preparing the examples may take longer than ten minutes, and ranks start after that."""
-    monkeypatch.setattr(rank_secrets, "_REFRESH_SECONDS", 0.1)
+    monkeypatch.setattr(secret_files, "_REFRESH_SECONDS", 0.1)
     with sent(cluster) as path:
         age(path, 9)
         end = time.monotonic() + 10

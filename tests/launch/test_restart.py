@@ -15,7 +15,7 @@ import pytest
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.execute import Answer, retry
+from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
@@ -45,6 +45,7 @@ from cpuft.plans import RunPlan, Step
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import read_measurements
+from cpuft.retry import retry
 from tests.launch.test_plan import make_cluster
 from tests.launch.test_resume import HEADER, TRAIN, write_run
 from tests.records import make_state, make_steps

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from cpuft.hardware import Precision, choose_precision
 from cpuft.train.fast.acceleration import has_bf16_products
-from cpuft.train.precision import format_products, measure_products
+from cpuft.train.precision import drop_slow_bf16, format_products, measure_products
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,13 @@ def test_a_limit_of_onednn_hides_bf16_from_the_fast_path_too() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environ)
     still = has_bf16_products() and platform.machine() != "x86_64"  # oneDNN for Arm does not know AVX2
     assert done.stdout == f"{still}\n", done.stderr
+
+
+def test_a_bf16_that_torch_multiplies_slowly_is_dropped() -> None:
+    bf16 = choose_precision("auto", False, ("asimd", "bf16"))
+    assert drop_slow_bf16(bf16, 0.5, 0.2) == drop_slow_bf16(bf16, 0.17, 0.2) == bf16
+    slow = Precision("fp32", "bf16 is slower with this torch (0.02 TFLOP/s measured)")
+    assert drop_slow_bf16(bf16, 0.02, 0.2) == slow
+    assert drop_slow_bf16(slow, 0.2, 0.2) == slow
+    assert drop_slow_bf16(bf16, 0.02, 0.2, earlier="bf16") == bf16
+    assert drop_slow_bf16(bf16, 0.5, 0.2, earlier="fp32") == Precision("fp32", "as when the run began")

@@ -17,6 +17,7 @@ from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.hosts.transport import SshTransport
 from cpuft.plans import Plan
 from cpuft.provision.aws.client import CAPACITY_CODES, AwsClient, CallError, CallStep, plan_call
+from cpuft.provision.aws.cost import describe_cost, describe_instances, describe_price, find_price, find_price_of
 from cpuft.provision.aws.facts import (
     Offer,
     Resources,
@@ -44,7 +45,6 @@ from cpuft.provision.aws.plan import (
     plan_rental,
     plan_rental_down,
 )
-from cpuft.provision.aws.price import describe_cost, describe_instances, describe_price, find_price, find_price_of
 from cpuft.provision.base import Ask, Provider, Say, run_plan
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.servers import ClusterFacts

@@ -11,6 +11,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.ssh_config import Member, format_inside, format_ssh_config
 from cpuft.provision.aws.client import CallStep
+from cpuft.provision.aws.cost import Price, describe_instances
 from cpuft.provision.aws.facts import Instance, Offer, Resources, SecurityGroup
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import (
@@ -24,7 +25,6 @@ from cpuft.provision.aws.plan import (
     plan_rental,
     plan_rental_down,
 )
-from cpuft.provision.aws.price import Price, describe_instances
 
 NOW = 1_800_000_000
 ME = "arn:aws:iam::1:user/me"

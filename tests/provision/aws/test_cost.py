@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from cpuft.provision.aws.cost import Price, describe_cost, describe_instances, describe_price, find_price
 from cpuft.provision.aws.facts import Resources
-from cpuft.provision.aws.price import Price, describe_cost, describe_instances, describe_price, find_price
 from tests.provision.aws.test_plan import CONFIG, NOW, make_instance
 
 
