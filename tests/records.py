@@ -41,7 +41,7 @@ def make_record(ranks: int = 1, hosts: int = 1, seconds: float = 100.0, **change
         RecordedRank(rank, f"node{rank // per_host + 1}", [rank % per_host * share + cpu for cpu in range(share)])
         for rank in range(ranks)
     ]
-    options = {"epochs": 3.0, "batch_size": 32, "seed": 42, "learning_rate": 2e-5, "padding": "dynamic"}
+    options = {"epochs": 3.0, "batch_size": 32, "seed": 42, "learning_rate": 2e-5}
     values: dict[str, Any] = {
         "task": "mrpc",
         "model": "minilm",
