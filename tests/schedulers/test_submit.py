@@ -275,7 +275,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         ),
         (("slurm", "--nodes", "3", *LAUNCH), "--nodes 3 contradicts --np 2 and --ppn 0: leave --nodes out"),
         (("slurm", "--partition", "a b", *LAUNCH), "'--partition=a b' cannot stand in a job script: write"),
-        (("slurm", "--config", "none.yaml", *LAUNCH), "there is no file none.yaml, which --config names: give a YAML file"),
+        (("slurm", "--config", "none.yaml", *LAUNCH), "there is no file none.yaml, which --config names: "),
         (("kubernetes", *LAUNCH), "no container image is given: add --image NAME, an image that has cpuft and sshd"),
         (
             ("kubernetes", *IMAGE, "--name", "a_b", *LAUNCH),
