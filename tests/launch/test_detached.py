@@ -572,8 +572,8 @@ def test_a_lost_head_host_is_told_with_the_command_that_resumes(cluster: Simulat
     assert resume in lost.stderr, lost.stderr
     listed = cluster.cpuft("runs")
     assert resume in listed.stderr, listed.stderr
-    # A host that was not used before gets the file from here.
-    resumed = cluster.cpuft(*resume.split()[1:], "--train-file", "book.txt", "--no-check")
+    # A host that was not used before gets the files from here.
+    resumed = cluster.cpuft(*resume.split()[1:], "--train-file", "book.txt", "--model", "tiny", "--no-check")
     assert resumed.returncode == 0, resumed.stderr
     record = read_record(str(cluster.folder / "lost"))
     assert (len(record.steps), [line.step > 0 for line in record.resumptions]) == (2000, [True])
