@@ -126,7 +126,9 @@ def read_raw(path: Path) -> str:
 
 
 def split_paths(text: str) -> list[str]:
-    """Return the stripped paths between commas, of patterns (*.csv) the sorted matches, if any; [text] if it exists."""
+    """Return [text] if it exists, else the stripped paths between commas, also empty ones; of patterns (*.csv) the
+    sorted matches, if any.
+    """
     if os.path.exists(text):
         return [text]
     names = [word.strip() for word in text.split(",")]

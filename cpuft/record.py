@@ -519,7 +519,7 @@ class EarlierMeasurements:
 
 
 def read_measurements(header: Header) -> EarlierMeasurements:
-    """Return what the first start of a run has measured, from the header of its record."""
+    """Return the choices of a run's first start, which measured them; the backend is "" if it was not chosen."""
     was_given = header.options.get("backend") != "auto" or header.world_size == 1
     backend = "" if was_given else header.backend
     return EarlierMeasurements(header.world_size, backend, header.gradients, header.precision)

@@ -231,7 +231,7 @@ def run_probe(host: Host, access: Access, order: dict[str, Any], expression: str
 def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:
     """Run the fixes of those findings that have one; return a line for each, "CPUFT-028 on HOST: fixed" if it worked.
 
-    Else the line ends in "the fix failed (OUTPUT)". CpuftError: a host cannot be reached, or its fix takes too long.
+    Else the line ends in "the fix failed (OUTPUT)". CpuftError, and no lines: another host cannot be reached.
     """
     hosts = {one.name: one.host for one in state.hosts}
     lines = []

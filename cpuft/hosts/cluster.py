@@ -262,7 +262,8 @@ def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
 
 
 def find_access(config: LaunchConfig) -> Access:
-    """Return how the hosts of a run are reached, and what is installed there. In an MPIJob, its ssh files are written.
+    """Return how the hosts are reached, and what is installed there: by the cluster's entry, else as the MPIJob or the
+    Slurm job in `os.environ` says, else by the user's own ssh. In an MPIJob, its ssh files are written.
     Raises CpuftError: both --cluster and --hostfile are given, or the entry or the job cannot be used.
     """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)

@@ -1,8 +1,8 @@
-"""Choose how many ranks each host has."""
+"""Choose how many ranks each host has, and say why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError, counted
@@ -58,6 +58,15 @@ def choose_ranks(hosts: tuple[Host, ...], np: int, ppn: int, facts: Mapping[str,
     default = tuple(Assignment(one, min(one.slots or one.max_slots or n, n)) for one, n in zip(hosts, nodes))
     # As many ranks as the default may be a run that was moved, resumed or restarted: each host keeps its number.
     return default if np in (0, sum(one.ranks for one in default)) else assign_ranks(hosts, np, 0, cores)
+
+
+def describe_ranks(assignments: Sequence[Assignment], facts: Sequence[HostFacts], ppn: int) -> str:
+    """Return the line that says why there are so many ranks, where the user gave no number; `facts` are in order."""
+    where = f"{ppn} on each host" if ppn else "one for each NUMA node"
+    if any(one.ranks < its.numa_nodes for one, its in zip(assignments, facts)) and not ppn:
+        where = "no more than their slots"
+    ranks, hosts = sum(one.ranks for one in assignments), counted(len(assignments), "host")
+    return f"cpuft: {counted(ranks, 'rank')} on {hosts}, {where}; --np sets another number"
 
 
 def _too_many(ranks: int, host: Host, slots: int) -> str:

@@ -321,7 +321,7 @@ def _quote(option: str, value: str) -> str:
 
 
 def format_known_hosts(members: Sequence[Member]) -> str:
-    """Return a line `NAME TYPE KEY [MARK]` of known_hosts for each member with a known host key, newlines included."""
+    """Return a line `KNOWN_NAME TYPE KEY [MARK]` for each member with a known host key, newlines included."""
     lines = [(one.known_name, *one.key.split()[:2], one.mark) for one in members if one.key]
     return "".join(f"{' '.join(words).rstrip()}\n" for words in lines)
 

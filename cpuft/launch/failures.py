@@ -271,7 +271,7 @@ def describe_end(
     """Return the exit code of a launch and its closing message: "run: RUN_DIR" after 0, "" after a failure.
 
     After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75, else "". A
-    code of 75 becomes 1 if the run cannot be resumed, for example because it ended before its record began.
+    code of 75 becomes 1 (with "") if the run cannot be resumed, for example because it ended before its record began.
     """
     if code != RESUMABLE:
         return code, "" if code else f"run: {run_dir}"

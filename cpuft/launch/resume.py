@@ -239,7 +239,9 @@ def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
 
 
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
-    """Raise CpuftError if neither the cluster's hosts nor this machine have the newest checkpoint. Asks no host."""
+    """Raise CpuftError if the newest checkpoint in `host_copies` is neither on the cluster's hosts nor, if these work
+    on their own disks, here; and if there is none, but the run state names hosts that had one. Asks no host.
+    """
     used = set(cluster.hosts if cluster.works_remotely else ())
     here = find_newest_update(run_dir) if cluster.works_remotely else 0
     updates = {copy.host.name: copy.checkpoint_update for copy in host_copies if copy.checkpoint_update >= 0}

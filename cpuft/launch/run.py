@@ -11,9 +11,10 @@ from functools import partial
 
 from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError
 from cpuft.execute import Say
 from cpuft.hosts.cluster import LOCAL, Cluster, find_access, gather_cluster, read_hosts
+from cpuft.hosts.rank_counts import describe_ranks
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.attempt import run_attempt
 from cpuft.launch.failures import describe_end
@@ -100,7 +101,7 @@ def plan_request(
     sessions.enter_context(access.transport.keep_sessions())
     is_on_host_disk = any(copy.exists for copy in resumed.host_copies) if resumed else False
     cluster = gather_cluster(config, resumed.hosts if resumed else (), access, is_on_host_disk)
-    reason = "" if config.np else _describe_ranks(cluster, config.ppn)
+    reason = "" if config.np else describe_ranks(cluster.assignments, cluster.facts, config.ppn)
     config = replace(config, np=cluster.ranks)
     if config.min_np > config.np:
         raise CpuftError(f"--min-np {config.min_np} is more than --np {config.np}: lower --min-np")
@@ -137,15 +138,6 @@ def _take_hosts(config: LaunchConfig, note: LaunchNote, given: Collection[str], 
     say(f"cpuft: the run was started with {where}, which is used again")
     ssh_config = config.ssh_config or note.ssh_config
     return replace(config, cluster=note.cluster, hostfile=note.hostfile, ssh_config=ssh_config)
-
-
-def _describe_ranks(cluster: Cluster, ppn: int) -> str:
-    """Return the line that says why there are so many ranks, where the user gave no number."""
-    where = f"{ppn} on each host" if ppn else "one for each NUMA node"
-    if any(one.ranks < facts.numa_nodes for one, facts in zip(cluster.assignments, cluster.facts)) and not ppn:
-        where = "no more than their slots"
-    hosts = counted(len(cluster.assignments), "host")
-    return f"cpuft: {counted(cluster.ranks, 'rank')} on {hosts}, {where}; --np sets another number"
 
 
 def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[str, str], say: Say) -> tuple[int, str]:

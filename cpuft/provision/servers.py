@@ -503,7 +503,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return plan_servers(self.config, facts)
 
     def plan_down(self, facts: ClusterFacts) -> Plan:
-        """Plan the removal of everything that is left on the servers and on this machine."""
+        """Plan the removal of what is left here and on the servers, but of an environment that another cluster uses."""
         return plan_servers_down(self.config, facts)
 
     def describe_hosts(self) -> list[str]:

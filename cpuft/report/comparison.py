@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +12,8 @@ from dataclasses import dataclass, field, fields
 from cpuft.config.train import EVALUATION_ONLY, TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.record import FILE_NAME, STEP_PHASES, BaselineLine, Record, StepLine, describe_baseline, drop_warm_up
-from cpuft.report.significance import half_width, is_different, standard_error
+from cpuft.report.seeds import SEED, SeedComparison, compare_seeds, note_seeds, seed_of
+from cpuft.report.significance import half_width
 from cpuft.serialization import load
 
 MISSING_TIME = {
@@ -125,7 +125,6 @@ def _by_rank(steps: Sequence[StepLine]) -> list[tuple[float, ...]]:
     return list(zip(*(line.compute_seconds for line in steps)))
 
 
-_SEED = "seed"
 _MUST_BE_EQUAL = ("task", "model", "data", "precision")
 _EQUAL_OPTIONS = (
     "epochs",
@@ -152,24 +151,6 @@ _MOST_SAMPLES, _MOST_SECONDS = 1e12, 1e9
 
 class OtherJobError(CpuftError):
     """Two runs are not of the same job, so that their speed cannot be compared."""
-
-
-@dataclass(frozen=True)
-class SeedComparison:
-    """A metric of one number of ranks over several seeds, compared with the baseline's metric with the same seeds."""
-
-    seeds: int
-    mean: float
-    standard_error: float
-    common: int
-    """Number of seeds that the baseline has, too."""
-    difference: float
-    """Mean of the metric minus that of the baseline, over the common seeds; 0 for the baseline itself."""
-    interval: float | None
-    """Half the width of the 95 % confidence interval of the difference, paired by seed; None for the baseline and with
-    one common seed or none."""
-    is_different: bool | None
-    """Whether the difference is clear in a paired two-sided t-test at the 5 % level; None if that cannot be told."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +253,7 @@ def compare(records: list[Record]) -> Comparison:
             *_make_notes(rows, scaling, runs),
             *_note_ideals(rows),
             *_note_repeats(rows),
-            *_note_seeds(rows, runs),
+            *note_seeds(rows, runs),
             *_note_restarts(runs),
             *_note_other_load(records),
             *([f"the baseline is what can be had without a model: {describe_baseline(found)}."] if found else []),
@@ -304,15 +285,15 @@ def _refuse_differences(records: list[Record]) -> None:
     first = records[0]
     seeds: dict[int, set[object]] = {}
     for record in records:
-        seeds.setdefault(record.header.world_size, set()).add(_seed_of(record))
+        seeds.setdefault(record.header.world_size, set()).add(seed_of(record))
     for record in records[1:]:
         pairs = [(n, getattr(first.header, n), getattr(record.header, n)) for n in _MUST_BE_EQUAL]
         # The examples of the task demo depend on the seed.
-        if first.header.task == record.header.task == "demo" and _seed_of(first) != _seed_of(record):
+        if first.header.task == record.header.task == "demo" and seed_of(first) != seed_of(record):
             pairs = [pair for pair in pairs if pair[0] != "data"]
         pairs += [(n, first.header.options.get(n) or 0, record.header.options.get(n) or 0) for n in _EQUAL_OPTIONS]
         if not seeds[first.header.world_size] & seeds[record.header.world_size]:
-            pairs.append(("seed", _seed_of(first), _seed_of(record)))
+            pairs.append(("seed", seed_of(first), seed_of(record)))
         differing = [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]
         if differing:
             raise OtherJobError(
@@ -333,11 +314,6 @@ def group_jobs(records: Sequence[Record]) -> list[list[Record]]:
         else:
             groups.append([record])
     return [group for group in groups if not all(record.header.independent for record in group)]
-
-
-def _seed_of(record: Record) -> str:
-    """Return the seed of a run as a text, because a record may hold anything as an option; "0" if it has none."""
-    return str(record.header.options.get(_SEED) or 0)
 
 
 def _find_scaling(records: list[Record]) -> str:
@@ -371,7 +347,7 @@ def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header
-        options = sorted(item for item in header.options.items() if item[0] not in (_SEED, *EVALUATION_ONLY))
+        options = sorted(item for item in header.options.items() if item[0] not in (SEED, *EVALUATION_ONLY))
         alike = (header.world_size, header.global_batch, header.ranks, header.versions, options)
         groups.setdefault(repr(alike), []).append(run)
     return list(groups.values())
@@ -408,8 +384,8 @@ def _format_setting(value: object) -> str:
 def _pair_rounds(group: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
     """Return pairs of the runs of two groups: those with the same seed, or all if no seed is common, in their order."""
     pairs = list[tuple[Record, Record]]()
-    for seed in dict.fromkeys(map(_seed_of, group)):
-        pairs += zip(*([one for one in runs if _seed_of(one) == seed] for runs in (group, others)))
+    for seed in dict.fromkeys(map(seed_of, group)):
+        pairs += zip(*([one for one in runs if seed_of(one) == seed] for runs in (group, others)))
     return pairs or list(zip(group, others))
 
 
@@ -444,40 +420,9 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
         len(group),
         _average_ideals(against) if against else None,
         {name: half_width(values) for name, values in samples.items() if len(values) > 1},
-        _compare_seeds(group, baseline),
+        compare_seeds(group, baseline),
         first.header.simulated,
     )
-
-
-def _compare_seeds(group: Sequence[Record], baseline: Sequence[Record]) -> dict[str, SeedComparison]:
-    """Return the metrics of a group of runs over their seeds, by name; empty if there is one seed."""
-    found = dict[str, SeedComparison]()
-    for name in group[0].metrics:
-        own, base = _list_by_seed(group, name), _list_by_seed(baseline, name)
-        if len(own) < 2:
-            continue
-        common = [seed for seed in own if seed in base]
-        differences = [own[seed] - base[seed] for seed in common]
-        is_paired = group is not baseline and len(common) > 1
-        found[name] = SeedComparison(
-            len(own),
-            statistics.fmean(own.values()),
-            standard_error([*own.values()]),
-            len(common),
-            statistics.fmean(differences) if common else 0.0,
-            half_width(differences) if is_paired else None,
-            is_different({one: own[one] for one in common}, {one: base[one] for one in common}) if is_paired else None,
-        )
-    return found
-
-
-def _list_by_seed(group: Sequence[Record], name: str) -> dict[str, float]:
-    """Return a metric of each seed, the mean of its repeats, without values that are not finite."""
-    values: dict[str, list[float]] = {}
-    for run in group:
-        if math.isfinite(value := run.metrics.get(name, math.nan)):
-            values.setdefault(_seed_of(run), []).append(value)
-    return {seed: statistics.fmean(found) for seed, found in values.items()}
 
 
 def _note_ideals(rows: Sequence[Row]) -> list[str]:
@@ -511,60 +456,6 @@ def _note_repeats(rows: Sequence[Row]) -> list[str]:
         if row.ideal and abs(row.ideal.efficiency - 1) <= row.intervals.get("ideal", -1.0):
             notes.append(f"np {row.np} and its ideal: no clear difference.")
     return notes
-
-
-def _note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
-    """Return notes for the reader: which seeds there are, and whether the rows reach the same metrics as the first."""
-    if not any(row.seeds for row in rows):
-        return []
-    seeds = list(dict.fromkeys(map(_seed_of, records)))
-    notes = [
-        f"the seeds are {', '.join(seeds)}. Metrics are means over the seeds; their differences are paired by seed "
-        "and tested with a two-sided t-test at the 5 % level."
-    ]
-    return notes + [f"{describe_seeds(row, rows[0])}." for row in rows[1:] if row.seeds]
-
-
-def describe_seeds(row: Row, base: Row) -> str:
-    """Return clauses, joined by "; ", on whether a row with seeds reaches the metrics of the baseline; no full stop."""
-    pair, clauses = f"np {row.np} and np {base.np}", list[str]()
-    results: dict[str, list[str]] = {}
-    for name, one in row.seeds.items():
-        results.setdefault(judge_seeds(one), []).append(name.replace("_", " "))
-    common = min(one.common for one in row.seeds.values())
-    for result, names in results.items():
-        listed = " and ".join(names)
-        if result == SAME:
-            clauses.append(f"{pair} have the same {listed} with each of {common} seeds")
-        elif result == UNKNOWN:
-            clauses.append(
-                f"whether {pair} differ in {listed} cannot be told from {counted(common, 'common seed')}: compare with "
-                "--seeds 5"
-            )
-        elif result == NOT_DISTINGUISHABLE:
-            clauses.append(
-                f"{pair} are not distinguishable in {listed} over {common} seeds, which does not mean that they are "
-                "equal: more seeds may show a difference"
-            )
-        else:
-            clauses.append(f"the {listed} of np {row.np} is {result} than that of np {base.np} over {common} seeds")
-    return "; ".join(clauses)
-
-
-NOT_DISTINGUISHABLE, SAME, UNKNOWN = "not distinguishable", "the same", "not known"
-LARGER, SMALLER = "larger", "smaller"
-"""What can be said about a metric over several seeds in comparison with the baseline's."""
-
-
-def judge_seeds(one: SeedComparison) -> str:
-    """Return SAME (all differences are 0), UNKNOWN (`is_different` is None), NOT_DISTINGUISHABLE, LARGER or SMALLER."""
-    if one.interval == 0 and one.difference == 0:
-        return SAME
-    if one.is_different is None:
-        return UNKNOWN
-    if not one.is_different:
-        return NOT_DISTINGUISHABLE
-    return LARGER if one.difference > 0 else SMALLER
 
 
 def _note_other_load(records: Sequence[Record]) -> list[str]:

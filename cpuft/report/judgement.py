@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a report without predictions is also made where NumPy is no
 
 
 def has_predictions(record: Record) -> bool:
-    """Return whether a run has kept what its model predicts; a run of --task text or chat has not."""
+    """Return whether the predictions of a run are beside its record; a run of --task text or chat has none."""
     return Path(record.path).with_name(FILE_NAME).is_file()
 
 

@@ -13,12 +13,11 @@ from cpuft.report.comparison import (
     MOST_EFFICIENCY,
     Comparison,
     Row,
-    describe_seeds,
     has_equal_cores,
-    judge_seeds,
     shares_cores,
 )
 from cpuft.report.quality import Quality
+from cpuft.report.seeds import describe_seeds, judge_seeds
 from cpuft.terminal import WIDTH, format_table
 
 _LEAST_UNLIMITED = 0.8

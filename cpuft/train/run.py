@@ -39,7 +39,8 @@ from cpuft.train.checkpoint.resume import ResumePoint, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks, wait_for_disks
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.prepare import describe_data, prepare
+from cpuft.train.data.describe import describe_data
+from cpuft.train.data.prepare import prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora

@@ -17,7 +17,8 @@ from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.prepare import describe_data, prepare
+from cpuft.train.data.describe import describe_data
+from cpuft.train.data.prepare import prepare
 from cpuft.train.data.show import format_summary, summarize
 from cpuft.train.evaluate import evaluate
 from cpuft.train.fast import stack

@@ -91,7 +91,9 @@ class MasterWeights:
         self.mark_rounded(mine)
 
     def save(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's master as `get` does, for a state dict. Raises KeyError: it was handed over."""
+        """Return a parameter's master for a state dict, with what others wrote to the parameter, also through `.data`.
+        Raises KeyError: it has none, or has handed it over.
+        """
         self._follow(parameter)
         return self._masters[parameter]
 

@@ -13,8 +13,9 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import TASKS
 from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.describe import describe_data
 from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
-from cpuft.train.data.prepare import describe_data, prepare
+from cpuft.train.data.prepare import prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.sources import TaskData
 from cpuft.train.embedding_form import EmbeddingForm, write_form

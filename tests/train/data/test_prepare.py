@@ -16,7 +16,8 @@ import pytest
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import UNTAGGED, Prepared, read_prepared
-from cpuft.train.data.prepare import describe_data, prepare
+from cpuft.train.data.describe import describe_data
+from cpuft.train.data.prepare import prepare
 from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.model import find_model
 from tests.train.data.test_sources import files, lines

@@ -19,8 +19,9 @@ from cpuft.kernels import plain_torch
 from cpuft.tasks import TASKS
 from cpuft.train.data import hard_negatives
 from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.describe import describe_data
 from cpuft.train.data.embedding_pairs import read_pairs
-from cpuft.train.data.prepare import describe_data, prepare
+from cpuft.train.data.prepare import prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import number_queries, read_documents_to_predict, read_relevance
 from cpuft.train.data.show import format_summary, summarize

@@ -11,7 +11,8 @@ import pytest
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.prepare import describe_data, prepare
+from cpuft.train.data.describe import describe_data
+from cpuft.train.data.prepare import prepare
 from cpuft.train.data.show import count_duplicates, find_problems, format_summary, summarize
 from cpuft.train.data.sources import Examples
 from tests.train.tiny import MAKERS, make_config
