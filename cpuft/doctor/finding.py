@@ -36,7 +36,7 @@ warning = functools.partial(Finding, severe=False)
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:
     """Return an entry for all findings that differ only in the host, errors first, then by code, and a line of counts.
 
-    `hosts` and `checks` are the numbers of those examined. Without: "2 hosts, 40 checks: no problems found" and a newline.
+    `hosts` and `checks` are the numbers of those examined. A newline ends it: "2 hosts, 40 checks: no problems found".
     """
     examined = f"{counted(hosts, 'host')}, {counted(checks, 'check')}"
     if not findings:

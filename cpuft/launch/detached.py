@@ -533,8 +533,8 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
 
 def list_run_cells(head: Head, one: Description) -> tuple[str, ...]:
     """Return what `cpuft runs` shows: id, verb, name of the run folder, host, "3 h ago", state, results. The state is
-    the phase of an active run ("running" before the first), "ended, exit code N" or "lost". Results are "MACHINE:FOLDER" if
-    they were fetched, "on HOST" while they can be fetched, else "".
+    the phase of an active run ("running" before the first), "ended, exit code N" or "lost". Results are
+    "MACHINE:FOLDER" if they were fetched, "on HOST" while they can be fetched, else "".
     """
     state = one.phase if one.phase and one.state == RUNNING else one.state
     state += f", exit code {one.code}" if one.state == ENDED else ""
