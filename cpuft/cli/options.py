@@ -163,11 +163,13 @@ def given_options() -> dict[str, ParameterSource]:
     return {name: source for name, source in sources.items() if source in _GIVEN}
 
 
-def refuse_options(config: type, reason: str) -> None:
-    """Raise CpuftError if an option of this class is on the command line: its flag, followed by `reason`."""
+def refuse_options(config: type, reason: str, *without: str) -> None:
+    """Raise CpuftError if an option of this class, but those in `without`, is on the command line: its flag, followed
+    by `reason`.
+    """
     given = given_options()
     for name in option_names(config):
-        if given.get(name) is ParameterSource.COMMANDLINE:
+        if given.get(name) is ParameterSource.COMMANDLINE and name not in without:
             raise CpuftError(f"{format_flag(name)} {reason}")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick, refuse_options
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
 from cpuft.plans import Plan, format_plan
@@ -70,6 +70,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
         return
     if not node:
         raise click.UsageError(f"{fault}: which host? Give its number, name or address, such as `{fault} 2`")
+    refuse_options(LocalConfig, f"is for making a cluster, and {fault} changes one that is there: leave it out", "name")
     cluster = load_cluster(config.name, os.environ)
     if not isinstance(cluster, SimulatedCluster):
         raise CpuftError(f"{config.name} is a cluster of kind {cluster.kind}: {fault} is for simulated hosts only")

@@ -76,7 +76,6 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.run_folder import choose_run_dir
     from cpuft.plans import Plan
-    from cpuft.sweep.parallel import parse_parallel
     from cpuft.sweep.places import plan_places
     from cpuft.sweep.plan import plan_sweep
 
@@ -84,7 +83,7 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
     refuse_detaching(replace(launch, copy_checkpoints=False), config.resume)
     plan_sweep(config, _list_training_options(values))
     folder = choose_run_dir(launch.run_dir, "sweep")
-    plan_places(launch, config.hosts_per_run, parse_parallel(config.parallel) or 0)
+    plan_places(launch, config.hosts_per_run, config.parallel)
     cluster = gather_cluster(replace(launch, np=1))
     say(f"cpuft: the sweep is moved to {cluster.head} and ends with that host; nobody continues it then")
     sys.exit(move("sweep", values, (), cluster, folder, Plan(), dry_run, ("optuna",)))
@@ -92,46 +91,34 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
 
 def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.launch.run_folder import choose_run_dir
-    from cpuft.sweep.parallel import parse_parallel
-    from cpuft.sweep.places import find_host_share, plan_places
-    from cpuft.sweep.plan import measure_places, plan_sweep
+    from cpuft.sweep.places import plan_places
+    from cpuft.sweep.plan import plan_sweep
     from cpuft.sweep.study import NOT_STORED, create_sweep, make_sweep
 
     launch = pick(LaunchConfig, values)
-    parallel = parse_parallel(config.parallel)
     settings, is_maximized, runs = plan_sweep(config, _list_training_options(values))
     options = _list_launch_options()
-    folder, measurement = choose_run_dir(launch.run_dir, "sweep"), ""
-    places = plan_places(launch, config.hosts_per_run, parallel or 0)
-    if dry_run or parallel is None:
+    folder = choose_run_dir(launch.run_dir, "sweep")
+    places = plan_places(launch, config.hosts_per_run, config.parallel)
+    if dry_run:
         first = make_sweep(folder, settings, is_maximized, runs)
         if config.search == "tpe":
             first.choose_next()
-        if dry_run:
-            note = "# --parallel auto: nothing was measured, because of --dry-run" if parallel is None else ""
-            _print_plan(first, options, places, note)
-            return
-        try:
-            places, measurement = measure_places(first, options, launch, lambda line: say(f"cpuft: {line}"))
-        except Interrupted as stopped:
-            say(f"cpuft: the measurement of --parallel auto was stopped by {stopped}: no run was started")
-            sys.exit(stopped.exit_code)
+        _print_plan(first, options, places)
+        return
     if config.search == "tpe" and settings.pruner == "none" and config.pruner == "auto":
         say("cpuft: no run is pruned, because runs do not evaluate while training: add --eval-every to allow it")
     settings = replace(
         settings,
         launch=[option for option in options if option.partition("=")[0] not in map(format_flag, NOT_STORED)],
         working_folder=os.getcwd(),
-        host_share=find_host_share(places),
-        measurement=measurement,
+        parallel=config.parallel,
     )
     create_sweep(folder, settings, is_maximized, runs)
     _carry_out(folder, config, options, places)
 
 
 def _resume(config: SweepConfig, dry_run: bool) -> None:
-    from cpuft.hosts.cluster import LOCAL, read_hosts
-    from cpuft.sweep.parallel import AUTO, parse_parallel
     from cpuft.sweep.places import make_launch_config, plan_places
     from cpuft.sweep.study import read_sweep
 
@@ -152,16 +139,9 @@ def _resume(config: SweepConfig, dry_run: bool) -> None:
     # Hosts that are given now replace those of the sweep.
     names |= {"--cluster", "--hostfile"} if names & {"--cluster", "--hostfile"} else set()
     options = [option for option in settings.launch if option.partition("=")[0] not in names] + given
-    parallel = parse_parallel(config.parallel)
-    if parallel is None and not settings.measurement:
-        raise CpuftError(
-            f"--parallel {AUTO} measures only when a sweep begins: give a number, or leave it out to continue as before"
-        )
-    launch = make_launch_config(options)
-    if not parallel and read_hosts(launch) == (LOCAL,):
-        # How this machine was divided says nothing about other hosts.
-        parallel = round(1 / settings.host_share) * (settings.host_share < 1)
-    places = plan_places(launch, settings.hosts_per_run, parallel or 0)
+    # What fitted the hosts of the sweep says nothing about others.
+    before = 0 if names & {"--cluster", "--hostfile"} else settings.parallel
+    places = plan_places(make_launch_config(options), settings.hosts_per_run, config.parallel or before)
     if dry_run:
         _print_plan(found, options, places)
         return
@@ -197,7 +177,7 @@ def _make_path_absolute(option: str) -> str:
     return f"{flag}={absolute}" if path and (flag in ("--hostfile", "--ssh-config") or is_mpirun) else option
 
 
-def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str = "") -> None:
+def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
     """Print the commands of the runs that are still to be made, as a shell script that makes one after another."""
     import shlex
 
@@ -207,7 +187,6 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str
 
     click.echo("#!/usr/bin/env bash\nset -eu")
     click.echo(f"# {sweep.total} runs; at the same time on: {'; '.join(place.name for place in places)}")
-    click.echo(note, nl=bool(note))
     trials = sweep.settings.trials
     if left := trials - len(sweep.configurations):
         click.echo(f"# {left} more of {trials} configurations are chosen by Optuna while the sweep runs")

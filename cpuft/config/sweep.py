@@ -16,12 +16,11 @@ class SweepConfig:
 
     hosts_per_run: int = hosts_option(1, "Number of hosts on which each run trains", least=1)
     ranks_per_host: int = hosts_option(1, "Number of ranks on each host of a run", least=1)
-    parallel: str = hosts_option(
-        "",
+    parallel: int = hosts_option(
+        0,
         "Largest number of runs at the same time (default: one for each --hosts-per-run hosts, and one on this machine "
-        "alone). On this machine alone, each run gets an equal part of the cores; auto trains the first configuration "
-        "for about 30 s to measure whether one run at a time on all cores is faster than two on half of them each",
-        takes="N|auto",
+        "alone). On this machine alone, each run gets an equal part of the cores",
+        least=0,
     )
     price: float = hosts_option(0.0, "Price of one host for one hour, in dollars, for the report", least=0.0, most=1e6)
     conditions: str = recipe_option(

@@ -1,4 +1,4 @@
-"""What a sweep does, from the options of the command line: its settings, its runs, and how many train at a time."""
+"""What a sweep does, from the options of the command line: its settings and its runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cpuft.config.fields import format_flag
-from cpuft.config.launch import LaunchConfig
 from cpuft.config.sweep import SweepConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import LOCAL, Access, gather_facts, read_hosts
-from cpuft.sweep.parallel import AUTO, choose_parallel, describe_choice, list_candidates, measure_parallel
-from cpuft.sweep.places import Place, plan_places
-from cpuft.sweep.queue import Say
 from cpuft.sweep.results import is_larger_better
 from cpuft.sweep.search import (
     SEED,
@@ -31,7 +26,7 @@ from cpuft.sweep.search import (
     read_conditions,
     sample_configurations,
 )
-from cpuft.sweep.study import Sweep, SweepSettings
+from cpuft.sweep.study import SweepSettings
 from cpuft.tasks import find_task
 
 _MOST_RUNS = 10_000
@@ -115,26 +110,3 @@ def _choose_pruner(config: SweepConfig, configs: Sequence[TrainConfig]) -> str:
     if config.pruner == "auto":
         return "median" if config.search == "tpe" and has_evaluations else "none"
     return config.pruner
-
-
-def measure_places(sweep: Sweep, options: Sequence[str], launch: LaunchConfig, say: Say) -> tuple[list[Place], str]:
-    """Return (places for `--parallel auto`, a sentence on why, which is also passed to `say`).
-
-    If this machine is the only host, it is divided so that the first configuration trains fastest. Otherwise nothing is
-    measured, and all groups of hosts are returned.
-    """
-    hosts_per_run, is_here = sweep.settings.hosts_per_run, read_hosts(launch) == (LOCAL,)
-    cores = gather_facts((LOCAL,), Access())[0].cores if is_here else ()
-    candidates = list_candidates([core.threads for core in cores], sweep.total)
-    number = 0
-    if not is_here:
-        told = f"--parallel {AUTO}: one run at a time on each group of hosts, because only this machine can be divided"
-    elif len(candidates) == 1:
-        told = f"--parallel {AUTO}: one run at a time, because there is one run, or one hardware thread"
-    else:
-        divided = {number: plan_places(launch, hosts_per_run, number) for number in candidates}
-        first = [*options, *sweep.settings.options, *format_assignment(sweep.runs[0].values)]
-        rates = measure_parallel(divided, first, say)
-        number, told = choose_parallel(rates), describe_choice(rates)
-    say(told)
-    return plan_places(launch, hosts_per_run, number), told

@@ -177,7 +177,6 @@ def _list_notes(sweep: Sweep) -> list[str]:
         notes.append(f"{counted(len(pruned), 'run')} pruned, because their evaluations were worse: {numbers}")
     done, total = len(sweep.list_runs(DONE)), sweep.total
     cost = f", {sweep.host_hours * settings.price:.2f} dollars" if settings.price else ""
-    notes += [f"{settings.measurement}."] if settings.measurement else []
     return [*notes, f"{done} of {counted(total, 'run')} done, {sweep.host_hours:.2f} host-hours{cost}."]
 
 

@@ -184,7 +184,7 @@ def count_configurations(spaces: Sequence[Space], most: int) -> int:
 
 
 def sample_configurations(spaces: Sequence[Space]) -> list[OptionValues]:
-    """Return all combinations of the ends of ranges (also "1,2,3") and values of lists; of over 1,000, draw 1,000."""
+    """Return all combinations of values of lists and values of ranges that can matter; of over 1,000, draw 1,000."""
     ends = [{name: Values(_list_ends(values)) for name, values in space.items()} for space in spaces]
     found = plan_grid(ends, _MOST_CHECKS + 1)
     if len(found) <= _MOST_CHECKS:
@@ -195,9 +195,10 @@ def sample_configurations(spaces: Sequence[Space]) -> list[OptionValues]:
 
 
 def _list_ends(values: Values) -> tuple[str, ...]:
+    """Return the ends of a range and values that may differ from both: -1, 0 and 1 have meanings of their own."""
     if not values.texts:
         return repr(values.low), repr(values.high)
-    return (values.texts[0], values.texts[-1]) if is_whole_range(values) else values.texts
+    return tuple(dict.fromkeys((*values.texts[:3], values.texts[-1]))) if is_whole_range(values) else values.texts
 
 
 def check_assignments(base: TrainConfig, assignments: Sequence[OptionValues], given: Collection[str] = ()) -> None:

@@ -64,10 +64,8 @@ class SweepSettings:
     """Arguments of all launches that say where and how they run, such as "--cluster=office", without `NOT_STORED`."""
     working_folder: str = ""
     """Folder in which the launches start, because options may have relative paths."""
-    host_share: float = 1.0
-    """Share of a host that a run has at the beginning, if this machine is divided among several runs."""
-    measurement: str = ""
-    """What `--parallel auto` has measured and chosen; empty if it was not given."""
+    parallel: int = 0
+    """Largest number of runs at the same time; 0 for one on each group of hosts, or one on this machine."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ class Sweep:
             raise CpuftError(f"{self.folder}/{FILE_NAME} holds {found[0]!r:.80}, which no sweep writes: {advice}")
         is_whole = [run.number for run in self.runs] == [*range(1, len(self.runs) + 1)]
         is_known = told.search in SWEEP_SEARCHES and told.pruner in SWEEP_PRUNERS and 0 < told.seeds <= 10**6
-        has_hosts = told.hosts_per_run > 0 and 0 < told.host_share <= 1
+        has_hosts = told.hosts_per_run > 0 and told.parallel >= 0
         if not is_whole or not is_known or not has_hosts or not len(self.configurations) <= told.trials <= 10**6:
             raise ValueError("its configurations do not fit together")
 

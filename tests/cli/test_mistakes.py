@@ -27,6 +27,11 @@ COMMANDS: list[tuple[str, Files, str]] = [
         "there is no command cpuft lanch: did you mean launch? (see cpuft --help)",
     ),
     (
+        "provision local kill 2 --nodes 2 --dry-run",
+        {},
+        "--nodes is for making a cluster, and kill changes one that is there: leave it out",
+    ),
+    (
         "launch --tsk x",
         {},
         "there is no option --tsk: did you mean --task? (see cpuft launch --help)",

@@ -97,11 +97,10 @@ def test_a_dry_run_prints_the_launch_of_each_run(tmp_path: Path, golden: Golden)
     assert not (tmp_path / "s").exists()
 
 
-def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
-    words = ("sweep", "--task", "demo", "--seed", "1,2", "--run-dir", str(tmp_path / "s"), "--parallel", "auto")
+def test_a_dry_run_names_the_sweep_in_trackers(tmp_path: Path) -> None:
+    words = ("sweep", "--task", "demo", "--seed", "1,2", "--run-dir", str(tmp_path / "s"))
     done = run_cpuft(*words, "--report-to", "wandb", "--dry-run", settings={"TRACKIO_PROJECT": "mine"})
     assert done.returncode == 0, done.stderr
-    assert "# --parallel auto: nothing was measured, because of --dry-run" in done.stdout
     assert "at the same time on: this machine" in done.stdout
     exported = [line for line in done.stdout.splitlines() if line.startswith("export")]
     assert exported == ["export WANDB_RUN_GROUP=s", "export MLFLOW_EXPERIMENT_NAME=s"]
@@ -125,6 +124,10 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
         ((*TPE[:-1], "1e-5,1e-4"), "the values allow 2 configurations, fewer than --trials 3: give a range"),
         ((*TPE[:-1], "1e-3..1e-5"), "--learning-rate '1e-3..1e-5' is an empty range"),
         ((*TPE, "--warmup-ratio", "0.1..0.2", "--lr-schedule", "constant"), "--lr-schedule constant has no warm-up"),
+        (
+            ("--task", "mrpc", "--model", "a/b", "--lora-rank=-1,0,1", "--base-precision", "bf16", *TPE[:4]),
+            "lora-rank 0: --base-precision bf16 is for the frozen weights",
+        ),
         (("--task", "mrpc,nothing"), "--task"),
         (
             ("--task", "mrpc,rte"),
@@ -138,8 +141,8 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
             ("--task", "demo", "--data-dir", "glue", "--seed", "1,2"),
             "seed 1: --data-dir has no effect with --task demo",
         ),
-        (("--parallel", "many"), "--parallel 'many' is not a number of runs: give a whole number, or auto"),
-        (("--parallel", "-1"), "--parallel '-1' is not a number of runs"),
+        (("--parallel", "auto"), "--parallel 'auto' is not valid: give a whole number of 0 or more"),
+        (("--parallel", "-1"), "--parallel '-1' is not valid"),
         (("--conditions", "none.yaml"), "there is no file none.yaml, which --conditions names"),
         (("--hosts-per-run", "2"), "--hosts-per-run 2 needs hosts: name them"),
         (("--resume", "none"), "there is no sweep.jsonl in"),
@@ -178,10 +181,19 @@ def test_a_dry_run_of_random_draws_prints_all_of_them(tmp_path: Path) -> None:
 def test_a_sweep_that_divided_this_machine_continues_on_all_hosts_of_a_cluster(tmp_path: Path) -> None:
     """The division of the machine on which it began does not apply to other hosts."""
     (tmp_path / "hosts").write_text("a1\na2\na3\n")
-    create(tmp_path / "s", host_share=0.25)
+    create(tmp_path / "s", parallel=4)
     done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--hostfile", str(tmp_path / "hosts"), "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "at the same time on: a1; a2; a3\n" in done.stdout
+
+
+def test_a_resumed_sweep_trains_as_many_runs_at_a_time_as_before(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a1\na2\na3\n")
+    create(tmp_path / "s", launch=[f"--hostfile={tmp_path}/hosts", "--no-check"], parallel=2)
+    done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--dry-run")
+    assert "at the same time on: a1; a2\n" in done.stdout
+    done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--parallel", "1", "--dry-run")
+    assert "at the same time on: a1\n" in done.stdout
 
 
 def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
@@ -305,6 +317,7 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert re.search(r"run 1 of 2 ended after \d+ s: accuracy 0\.\d+ \(the best until now\)", done.stderr), done.stderr
     assert [run.number for run in read_sweep(str(folder)).list_runs(DONE)] == [1]
+    assert read_sweep(str(folder)).settings.parallel == 2
     assert "failed: run 2 (learning-rate 1e30): the loss is " in " ".join(done.stdout.split())
     assert run_cpuft("sweep", "status", str(folder)).stdout.startswith("2 runs: 1 done, 0 running, 0 queued, 1 failed")
     told = json.loads(run_cpuft("report", str(folder), "--json").stdout)
@@ -315,32 +328,8 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
     assert (refused.returncode, "has reported --metric f2: did you mean f1?" in refused.stderr) == (2, True)
     refused = run_cpuft("report", str(folder / "run-1"), "--metric", "f1")
     assert (refused.returncode, "--metric is for the folder of a sweep" in refused.stderr) == (2, True)
-    refused = run_cpuft("sweep", "--resume", str(folder), "--parallel", "auto")
-    assert (refused.returncode, "--parallel auto measures only when a sweep begins" in refused.stderr) == (2, True)
     refused = run_cpuft("report", str(folder), "--markdown")
     assert (refused.returncode, "is a sweep, which is shown alone" in refused.stderr) == (2, True)
-
-
-@pytest.mark.real
-@pytest.mark.proof
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two runs at a time need two CPUs")
-def test_the_number_of_runs_at_a_time_is_measured_once(tmp_path: Path) -> None:
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    (tmp_path / "tiny.json").write_text(json.dumps(shape | {"model_type": "bert", "vocab_size": 30522}))
-    folder = tmp_path / "sweep"
-    words = (*SHORT, "--from-config", "tiny.json", "--seed", "1,2,3", "--run-dir", str(folder), "--parallel", "auto")
-    done = run_cpuft("sweep", *words, seconds=500)
-    assert done.returncode == 0, done.stderr
-    settings = read_sweep(str(folder)).settings
-    told = re.search(r"cpuft: (--parallel auto, measured .*; chosen: ([12]) at a time)\n", done.stderr)
-    assert told, done.stderr
-    assert (settings.measurement, round(1 / settings.host_share)) == (told[1], int(told[2]))
-    assert (
-        f"at the same time on: {'CPUs' if told[2] == '2' else 'this machine'}"
-        in run_cpuft("sweep", "--resume", str(folder), "--dry-run").stdout
-    )
-    resumed = run_cpuft("sweep", "--resume", str(folder), "--parallel", "auto")
-    assert (resumed.returncode, "measuring" in resumed.stderr) == (0, False)
 
 
 @pytest.mark.real

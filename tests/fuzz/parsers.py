@@ -53,7 +53,6 @@ from cpuft.record import (
 )
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.job_node import parse_node, parse_registration
-from cpuft.sweep.parallel import parse_parallel, read_steps
 from cpuft.sweep.queue import format_status
 from cpuft.sweep.results import format_sweep
 from cpuft.sweep.search import parse_values, read_conditions
@@ -408,7 +407,6 @@ PARSERS: dict[str, Parser] = {
     "parse_record": Parser(_write_report, RECORDS),
     "parse_state": Parser(partial(parse_state, place="it"), _STATES),
     "read_resumed_run": Parser(_from_file("record.jsonl", lambda path: read_resumed_run(str(path.parent))), RECORDS),
-    "read_steps": Parser(_from_file("r.jsonl", read_steps), RECORDS),
     "read_record": Parser(_from_file("r.jsonl", lambda path: read_record(str(path))), RECORDS),
     "parse_measurements": Parser(partial(parse_measurements, path="x"), _MEASURED),
     "parse_lines": Parser(partial(parse_lines, path="x"), _MEASURED),
@@ -444,7 +442,6 @@ PARSERS: dict[str, Parser] = {
     **{f"read_form of {name}": Parser(_read_form(name), values.damaged_json(good)) for name, good in _FORM.items()},
     "parse_dimensions": Parser(parse_dimensions, values.damaged(["384,256,128", "64"])),
     "parse_numbers": Parser(lambda text: parse_numbers(text, "--np", 1024), values.damaged(["1,2,4", "8"])),
-    "parse_parallel": Parser(parse_parallel, values.damaged(["auto", "2", ""])),
     "parse_evaluation": Parser(parse_evaluation, values.damaged([format_evaluation(40, {"accuracy": 0.5, "f1": 0.6})])),
     "read_sweep": Parser(_from_file("s/sweep.jsonl", _show_sweep), JOURNALS),
     "parse_values": Parser(

@@ -157,8 +157,8 @@ def test_configurations_that_are_checked_have_the_ends_of_ranges() -> None:
         "lora_rank": Values(("4", "8", "16")),
     }
     found = sample_configurations([space])
-    assert len(found) == 12
-    assert {one["batch_size"] for one in found} == {"1", "100"}
+    assert len(found) == 24
+    assert {one["batch_size"] for one in found} == {"1", "2", "3", "100"}
     assert {one["learning_rate"] for one in found} == {"1e-05", "0.001"}
     # Of more combinations than can be checked, some are drawn.
     many = {name: Values(tuple(map(str, range(0, 40, 2)))) for name in ("seed", "lora_rank", "max_steps", "batch_size")}

@@ -265,7 +265,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str | None, problem: str)
     ("old", "new"),
     [
         ('"hosts_per_run":1', '"hosts_per_run":0'),
-        ('"host_share":1.0', '"host_share":0.0'),
+        ('"parallel":0', '"parallel":-1'),
         ('"directions":[2]', '"directions":[2,2]'),
         ('"step":10', '"step":"10"'),
         ('"intermediate_value":0.25', '"intermediate_value":"0.25"'),
