@@ -47,6 +47,19 @@ def parse_json(text: str, make_object: Callable[[list[tuple[str, Any]]], Any] | 
         raise ValueError("it is nested too deep") from None
 
 
+def format_json(value: Any) -> str:
+    """Return the indented JSON text of a value, with null for NaN and infinity, which JSON does not have."""
+
+    def replace(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {name: replace(each) for name, each in one.items()}
+        if isinstance(one, (list, tuple)):
+            return [replace(each) for each in one]
+        return None if isinstance(one, float) and not math.isfinite(one) else one
+
+    return json.dumps(replace(value), indent=2)
+
+
 def parse_yaml(text: str) -> Any:
     """Return the value of a YAML text: dicts, lists, texts, and None for null or nothing. Numbers, dates and words like
     `yes` stay texts, because the type of the option decides what they mean. Raises ValueError: it is no YAML, has a key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.plans import RunPlan, Setting, Step
-from cpuft.serialization import load, parse_json, parse_yaml
+from cpuft.serialization import format_json, load, parse_json, parse_yaml
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 ANYTHING = st.recursive(
@@ -90,6 +91,16 @@ def test_what_is_wrong_is_named_with_its_place(value: Any, message: str) -> None
 def test_texts_that_are_none(parse: Any, text: str) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]+$"):
         parse(text)
+
+
+def test_json_has_no_numbers_that_are_none() -> None:
+    text = format_json({"a": [1.5, math.nan], "b": {"c": (math.inf, -math.inf)}, "d": "NaN", "e": 10**400})
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "a": [1.5, None],
+        "b": {"c": [None, None]},
+        "d": "NaN",
+        "e": 10**400,
+    }
 
 
 def test_json_of_too_many_digits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, replace
 from typing import Any
@@ -40,6 +39,7 @@ def doctor(as_json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: b
     from cpuft.doctor.finding import findings_to_json, format_findings
     from cpuft.doctor.links import format_links, measure_links
     from cpuft.hosts.cluster import find_access, read_hosts
+    from cpuft.serialization import format_json
 
     if list_checks:
         for check in CHECKS:
@@ -59,7 +59,7 @@ def doctor(as_json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: b
     if as_json:
         values = findings_to_json(findings, [host.name for host in hosts]) | {"kernels": find_kernel_builds(state)}
         measured = {"links": [asdict(link) for link in links]} if bandwidth else {}
-        click.echo(json.dumps(values | measured, indent=2))
+        click.echo(format_json(values | measured))
     else:
         click.echo(format_links(links) + "\n" if links else "", nl=False)
         click.echo(format_kernel_builds(find_kernel_builds(state)), nl=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import click
 
@@ -37,6 +36,7 @@ def errors(run: str, most: int, as_json: bool, config: str) -> None:
     """
     from cpuft.judge.model_errors import format_errors, list_errors
     from cpuft.judge.predictions import read_predictions
+    from cpuft.serialization import format_json
 
     found = list_errors(run, read_predictions(run), most)
-    click.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else format_errors(found).rstrip("\n"))
+    click.echo(format_json(dataclasses.asdict(found)) if as_json else format_errors(found).rstrip("\n"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import redirect_stdout
@@ -107,6 +106,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
         read_job,
         scale_cores,
     )
+    from cpuft.serialization import format_json
 
     config = pick(EstimateConfig, values)
     hosts = parse_numbers(config.hosts, "--hosts", MOST_HOSTS)
@@ -147,7 +147,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
         notes = [describe_least_rate(hosts[-1], least_rate), *notes]
     title = f"{record.header.task} with {record.header.model} on hosts of {cores:g} cores"
     if as_json:
-        click.echo(json.dumps(estimates_to_json(found, notes, least_rate), indent=2))
+        click.echo(format_json(estimates_to_json(found, notes, least_rate)))
     else:
         click.echo(format_estimates(found, notes, title), nl=False)
 

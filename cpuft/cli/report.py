@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
 import os
 from pathlib import Path
 
@@ -78,9 +78,10 @@ def report(
     from cpuft.record import Record, read_record
     from cpuft.report import tables
     from cpuft.report.comparison import compare, group_jobs
-    from cpuft.report.judgement import format_judgement, judge_record, judgement_to_json
+    from cpuft.report.judgement import format_judgement, judge_record
     from cpuft.report.page import find_runs, page_path, write_page
     from cpuft.report.quality import compare_pair
+    from cpuft.serialization import format_json
     from cpuft.sweep.results import choose_metric, format_sweep, sweep_to_json, write_sweep_page
     from cpuft.sweep.study import FILE_NAME as SWEEP_FILE
     from cpuft.sweep.study import read_sweep
@@ -98,7 +99,7 @@ def report(
         if html:
             click.echo(f"page: {write_sweep_page(found_sweep, Path(runs[0], 'report.html'))}")
             return
-        text = json.dumps(sweep_to_json(found_sweep), indent=2) + "\n" if as_json else format_sweep(found_sweep)
+        text = format_json(sweep_to_json(found_sweep)) + "\n" if as_json else format_sweep(found_sweep)
         click.echo(text, nl=False)
         return
     if metric:
@@ -145,8 +146,8 @@ def report(
     elif as_json:
         told = tables.to_json(comparison) if comparison else {}
         told |= {"quality": quality.to_json()} if quality else {}
-        told |= {"judgement": judgement_to_json(judgement)} if judgement else {}
-        click.echo(json.dumps(told, indent=2))
+        told |= {"judgement": dataclasses.asdict(judgement)} if judgement else {}
+        click.echo(format_json(told))
     else:
         format_quality = tables.format_quality_markdown if markdown else tables.format_quality
         texts = [format_comparison(comparison)] if comparison else []

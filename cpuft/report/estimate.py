@@ -191,6 +191,8 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
             f"{record.path} does not hold the sizes of its gradients: run the job again with this version of cpuft"
         )
     seconds = [one.data_seconds + one.forward_seconds + one.backward_seconds + one.update_seconds for one in steady]
+    if not (sum(seconds) > 0 and any(one.samples > 0 for one in steady) and find_cores(record) > 0):
+        raise CpuftError(f"{record.path} lacks the times, examples or cores of its steps: give another run")
     times = record.layer_times if record.layer_times and record.layer_times.last_backward_seconds > 0 else None
     of_steps = [times] if times else steady
     return UpdateCosts(
@@ -274,7 +276,9 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
     type, float32 if `sent_as` is "none", else bfloat16.
     """
     dtype = "float32" if sent_as == "none" else "bfloat16"
-    rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
+    rows = [
+        m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1 and m.median_seconds > 0
+    ]
     by_backend = {name: [m for m in rows if m.backend == name] for name in {m.backend for m in rows}}
     fits = {n: _fit(found) for n, found in by_backend.items() if len({m.nbytes for m in found}) > 1}
     if not fits:
@@ -288,7 +292,8 @@ def read_doctor_links(text: str, path: str) -> Network | None:
         links = load(list[Link], load(dict[str, Any], parse_json(text)).get("links"), "links")
     except ValueError:
         return None
-    measured = [link for link in links if not link.error]
+    # A host that went away meanwhile has received nothing.
+    measured = [one for one in links if not one.error and one.bits_per_second > 0 and 0 <= one.latency_us < math.inf]
     if not measured:
         raise CpuftError(f"--link {path}: the doctor could measure no link: look at the errors of cpuft doctor")
     rate = statistics.median(link.bits_per_second for link in measured)
@@ -474,11 +479,11 @@ def estimates_to_json(
 ) -> dict[str, Any]:
     """Return the estimates as a JSON object: a list `predictions`, `worth`, `least_bits_per_second` and `notes`.
 
-    `least_bits_per_second` is None if it is infinite or not known.
+    `least_bits_per_second` may be infinite, and is None if it is not known.
     """
     return {
         "predictions": [asdict(one) for one in estimates],
         "worth": count_worthwhile_hosts(estimates),
-        "least_bits_per_second": least_rate if least_rate is not None and math.isfinite(least_rate) else None,
+        "least_bits_per_second": least_rate,
         "notes": list(notes),
     }

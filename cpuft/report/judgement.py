@@ -1,12 +1,10 @@
-"""Where a recorded run fails, as text, as JSON and as parts of the page."""
+"""Where a recorded run fails, as text and as parts of the page."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cpuft.errors import CpuftError, describe_error, requires
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, read_predictions
@@ -57,20 +55,6 @@ def format_judgement(judgement: Judgement) -> str:
         format_table(table.columns, table.rows, f"{table.heading}\n{textwrap.fill(table.text, WIDTH)}", left=1)
         for table in list_tables(judgement, most=20)
     )
-
-
-def judgement_to_json(judgement: Judgement) -> dict[str, Any]:
-    """Return a judgement as a JSON object with the fields of `Judgement`; what is undefined (NaN) is None."""
-    found: dict[str, Any] = _drop_nan(dataclasses.asdict(judgement))
-    return found
-
-
-def _drop_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _drop_nan(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_drop_nan(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def draw_calibration(judgement: Judgement) -> list[tuple[str, str]]:

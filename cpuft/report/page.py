@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from cpuft.report.comparison import Comparison, compare, group_repeats, list_set
 from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
 from cpuft.report.judgement import draw_calibration, has_predictions, read_run_predictions
 from cpuft.report.quality import Quality
+from cpuft.serialization import format_json
 
 if TYPE_CHECKING:  # imports NumPy, without which most reports are made
     from cpuft.judge.judgement import Judgement
@@ -183,7 +183,7 @@ def write_report(comparison: Comparison, run_dir: str) -> Path:
     texts = {
         "txt": tables.format_text(comparison),
         "md": tables.format_markdown(comparison),
-        "json": json.dumps(tables.to_json(comparison), indent=2) + "\n",
+        "json": format_json(tables.to_json(comparison)) + "\n",
     }
     for ending, text in texts.items():
         write_text(Path(run_dir) / f"report.{ending}", text)

@@ -273,14 +273,9 @@ def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]
     return places, {place: label for place, label in ticks.items() if first - 1e-9 <= place <= last + 1e-9}
 
 
-def _to_json(number: float) -> float | None:
-    """Return the number, or None for NaN and infinity, which JSON does not have."""
-    return number if math.isfinite(number) else None
-
-
 def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
     """Return for JSON: `metric`, `maximized`, `configurations` (the best first), `best_two` (sentences), `failed` and
-    `pruned` (values of runs), `host_hours` and `price`. Numbers of configurations that are not finite are None.
+    `pruned` (values of runs), `host_hours` and `price`.
     """
     results = list_results(sweep)
     return {
@@ -289,9 +284,9 @@ def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
         "configurations": [
             {
                 "options": one.values,
-                "mean": _to_json(one.mean),
-                "standard_error": _to_json(one.standard_error),
-                "metrics": {name: _to_json(value) for name, value in one.metrics.items()},
+                "mean": one.mean,
+                "standard_error": one.standard_error,
+                "metrics": dict(one.metrics),
                 "seconds": one.seconds,
                 "best_run": one.best_run.folder,
             }

@@ -91,14 +91,19 @@ def test_an_estimate_from_a_simulated_host_says_so(run_dir: Path, tmp_path: Path
 
 
 def test_the_doctor_measures_links_for_an_estimate(run_dir: Path, tmp_path: Path) -> None:
-    links = [Link("a", "b", 40.0, 9e8), Link("b", "a", 60.0, 1.1e9), Link("a", "c", 0.0, 0.0, "timed out")]
+    links = [
+        Link("a", "b", 40.0, 9e8),
+        Link("b", "a", 60.0, 1.1e9),
+        Link("c", "a", 50.0, 0.0),
+        Link("a", "c", 0.0, 0.0, "timed out"),
+    ]
     (tmp_path / "links.json").write_text(
         json.dumps(findings_to_json([], ["a", "b"]) | {"links": [asdict(one) for one in links]})
     )
     done = run_cpuft("estimate", str(run_dir), "--link", "links.json")
     assert done.returncode == 0, done.stderr
     assert "1 Gbit/s, 50 us" in done.stdout
-    (tmp_path / "links.json").write_text(json.dumps({"links": [asdict(links[2])]}))
+    (tmp_path / "links.json").write_text(json.dumps({"links": [asdict(one) for one in links[2:]]}))
     done = run_cpuft("estimate", str(run_dir), "--link", "links.json")
     assert done.returncode == 2
     assert "--link links.json: the doctor could measure no link" in done.stderr

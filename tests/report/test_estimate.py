@@ -30,7 +30,7 @@ from cpuft.report.estimate import (
     read_job,
     scale_cores,
 )
-from tests.records import LAYER_TIMES, make_record
+from tests.records import LAYER_TIMES, make_record, make_steps
 
 
 def test_the_table_of_instances_is_whole() -> None:
@@ -192,7 +192,7 @@ def test_a_link_is_found_again_in_its_all_reduces() -> None:
     true = Network(1e9, 2e-4, 0.0, measured=True)
     rows = [make_measurement(true.all_reduce_seconds(n, 4), n, 4) for n in (1024, 32768, 2**20, 25 * 2**20)]
     slower = [make_measurement(2 * row.median_seconds, row.nbytes, 4, "mpi") for row in rows]
-    found = find_network([*slower, *rows], "none")
+    found = find_network([*slower, *rows, make_measurement(0.0, 512, 4)], "none")
     assert found.bits_per_second == pytest.approx(1e9)
     assert found.latency_seconds == pytest.approx(2e-4)
     largest = rows[-1]
@@ -277,6 +277,8 @@ def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
         (recorded(options={"sync_every": 8}), "runs/np-1 ran with --sync-every 8, and an estimate is for ranks that"),
         (make_record(), "runs/np-1 has 1 step: run 4 or more"),
         (replace(recorded(), header=make_record().header), "does not hold the sizes of its gradients"),
+        (replace(recorded(), header=replace(recorded().header, ranks=[])), "lacks the times, examples or cores"),
+        (replace(recorded(), steps=make_steps(9, [0.0], samples=0)), "lacks the times, examples or cores"),
         (recorded(options={"grad_compression": "late"}), "the bytes that late sends are not known before a run"),
         (
             recorded(options={"grad_compression": "powersgd"}, factors=0),

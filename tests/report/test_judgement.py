@@ -15,7 +15,7 @@ from cpuft.cli import cli
 from cpuft.judge.judgement import judge
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, write_predictions
 from cpuft.record import EvaluationLine
-from cpuft.report.judgement import judgement_to_json
+from cpuft.serialization import format_json
 from tests.judge.made import make_classes, make_five_classes
 from tests.records import make_record
 from tests.report.test_comparison import write_record
@@ -42,7 +42,7 @@ def test_a_report_of_one_run_tells_where_it_fails(tmp_path: Path) -> None:
     assert "praise (159)" in text
     assert "By language" in text
     found = json.loads(report(str(run), "--json").stdout)["judgement"]
-    assert found == json.loads(json.dumps(judgement_to_json(judge(make_five_classes()))))
+    assert found == json.loads(format_json(dataclasses.asdict(judge(make_five_classes()))))
     assert found["classes"][0]["mistaken"] == 159
     report(str(run), "--html")
     page = (run / "report.html").read_text(encoding="utf-8")
@@ -51,9 +51,9 @@ def test_a_report_of_one_run_tells_where_it_fails(tmp_path: Path) -> None:
     assert re.search(r'<td style="--dark: 55%">159</td>', page)
     assert page.count("How often predictions of each probability are right") == 2
 
-    undefined = judgement_to_json(judge(make_classes(["a", "a"], ["a", "b"], {}, ("a", "b"))))
-    assert undefined["classes"][1]["recall"] is None
-    assert "NaN" not in json.dumps(undefined)
+    write_run(tmp_path / "undefined", make_classes(["a", "a"], ["a", "b"], {}, ("a", "b")))
+    undefined = json.loads(report(str(tmp_path / "undefined"), "--json").stdout, parse_constant=pytest.fail)
+    assert undefined["judgement"]["classes"][1]["recall"] is None
 
 
 def test_a_run_is_shown_without_predictions_that_are_not_its_own(

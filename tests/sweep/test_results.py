@@ -13,6 +13,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.report.plots import Line, Panel
+from cpuft.serialization import format_json
 from cpuft.sweep import results
 from cpuft.sweep.results import (
     choose_metric,
@@ -88,7 +89,7 @@ def test_a_metric_that_is_not_a_number_is_the_worst(is_maximized: bool) -> None:
     assert list_results(sweep)[0].best_run.folder == ("run-3" if is_maximized else "run-4")
     one = make((math.nan, 0.5, 0.6), RUNS[:3], is_maximized)
     assert list_results(one)[0].best_run.number == (3 if is_maximized else 2)
-    told = json.loads(json.dumps(sweep_to_json(one), allow_nan=False))["configurations"][0]
+    told = json.loads(format_json(sweep_to_json(one)))["configurations"][0]
     assert (told["mean"], told["metrics"]) == (None, {"1": None, "2": 0.5, "3": 0.6})
 
 
@@ -147,7 +148,7 @@ def test_the_json_of_a_sweep_is_complete() -> None:
     first = told["configurations"][0]
     assert first["options"] == {"learning_rate": "3e-5"}
     assert (first["best_run"], first["metrics"]["3"]) == ("run-6", 0.87)
-    lone = sweep_to_json(make((0.8,)))
+    lone = json.loads(format_json(sweep_to_json(make((0.8,)))))
     assert lone["configurations"][0]["standard_error"] is None
     assert not math.isnan(lone["configurations"][0]["mean"])
 
