@@ -201,16 +201,18 @@ def read_mtus() -> dict[str, int]:
 def find_leftovers(root: str = "/var/tmp") -> list[str]:
     """Return what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a process, or a directory's path.
 
-    A process is left over when it has been handed to process 1, because its mpirun is gone. A run's directory is left
-    over when it is a day old and no process of this user names it; `UNFETCHED` follows its path if it has checkpoints
-    or the state of a run, which the launcher removes when it has fetched the run.
+    A process is left over when it has been handed to process 1, because its mpirun is gone; but process 1 of a
+    container may be the launcher itself, a Python. A run's directory is left over when it is a day old and no process of
+    this user names it; `UNFETCHED` follows its path if it has checkpoints or the state of a run, which the launcher
+    removes when it has fetched the run.
     """
     found, mentioned = [], ""
+    has_init = "python" not in os.path.basename(_read("/proc/1/cmdline").split("\0")[0])
     for path in filter(_is_own, glob.glob("/proc/[0-9]*")):
         argv, pid = _read(f"{path}/cmdline").split("\0"), path.split("/")[2]
         mentioned += f"{argv} {_read(f'{path}/environ')}"
         place = next((place for place, argument in enumerate(argv) if argument in RUN_MODULES), None)
-        if place is not None and _read_field(f"{path}/status", "PPid") == "1":
+        if has_init and place is not None and _read_field(f"{path}/status", "PPid") == "1":
             found.append(f"pid {pid}: {' '.join(argv[place:]).strip()[:80]}")
     for path in filter(_is_own, glob.glob(f"{root}/cpuft-*/*")):
         if path in mentioned or not re.fullmatch(RUN_FOLDER, path.removeprefix(root)):

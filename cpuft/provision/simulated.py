@@ -47,6 +47,8 @@ FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "
 _MAX_LINK_NAME = 15
 """Characters in the name of a network interface: IFNAMSIZ of linux/if.h without the closing 0."""
 _BOOT_SECONDS = 10.0
+_LEAST_CORES = 0.01
+"""The least CPU time of a host: the kernel accepts no quota below 1 ms of a period of 100 ms."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str
 
 
 def _run_ip(*argv: str) -> str:
-    answer = execute.run_command((execute.find_program("ip"), "-json", "-4", *argv), seconds=10)
+    answer = execute.run_command((execute.find_program("ip") or "ip", "-json", "-4", *argv), seconds=10)
     if answer.exit_code:
         raise CpuftError(f"ip {' '.join(argv)} failed ({answer.text.strip()[:200]}): check that iproute2 works here")
     return answer.output or "[]"
@@ -195,15 +197,20 @@ def _wait_for_ssh(address: str, seconds: float) -> bool:
 
 
 def check_config(config: LocalConfig) -> None:
-    """Raise CpuftError if --name, --net, --image or --shm has no valid form. The image need not exist."""
+    """Raise CpuftError if an option but --nodes has no valid form. The image need not exist."""
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
     if len(link) > _MAX_LINK_NAME:
         most = len(config.name) - len(link) + _MAX_LINK_NAME
         raise CpuftError(f"--name {config.name!r} is too long for {config.nodes} hosts: use at most {most} characters")
     parse_bit_rate(config.net)
+    if 0 < config.cores_per_node < _LEAST_CORES:
+        raise CpuftError(
+            f"--cores-per-node {config.cores_per_node:g} is less CPU time than the kernel accepts as a limit: give "
+            f"{_LEAST_CORES} or more, or 0 for no limit"
+        )
     if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
         raise CpuftError(f"--image {config.image}: overlay mounts allow no comma, colon, backslash or space: move it")
-    if not re.fullmatch(r"[0-9]{1,9}[kmg]?", config.shm):
+    if not re.fullmatch(r"[1-9][0-9]{0,8}[kmg]?", config.shm):
         raise CpuftError(f"--shm {config.shm[:60]!r} is no size: write e.g. 256m or 1g")
 
 
@@ -310,7 +317,7 @@ def _choose_action(node: NodeFacts, boot_hash: str) -> tuple[str, str]:
 def _format_quota(config: LocalConfig) -> str:
     """Return the CPU time limit of a host in the form of cpu.max; empty for no limit."""
     # A host that has used its quota waits until the period ends, and the others wait for it. The default of 100 ms is
-    # longer than a training step, a cost that real hosts do not have. The kernel accepts no quota below 1 ms.
+    # longer than a training step, a cost that real hosts do not have.
     period = 10_000 if config.cores_per_node >= 0.1 else 100_000
     return f"{int(config.cores_per_node * period)} {period}" if config.cores_per_node else ""
 
