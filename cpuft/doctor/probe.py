@@ -202,8 +202,8 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     """Return what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a process, or a directory's path.
 
     A process is left over when it has been handed to process 1, because its mpirun is gone; but process 1 of a
-    container may be the launcher itself, a Python. A run's directory is left over when it is a day old and no process of
-    this user names it; `UNFETCHED` follows its path if it has checkpoints or the state of a run, which the launcher
+    container may be the launcher itself, a Python. A run's directory is left over when it is a day old and no process
+    of this user names it; `UNFETCHED` follows its path if it has checkpoints or the state of a run, which the launcher
     removes when it has fetched the run.
     """
     found, mentioned = [], ""

@@ -249,7 +249,9 @@ def format_assignment(values: Mapping[str, Any]) -> list[str]:
 
 
 def estimate_length(config: TrainConfig) -> float:
-    """Return the examples of `max_steps` updates on one rank, else of all epochs; unlimited data count as a million."""
+    """Return the examples of `max_steps` updates on one rank, else of all epochs, at least 1; unlimited data count as a
+    million.
+    """
     if config.max_steps:
         return float(config.max_steps * config.batch_size * config.gradient_accumulation)
-    return config.epochs * (config.max_train_samples or 10**6)
+    return max(1.0, config.epochs * (config.max_train_samples or 10**6))

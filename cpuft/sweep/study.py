@@ -180,7 +180,7 @@ class Sweep:
             attempts = load(list[Attempt], told.get(f"run-{number}", []))
             config = apply_assignment(self._base, values)
             length = estimate_length(config)
-            one.share = config.batch_size * config.gradient_accumulation / (length or 1.0)
+            one.share = config.batch_size * config.gradient_accumulation / length
             one.runs.append(Run(int(number), values, length, one, attempts))
         return one if one.runs else None
 

@@ -135,6 +135,7 @@ def test_runs_that_train_on_more_examples_are_longer() -> None:
     ]
     assert lengths == sorted(lengths)
     assert estimate_length(TrainConfig(max_train_samples=100)) == 300
+    assert estimate_length(TrainConfig(epochs=0.0)) == 1
 
 
 def test_configurations_are_counted_without_their_seeds() -> None:
