@@ -41,7 +41,7 @@ def test_hosts_are_grouped_and_this_machine_is_divided(tmp_path: Path) -> None:
 
 def test_a_machine_without_taskset_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpuft.sweep.places.find_program", lambda name: "")
-    with pytest.raises(CpuftError, match=r"^--parallel 2 divides this machine by taskset, which is not installed"):
+    with pytest.raises(CpuftError, match=r"^--parallel 2 divides this machine by taskset, which is missing"):
         plan_places(LaunchConfig(), 1, 2)
     assert plan_places(LaunchConfig(), 1, 1) == [Place("this machine")]
 
