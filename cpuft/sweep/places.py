@@ -44,8 +44,8 @@ def plan_places(config: LaunchConfig, hosts_per_run: int, parallel: int) -> list
             raise CpuftError(f"--hosts-per-run {hosts_per_run} needs hosts: name them with --hostfile or --cluster")
         if parallel > 1 and not find_program("taskset"):
             raise CpuftError(
-                f"--parallel {parallel} divides this machine by taskset, which is missing: install util-linux, or leave "
-                "out --parallel"
+                f"--parallel {parallel} divides this machine by taskset, which is missing: install util-linux, or "
+                "leave out --parallel"
             )
         (facts,) = gather_facts(hosts, Access())
         return divide_machine(max(1, parallel), [core.threads for core in facts.cores], facts.cpu_quota)
