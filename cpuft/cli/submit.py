@@ -58,10 +58,10 @@ def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: s
     if dry_run:
         click.echo(text, nl=False)
         return
-    job = scheduler.submit(text)
-    click.echo(f"{kind}:{job}")
+    job = f"{kind}:{scheduler.submit(text)}"
+    click.echo(job)
     if wait:
-        sys.exit(follow_job(scheduler, job.rpartition("/")[2], partial(click.echo, nl=False)))
+        sys.exit(follow_job(*parse_job(job), partial(click.echo, nl=False)))
 
 
 def _parse_launch(argv: tuple[str, ...], nodes: int, sees_files: bool) -> tuple[JobLaunch, str]:

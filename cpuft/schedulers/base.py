@@ -293,9 +293,10 @@ def follow_job(scheduler: Scheduler[Any], job: str, say: Callable[[str], None]) 
         else:
             failures = 0
             if status.never_starts:
+                name = f"{scheduler.name}:{'/'.join(filter(None, (scheduler.scope, job)))}"
                 raise CpuftError(
-                    f"job {scheduler.name}:{job} can never start ({status.never_starts}): end it with cpuft submit "
-                    f"cancel {scheduler.name}:{job}, then ask for less, e.g. with --nodes or a smaller --np"
+                    f"job {name} can never start ({status.never_starts}): end it with cpuft submit cancel {name}, then "
+                    "ask for less, e.g. with --nodes or a smaller --np"
                 )
             say(status.log.removeprefix(shown))
             shown = status.log

@@ -40,9 +40,7 @@ class SlurmOptions(JobOptions):
 
 
 class Slurm(Scheduler[SlurmOptions]):
-    """Slurm. Of several Slurm clusters, SLURM_CLUSTERS names the one that all of Slurm's programs use. Methods raise
-    CpuftError if these fail.
-    """
+    """Slurm; the scope of jobs is their cluster, if there are several. Methods raise CpuftError if Slurm fails."""
 
     name = "slurm"
     options = SlurmOptions
@@ -75,16 +73,17 @@ class Slurm(Scheduler[SlurmOptions]):
         return read_template("slurm.sh").replace("#SBATCH DIRECTIVES\n", head).replace("# LAUNCH\n", lines)
 
     def submit(self, text: str) -> str:
-        """Submit a job script by sbatch; return the job's number, such as "1234". Raises CpuftError: sbatch fails."""
-        return run_client("sbatch", "--parsable", stdin=text).strip().partition(";")[0]  # "12;cluster"
+        """Submit a job script by sbatch; return the job's number, such as "1234", or CLUSTER/1234 if sbatch names one."""
+        number, _, cluster = run_client("sbatch", "--parsable", stdin=text).strip().partition(";")
+        return f"{cluster}/{number}" if cluster else number
 
     def cancel(self, job: str) -> None:
         """End a job by scancel."""
-        run_client("scancel", job)
+        run_client("scancel", *self._cluster, job)
 
     def is_ours(self, job: str) -> bool:
         """Return whether the job has the comment of cpuft's scripts. CpuftError: no such job, or it ended long ago."""
-        return bool(re.search(r"^ *Comment=cpuft *$", run_client("scontrol", "show", "job", job), re.MULTILINE))
+        return bool(re.search(r"^ *Comment=cpuft *$", self._show(job), re.MULTILINE))
 
     def status(self, job: str) -> JobStatus:
         """Return the state of a job; of an array, all different states, the largest exit code and all logs.
@@ -92,7 +91,7 @@ class Slurm(Scheduler[SlurmOptions]):
         The exit code is None until all jobs of the array have ended; it is 128 + N after signal N, and 1 if Slurm has 0
         but the job was not completed, e.g. cancelled. The log is the files of standard output on this machine.
         """
-        text = run_client("scontrol", "show", "job", job)
+        text = self._show(job)
         found = re.findall(r"\bJobState=(\w+)(?: Reason=([\w,]+))?", text)
         hopeless = {reason: reason for _, reason in found if reason in _HOPELESS_REASONS.split()}
         states = list(dict.fromkeys(f"{state} ({reason})" if reason in hopeless else state for state, reason in found))
@@ -104,3 +103,10 @@ class Slurm(Scheduler[SlurmOptions]):
         log = "".join(map(read_raw, files))  # a log may not be there yet, or not be readable from this machine
         ended = all(state in _FINAL_STATES.split() for state in states)
         return JobStatus(", ".join(states), worst if ended else None, log, next(iter(hopeless), ""))
+
+    @property
+    def _cluster(self) -> tuple[str, ...]:
+        return (f"--clusters={self.scope}",) if self.scope else ()
+
+    def _show(self, job: str) -> str:
+        return run_client("scontrol", *self._cluster, "show", "job", job)

@@ -45,7 +45,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     "words, program, answer, job",
     [
         (("slurm", "--name", "x"), "sbatch", "12", "slurm:12"),
-        (("slurm", "--name", "x"), "sbatch", "12;gpu", "slurm:12"),
+        (("slurm", "--name", "x"), "sbatch", "12;gpu", "slurm:gpu/12"),
         (("kubernetes", "--name", "x", *IMAGE), "kubectl", "mpijob.kubeflow.org/x", "kubernetes:x"),
         (
             ("kubernetes", "--name", "x", "--namespace", "n", *IMAGE),
@@ -390,6 +390,18 @@ def test_a_slurm_job_is_cancelled(capsys: pytest.CaptureFixture[str]) -> None:
     add_program("scancel", SAY)
     assert run(capsys, "cancel", "slurm:12_3") == (0, "", "")
     assert words_said() == ["12_3"]
+
+
+def test_a_job_of_another_slurm_cluster_keeps_its_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    add_program("sbatch", "echo '12;other'\n")
+    add_slurm("PENDING", reason="PartitionNodeLimit")
+    code, output, errors = run(capsys, "slurm", "--extra=--clusters=other", "--wait", *LAUNCH)
+    assert (code, output) == (2, "slurm:other/12\n")
+    assert "cpuft submit cancel slurm:other/12, then" in errors
+    assert words_said() == ["--clusters=other", "show", "job", "12"]
+    add_program("scancel", SAY)
+    assert run(capsys, "cancel", "slurm:other/12") == (0, "", "")
+    assert words_said() == ["--clusters=other", "12"]
 
 
 FOREIGN = "cpuft: error: {} was not submitted by cpuft submit: check the name, or end the job with the scheduler's own"
