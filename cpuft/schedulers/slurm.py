@@ -73,7 +73,7 @@ class Slurm(Scheduler[SlurmOptions]):
         return read_template("slurm.sh").replace("#SBATCH DIRECTIVES\n", head).replace("# LAUNCH\n", lines)
 
     def submit(self, text: str) -> str:
-        """Submit a job script by sbatch; return the job's number, such as "1234", or CLUSTER/1234 if sbatch names one."""
+        """Submit a job script by sbatch; return the job's number, "1234", or CLUSTER/1234 if sbatch names one."""
         number, _, cluster = run_client("sbatch", "--parsable", stdin=text).strip().partition(";")
         return f"{cluster}/{number}" if cluster else number
 
