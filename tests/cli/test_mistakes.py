@@ -32,6 +32,16 @@ COMMANDS: list[tuple[str, Files, str]] = [
         "--nodes is for making a cluster, and kill changes one that is there: leave it out",
     ),
     (
+        "provision image --output root --type m7i.large --dry-run",
+        {},
+        "--type is for AMIs: leave it out with --output",
+    ),
+    (
+        "provision image --list --recipe a.yaml",
+        {},
+        "--recipe is for a new image: leave it out",
+    ),
+    (
         "launch --tsk x",
         {},
         "there is no option --tsk: did you mean --task? (see cpuft launch --help)",
