@@ -298,7 +298,7 @@ class SweepQueue:
             return replace(end, status=DONE)
         if active.pruned_at:
             return replace(end, status=PRUNED, reason=active.run.configuration.pruned)
-        return replace(end, status=FAILED, reason=find_reason(self.sweep.find_log(start.folder)))
+        return replace(end, status=FAILED, reason=find_reason(self.sweep.find_log(start.folder), active.log_bytes))
 
     def _note_failure(self, place: Place, has_trained: bool) -> None:
         """Retire a place on which several launches in a row have ended without an update, or because of its disk."""
@@ -404,11 +404,13 @@ def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]
     return {name: Path(sweep.folder).name for name in variables if is_tracked and not environ.get(name)}
 
 
-def find_reason(log: Path) -> str:
-    """Return the last error in a launch's log, else a failed rank, else the last line, else "without a message"."""
+def find_reason(log: Path, begin: int) -> str:
+    """Return the last error in a log from byte `begin` on, where the launch has started to write; else a failed rank,
+    else the last line, else "without a message".
+    """
     lines = list[str]()
     with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+        file.seek(max(begin, log.stat().st_size - _LAST_BYTES))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
     ranks = [line.removeprefix("cpuft: ") for line in lines if _FAILED_RANK.match(line)]

@@ -174,6 +174,27 @@ def test_a_run_that_fails_is_noted_and_the_others_go_on(launches: Launches) -> N
     assert re.search(r"failed after \d+ s: the loss is nan: lower --learning-rate", "".join(launches.said))
 
 
+def test_the_reason_of_a_failure_is_not_that_of_an_earlier_attempt(launches: Launches, tmp_path: Path) -> None:
+    """Both attempts write to one log, and the second one is killed without a message."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys\n"
+        "if '--resume' not in sys.argv:\n"
+        "    sys.exit(print('cpuft: error: the disk was full') or 74)\n"
+        "print('step 2/3', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    create(str(launches.folder), seeds(1))
+    record = make_record()
+    (launches.folder / "run-1").mkdir()
+    (launches.folder / "run-1" / "record.jsonl").write_text(
+        "".join(format_line(line) + "\n" for line in (record.header, *record.steps))
+    )
+    assert launches.run(places=PLACES[:1]) == 1
+    first, second = read_sweep(str(launches.folder)).runs[0].attempts
+    assert (first.reason, second.reason) == ("the disk was full", "step 2/3")
+
+
 def test_a_failed_run_is_tried_again_when_the_sweep_is_continued(launches: Launches) -> None:
     assert launches.run(seeds(2, 1)) == 1
     assert launches.run() == 1
