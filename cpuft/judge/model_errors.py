@@ -86,11 +86,23 @@ class _Rating:
 
 
 def list_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
-    """Return the errors of a run, at most `most` of each sort. Raises CpuftError: a column or a library is missing."""
+    """Return the errors of a run, at most `most` of each sort. Raises CpuftError: a column is missing or damaged, or a
+    library is missing.
+    """
     kind, columns = predictions.about.kind, predictions.table.column_names
     needed = ("split", "row", *_COLUMNS.get(kind, ("label", "prediction")))
     if missing := next((name for name in needed if name not in columns), ""):
         raise CpuftError(f"{run}/{FILE_NAME} has no column {missing}: fetch or train the run again")
+    try:
+        return _find_errors(run, predictions, most)
+    except CpuftError:
+        raise
+    except Exception as error:  # whatever a library says about columns that are not what they should be
+        raise CpuftError(f"{run}/{FILE_NAME} is damaged ({error!r:.200}): fetch or train the run again") from None
+
+
+def _find_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
+    kind = predictions.about.kind
     with requires("train", "errors are found with scikit-learn"):
         rating, ranking = _rate(predictions), rank_labels(predictions)
         contradictions = find_contradictions(predictions, rating.wrong)

@@ -33,6 +33,16 @@ def test_errors_of_a_run_as_text_and_as_json(capsys: pytest.CaptureFixture[str])
     assert (found["contradictory"], found["contradictions"][0]["similarity"]) == (1, 1.0)
 
 
+@pytest.mark.parametrize("label", ["c", None, 3])
+def test_a_damaged_column_is_named_in_one_line(label: object, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_reviews()
+    columns = dict(zip(made.table.column_names, made.table.columns))
+    write_predictions(Path("run"), made.about, columns | {"label": [label] * len(made.table)})
+    code, said, warned = run(capsys, "run")
+    assert (code, said, warned.count("\n")) == (2, "", 1)
+    assert warned.startswith("cpuft: error: run/predictions.parquet is damaged (KeyError(")
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
