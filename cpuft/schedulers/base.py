@@ -8,7 +8,8 @@ import secrets
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -241,6 +242,18 @@ def run_client(*argv: str, stdin: str = "", environ: Mapping[str, str] | None = 
         message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
         raise CpuftError(f"{argv[0]} failed ({message}): correct that and run the command again")
     return answer.output
+
+
+@contextmanager
+def explain_answers(client: str) -> Iterator[None]:
+    """Raise CpuftError where what a scheduler's client has answered cannot be read, as that of another version."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CpuftError(
+            f"the answer of {client} has a form that cpuft does not know ({error!r:.100}): ask {client} itself for the "
+            "job, or use the version that docs/schedulers.md names"
+        ) from None
 
 
 def read_template(name: str) -> str:

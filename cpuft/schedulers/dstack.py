@@ -20,6 +20,7 @@ from cpuft.schedulers.base import (
     JobLaunch,
     JobStatus,
     Scheduler,
+    explain_answers,
     fill_template,
     make_node_command,
     run_client,
@@ -89,10 +90,12 @@ class Dstack(Scheduler[DstackOptions]):
         """Stop a run by `dstack stop`."""
         run_client("dstack", "stop", "--yes", job)
 
+    @explain_answers("dstack")
     def is_ours(self, job: str) -> bool:
         """Return whether the run has the tag of cpuft's tasks, managed-by: cpuft."""
         return (self._find(job)["run_spec"]["configuration"].get("tags") or {}).get("managed-by") == "cpuft"
 
+    @explain_answers("dstack")
     def status(self, job: str) -> JobStatus:
         """Return the state of a run, with the log of its first node.
 

@@ -22,6 +22,7 @@ from cpuft.schedulers.base import (
     JobLaunch,
     JobStatus,
     Scheduler,
+    explain_answers,
     fill_template,
     make_node_command,
     run_client,
@@ -93,10 +94,12 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
         """End a managed job by `sky jobs cancel`."""
         run_client("sky", "jobs", "cancel", "--yes", job)
 
+    @explain_answers("sky")
     def is_ours(self, job: str) -> bool:
         """Return whether the job has the label of cpuft's tasks, managed-by: cpuft."""
         return (self._find(job).get("labels") or {}).get("managed-by") == "cpuft"
 
+    @explain_answers("sky")
     def status(self, job: str) -> JobStatus:
         """Return the state of a managed job, with its log.
 

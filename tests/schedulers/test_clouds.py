@@ -210,3 +210,17 @@ def test_skypilots_client(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words_said() == ["jobs", "cancel", "--yes", "12"]
     with pytest.raises(CpuftError, match="SkyPilot has no managed job 14"):
         SkyPilot().status("14")
+
+
+@pytest.mark.parametrize("answer", ["A new version is there\n[]", "[1]", '[{"job_id": 3}]', '{"runs": [{}]}', "null"])
+@pytest.mark.parametrize(("scheduler", "client"), [(Dstack(), "dstack"), (SkyPilot(), "sky")])
+def test_an_answer_of_another_version_is_named_in_one_line(
+    scheduler: Scheduler[Any], client: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("answer").write_text(answer)
+    add_program(client, "cat answer\n")
+    monkeypatch.setenv("PATH", path_with())
+    with pytest.raises(
+        CpuftError, match=f"^(the answer of {client} has a form that cpuft does not know|SkyPilot has no)"
+    ):
+        scheduler.status("3")
