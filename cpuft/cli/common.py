@@ -65,6 +65,8 @@ def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
 def find_model_folder(run: str) -> Path:
     """Return RUN/model, the folder of the trained model. Raises CpuftError: there is no config.json in it."""
     folder = Path(run, MODEL)
+    if not Path(run).exists():
+        raise CpuftError(f"there is no folder {run}: give the folder of an earlier run")
     if not (folder / "config.json").exists():
         raise CpuftError(
             f"{run} has no folder {MODEL}, because the run is unfinished or had --no-save-model: give another run"

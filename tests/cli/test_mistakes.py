@@ -37,6 +37,11 @@ COMMANDS: list[tuple[str, Files, str]] = [
         "--type is for AMIs: leave it out with --output",
     ),
     (
+        "push runs/none me/model",
+        {},
+        "there is no folder runs/none: give the folder of an earlier run",
+    ),
+    (
         "provision image --list --recipe a.yaml",
         {},
         "--recipe is for a new image: leave it out",
