@@ -64,4 +64,3 @@ class SweepConfig:
         "and --ssh-config again",
         takes="FOLDER",
     )
-    yes: bool = output_option(False, "Start even more than 10,000 runs")

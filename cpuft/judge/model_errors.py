@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cpuft.errors import CpuftError, counted, escape_controls, requires
 from cpuft.judge.contradictions import MOST_CHARACTERS, find_contradictions
 from cpuft.judge.metrics import LEAST_RELEVANT, measure_rankings
-from cpuft.judge.predictions import FILE_NAME, QUERY_KINDS, RunPredictions
+from cpuft.judge.predictions import FILE_NAME, QUERY_KINDS, RunPredictions, explain_damage
 from cpuft.judge.wrong_labels import name_opposites, rank_labels
 from cpuft.terminal import WIDTH
 
@@ -93,40 +93,32 @@ def list_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
     needed = ("split", "row", *_COLUMNS.get(kind, ("label", "prediction")))
     if missing := next((name for name in needed if name not in columns), ""):
         raise CpuftError(f"{run}/{FILE_NAME} has no column {missing}: fetch or train the run again")
-    try:
-        return _find_errors(run, predictions, most)
-    except CpuftError:
-        raise
-    except Exception as error:  # whatever a library says about columns that are not what they should be
-        raise CpuftError(f"{run}/{FILE_NAME} is damaged ({error!r:.200}): fetch or train the run again") from None
-
-
-def _find_errors(run: str, predictions: RunPredictions, most: int) -> Errors:
-    kind = predictions.about.kind
-    with requires("train", "errors are found with scikit-learn"):
+    with explain_damage(run), requires("train", "errors are found with scikit-learn"):
         rating, ranking = _rate(predictions), rank_labels(predictions)
         contradictions = find_contradictions(predictions, rating.wrong)
-    suspects = ranking.order[: ranking.count].tolist() if ranking else []
-    is_suspect = frozenset(suspects).__contains__
+        suspects = ranking.order[: ranking.count].tolist() if ranking else []
+        is_suspect = frozenset(suspects).__contains__
 
-    def make(row: int, figures: Any, shown: Sequence[str]) -> Example:
-        return _make_example(predictions, row, float(figures[row]), shown[row] if len(shown) else "", is_suspect(row))
+        def make(row: int, figures: Any, shown: Sequence[str]) -> Example:
+            return _make_example(
+                predictions, row, float(figures[row]), shown[row] if len(shown) else "", is_suspect(row)
+            )
 
-    return Errors(
-        run,
-        kind,
-        len({*predictions.table.column("query").to_pylist()}) if kind == "relevance" else len(rating.figures),
-        rating.figure,
-        len(rating.wrong),
-        tuple(make(row, rating.figures, rating.predictions) for row in rating.wrong[:most]),
-        len(contradictions),
-        tuple(
-            Contradiction(make(first, rating.figures, ()), make(second, rating.figures, ()), similarity)
-            for first, second, similarity in contradictions[:most]
-        ),
-        len(suspects),
-        tuple(make(row, ranking.probabilities, ranking.likely) for row in suspects[:most] if ranking),
-    )
+        return Errors(
+            run,
+            kind,
+            len({*predictions.table.column("query").to_pylist()}) if kind == "relevance" else len(rating.figures),
+            rating.figure,
+            len(rating.wrong),
+            tuple(make(row, rating.figures, rating.predictions) for row in rating.wrong[:most]),
+            len(contradictions),
+            tuple(
+                Contradiction(make(first, rating.figures, ()), make(second, rating.figures, ()), similarity)
+                for first, second, similarity in contradictions[:most]
+            ),
+            len(suspects),
+            tuple(make(row, ranking.probabilities, ranking.likely) for row in suspects[:most] if ranking),
+        )
 
 
 def _rate(predictions: RunPredictions) -> _Rating:

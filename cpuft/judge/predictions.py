@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +109,17 @@ def write_predictions(folder: Path, about: About, columns: dict[str, Any]) -> No
         parquet.write_table(table, beside, compression="zstd")
 
 
+@contextmanager
+def explain_damage(run: str) -> Iterator[None]:
+    """Raise CpuftError for what libraries say about predictions of a run that are not what they should be."""
+    try:
+        yield
+    except CpuftError:
+        raise
+    except Exception as error:  # PyArrow, NumPy and others raise many kinds of errors
+        raise CpuftError(f"{run}/{FILE_NAME} is damaged ({error!r:.200}): fetch or train the run again") from None
+
+
 def read_predictions(run: str) -> RunPredictions:
     """Read the predictions in the folder `run`. CpuftError: there are none, they are damaged, or PyArrow is missing."""
     path = Path(run, FILE_NAME)
@@ -117,9 +130,7 @@ def read_predictions(run: str) -> RunPredictions:
         )
     with requires("train", f"{FILE_NAME} is read with PyArrow"):
         from pyarrow import parquet
-    try:
+    with explain_damage(run):
         table = parquet.read_table(path)
         about = load(About, parse_json((table.schema.metadata or {})[_KEY].decode()), str(path))
-    except Exception as error:  # PyArrow raises many kinds of errors
-        raise CpuftError(f"{path} is damaged ({error!r:.200}): fetch or train the run again") from None
-    return RunPredictions(about, table)
+        return RunPredictions(about, table)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cpuft.errors import CpuftError
-from cpuft.judge.predictions import FILE_NAME, MOST_PROBABILITIES, read_predictions
+from cpuft.judge.predictions import FILE_NAME, MOST_PROBABILITIES, explain_damage, read_predictions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,12 +32,10 @@ def find_threshold(run: str) -> Threshold:
     found = read_predictions(run)
     if found.about.kind != "labels" or len(found.about.classes) > MOST_PROBABILITIES:
         raise CpuftError(f"{run}/{FILE_NAME} has no probabilities of several labels: give a threshold with --threshold")
-    try:
+    with explain_damage(run):
         truth, probabilities = found.mark_classes("label"), found.probabilities().astype(np.float64)
         if not np.isfinite(probabilities).all():
             raise ValueError("not all probabilities are numbers")
-    except Exception as error:  # PyArrow and NumPy raise many kinds of errors
-        raise CpuftError(f"{run}/{FILE_NAME} is damaged ({error!r:.100}): fetch or train the run again") from None
     return choose_threshold(truth, probabilities)
 
 

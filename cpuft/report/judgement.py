@@ -6,8 +6,8 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpuft.errors import CpuftError, describe_error, requires
-from cpuft.judge.predictions import FILE_NAME, RunPredictions, read_predictions
+from cpuft.errors import CpuftError, requires
+from cpuft.judge.predictions import FILE_NAME, RunPredictions, explain_damage, read_predictions
 from cpuft.judge.tables import list_tables
 from cpuft.record import Record
 from cpuft.report.plots import Line, Panel, draw
@@ -40,13 +40,8 @@ def judge_record(record: Record) -> Judgement | None:
     predictions = read_run_predictions(record)
     with requires("train", "predictions are judged with NumPy and SciPy"):
         from cpuft.judge.judgement import judge
-    try:
+    with explain_damage(str(Path(record.path).parent)):
         return judge(predictions)
-    except Exception as error:  # whatever a library says about columns that are not what they should be
-        problem = f"{type(error).__name__}: {describe_error(error)}"
-        raise CpuftError(
-            f"the predictions beside {record.path} cannot be judged ({problem}): fetch the run again"
-        ) from None
 
 
 def format_judgement(judgement: Judgement) -> str:

@@ -30,7 +30,7 @@ from cpuft.sweep.study import SweepSettings
 from cpuft.tasks import find_task
 
 _MOST_RUNS = 10_000
-"""A sweep of more runs needs --yes."""
+"""Of a sweep."""
 
 
 def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSettings, bool, list[OptionValues]]:
@@ -97,8 +97,8 @@ def _check_count(config: SweepConfig, spaces: Sequence[Space]) -> None:
                 "as --learning-rate 1e-5..1e-3, more values, or leave out --search and --trials, to train all of them"
             )
         count = config.trials * _count_seeds(spaces)
-    if count > _MOST_RUNS and not config.yes:
-        advice = "give fewer values, --search random with --trials 50, or --yes if you mean it"
+    if count > _MOST_RUNS:
+        advice = "give fewer values, or --search random with --trials 50"
         raise CpuftError(f"this sweep has more than {_MOST_RUNS:,} runs: {advice}")
 
 

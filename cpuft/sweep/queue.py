@@ -346,8 +346,12 @@ class SweepQueue:
             self._say(
                 f"waiting up to {_STOP_SECONDS:.0f} s for checkpoints of {runs}; press Ctrl-C again to end at once"
             )
+        end = time.monotonic() + _STOP_SECONDS
         with suppress(Interrupted), execute.signals_raise():
-            interrupt([one.process for one in active], _STOP_SECONDS)
+            for one in active:
+                one.process.send_signal(signal.SIGINT)
+            for one in active:
+                execute.wait_for_exit(one.process, max(0.0, end - time.monotonic()))
         execute.stop_processes([one.process for one in self._active])
         for one in self._active:
             found = self._make_end(one)
@@ -357,15 +361,6 @@ class SweepQueue:
                 found = replace(found, status=DONE if metrics else STOPPED, metrics=metrics, reason="")
             self.sweep.note(one.run, found)
         self._active.clear()
-
-
-def interrupt(processes: Sequence[execute.Process], seconds: float) -> None:
-    """Send SIGINT to launches, and wait up to `seconds` in all for their ends; those that have not ended run on."""
-    for process in processes:
-        process.send_signal(signal.SIGINT)
-    end = time.monotonic() + seconds
-    for process in processes:
-        execute.wait_for_exit(process, max(0.0, end - time.monotonic()))
 
 
 def _find_place(run: Run, *statuses: str) -> str:

@@ -78,7 +78,7 @@ def test_a_run_is_shown_without_predictions_that_are_not_its_own(
     made = make_five_classes()
     columns = {name: made.table[name] for name in made.table.column_names if name != "prediction"}
     write_predictions(run, made.about, columns)
-    assert "cannot be judged" in report(str(run)).stderr
+    assert "predictions.parquet is damaged (" in report(str(run)).stderr
     assert report(str(run), "--markdown").stderr == ""
     monkeypatch.setitem(sys.modules, "cpuft.judge.judgement", None)
     assert "predictions are judged with NumPy and SciPy: " in report(str(run)).stderr
