@@ -35,12 +35,12 @@ def data() -> None:
             help="With --baseline, for tasks with classes of texts, also show the metric of static embeddings with a "
             "linear model: the folder or the Hugging Face hub name of a model of model2vec",
         ),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print the numbers as one JSON object"),
+        click.Option(["--json"], is_flag=True, help="Print the numbers as one JSON object"),
         DRY_RUN_HERE,
         CONFIG_FILE,
     ],
 )
-def show(dry_run: bool, as_json: bool, baseline: bool, static_model: str, **values: Any) -> None:
+def show(dry_run: bool, json: bool, baseline: bool, static_model: str, **values: Any) -> None:
     """Show columns, labels, lengths and duplicates of the data that a training would use.
 
     The options are those of cpuft launch, and the examples are read and tokenised in the same way: the columns that are
@@ -52,6 +52,6 @@ def show(dry_run: bool, as_json: bool, baseline: bool, static_model: str, **valu
     if static_model and not baseline:
         raise CpuftError("--static-model adds static embeddings to the baseline: give --baseline as well")
     config = pick(TrainConfig, values)
-    own = ("json" if as_json else "text", "baseline" if baseline else "", static_model)
+    own = ("json" if json else "text", "baseline" if baseline else "", static_model)
     why = f"read the data of --task {config.task}"
     run_or_print(plan_module(why, "cpuft.train.data.show", (*own, *format_arguments(config))), dry_run)

@@ -18,7 +18,7 @@ _TEXTS = {
 
 
 @click.command(cls=Verb, params=make_options(LaunchConfig, only=(*_TEXTS, "ssh_config"), texts=_TEXTS))
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object")
+@click.option("--json", is_flag=True, help="Print the findings as one JSON object")
 @click.option(
     "--full",
     is_flag=True,
@@ -28,7 +28,7 @@ _TEXTS = {
 @click.option("--bandwidth", is_flag=True, help="Also measure latency and bandwidth between all pairs of hosts")
 @click.option("--fix", is_flag=True, help="Run those fixes that are safe without a decision of yours, then check again")
 @click.option("--list", "list_checks", is_flag=True, help="Print the codes of all checks and what they look for")
-def doctor(as_json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool, **values: Any) -> None:
+def doctor(json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool, **values: Any) -> None:
     """Check all hosts of a cluster for problems that would stop, hang or slow down a run.
 
     Without --fix, nothing is changed on the hosts. The exit code is 1 if a run would fail or hang, 2 if the hosts
@@ -56,7 +56,7 @@ def doctor(as_json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: b
         for line in run_fixes(findings, state, access):
             click.echo(line, err=True)
         findings = find_all(replace(examine_hosts(hosts, access, full=full, try_outside=True), links=links))
-    if as_json:
+    if json:
         values = findings_to_json(findings, [host.name for host in hosts]) | {"kernels": find_kernel_builds(state)}
         measured = {"links": [asdict(link) for link in links]} if bandwidth else {}
         click.echo(format_json(values | measured))

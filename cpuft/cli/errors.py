@@ -21,12 +21,12 @@ class ErrorsConfig:
     cls=Verb,
     params=[
         *make_options(ErrorsConfig),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print the examples as one JSON object"),
+        click.Option(["--json"], is_flag=True, help="Print the examples as one JSON object"),
         CONFIG_FILE,
         click.Argument(["run"], metavar="RUN", shell_complete=complete_runs),
     ],
 )
-def errors(run: str, most: int, as_json: bool, config: str) -> None:
+def errors(run: str, most: int, json: bool, config: str) -> None:
     """List the validation examples that a run gets most wrong, and labels that may be wrong.
 
     RUN is the folder of a finished run. Of labels, first come the wrong predictions of which the model is most certain;
@@ -39,4 +39,4 @@ def errors(run: str, most: int, as_json: bool, config: str) -> None:
     from cpuft.serialization import format_json
 
     found = list_errors(run, read_predictions(run), most)
-    click.echo(format_json(dataclasses.asdict(found)) if as_json else format_errors(found).rstrip("\n"))
+    click.echo(format_json(dataclasses.asdict(found)) if json else format_errors(found).rstrip("\n"))

@@ -80,12 +80,12 @@ class EstimateConfig:
     params=[
         *make_options(EstimateConfig),
         *make_options(TrainConfig, only=_OF_PROBE),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print the estimates as one JSON object"),
+        click.Option(["--json"], is_flag=True, help="Print the estimates as one JSON object"),
         click.Argument(["run"], required=False, shell_complete=complete_runs),
     ],
     alternatives=(("link", "bandwidth"), ("link", "latency")),
 )
-def estimate(run: str | None, as_json: bool, **values: Any) -> None:
+def estimate(run: str | None, json: bool, **values: Any) -> None:
     """Estimate time, speed, efficiency and price on 1 to 64 hosts before you rent them.
 
     The estimate is based on RUN, the folder of a run with one rank, and on the speed of the network between the hosts,
@@ -146,7 +146,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     if least_rate is not None:
         notes = [describe_least_rate(hosts[-1], least_rate), *notes]
     title = f"{record.header.task} with {record.header.model} on hosts of {cores:g} cores"
-    if as_json:
+    if json:
         click.echo(format_json(estimates_to_json(found, notes, least_rate)))
     else:
         click.echo(format_estimates(found, notes, title), nl=False)

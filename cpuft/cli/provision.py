@@ -223,10 +223,11 @@ def image(dry_run: bool, **values: Any) -> None:
     --aws, it is an AMI, from which `cpuft provision aws` starts its instances.
     """
     config = pick(ImageConfig, values)
+    kinds = ("output", "aws", "list", "delete")
     if config.output:
-        refuse_options(ImageConfig, "is for AMIs: leave it out with --output", "recipe", "output", "wheels")
+        refuse_options(ImageConfig, "is for AMIs: leave it out with --output", *kinds, "recipe", "wheels")
     if config.list or config.delete:
-        refuse_options(ImageConfig, "is for a new image: leave it out", "aws", "list", "delete", "region")
+        refuse_options(ImageConfig, "is for a new image: leave it out", *kinds, "region")
     if config.aws or config.list or config.delete:
         _make_ami(config, dry_run)
     elif config.output:

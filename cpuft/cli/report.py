@@ -17,7 +17,7 @@ from cpuft.errors import CpuftError
 @click.command(
     cls=Verb,
     params=[
-        click.Option(["--json", "as_json"], is_flag=True, help="Print the table as one JSON object"),
+        click.Option(["--json"], is_flag=True, help="Print the table as one JSON object"),
         click.Option(["--markdown"], is_flag=True, help="Print the table in Markdown"),
         click.Option(
             ["--html"],
@@ -48,11 +48,11 @@ from cpuft.errors import CpuftError
         CONFIG_FILE,
         click.Argument(["runs"], nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs),
     ],
-    alternatives=tuple(itertools.combinations(("to", "html", "as_json", "markdown"), 2)),
+    alternatives=tuple(itertools.combinations(("to", "html", "json", "markdown"), 2)),
 )
 def report(
     runs: tuple[str, ...],
-    as_json: bool,
+    json: bool,
     markdown: bool,
     html: bool,
     no_examples: bool,
@@ -99,7 +99,7 @@ def report(
         if html:
             click.echo(f"page: {write_sweep_page(found_sweep, Path(runs[0], 'report.html'))}")
             return
-        text = format_json(sweep_to_json(found_sweep)) + "\n" if as_json else format_sweep(found_sweep)
+        text = format_json(sweep_to_json(found_sweep)) + "\n" if json else format_sweep(found_sweep)
         click.echo(text, nl=False)
         return
     if metric:
@@ -123,7 +123,7 @@ def report(
             folders = ", ".join(str(Path(record.path).parent) for record in unfinished)
             say(f"skipped, because these runs are not finished: {folders}")
         jobs = group_jobs(finished)
-        if len(jobs) > 1 and not (html or as_json):
+        if len(jobs) > 1 and not (html or json):
             click.echo("\n".join(format_comparison(compare(job)) for job in jobs), nl=False)
             return
         records = finished or records
@@ -143,7 +143,7 @@ def report(
         path = page_path(runs)
         write_page(records, path, unfinished, judgement, quality, examples=not no_examples)
         click.echo(f"page: {path}")
-    elif as_json:
+    elif json:
         told = tables.to_json(comparison) if comparison else {}
         told |= {"quality": quality.to_json()} if quality else {}
         told |= {"judgement": dataclasses.asdict(judgement)} if judgement else {}

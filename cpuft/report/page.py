@@ -77,7 +77,7 @@ def render_page(path: Path, parts: Mapping[str, Any]) -> Path:
         from jinja2 import Environment, StrictUndefined
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    if path.exists() and _OURS not in path.read_bytes():
+    if path.is_dir() or (path.exists() and _OURS not in path.read_bytes()):
         raise CpuftError(f"{path} exists and is not a page of cpuft: move it away")
     write_text(path, template.render(**parts))
     return path

@@ -16,6 +16,7 @@ from click.shell_completion import ShellComplete
 
 from cpuft.cli import VERBS as SENTENCES
 from cpuft.cli import cli
+from cpuft.cli.options import CONFIG_FILE
 from cpuft.config.fields import SECTIONS
 from cpuft.record import FILE_NAME
 from cpuft.tasks import TASKS
@@ -89,6 +90,12 @@ def test_every_option_has_a_subject(name: str) -> None:
     assert {getattr(option, "section", "") or option.opts[0] for option in options} <= {*SECTIONS, *others}
     _, end = help_of(name).split("\nOther options:\n")
     assert end.count("\n  -") <= 3
+
+
+@pytest.mark.parametrize("name", [name for name, verb in VERBS.items() if CONFIG_FILE in verb.params])
+def test_a_file_of_options_names_them_as_their_flags_do(name: str) -> None:
+    options = [param for param in VERBS[name].params if isinstance(param, click.Option)]
+    assert [option.name for option in options] == [option.opts[0][2:].replace("-", "_") for option in options]
 
 
 @pytest.mark.parametrize("name", VERBS)

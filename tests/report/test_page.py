@@ -272,6 +272,9 @@ def test_another_file_of_that_name_is_left(tmp_path: Path) -> None:
     with pytest.raises(CpuftError, match=r"report.html exists and is not a page of cpuft: move it away"):
         write_page(make_runs((1, 2)), path)
     assert path.read_text() == "<html>a thesis</html>"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CpuftError, match=r"folder exists and is not a page of cpuft: move it away"):
+        write_page(make_runs((1, 2)), tmp_path / "folder")
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
