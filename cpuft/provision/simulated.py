@@ -378,10 +378,16 @@ def _plan_node_step(config: LocalConfig, facts: MachineFacts, index: int, action
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, fault: str, node: str) -> Plan:
-    """Plan a fault, a key of `FAULTS`, of the host with number (from 1), name or address `node`; else CpuftError."""
+    """Plan a fault, a key of `FAULTS`, of the host with number (from 1), name or address `node`.
+
+    Raises CpuftError: there is no such host, or it does not run.
+    """
     members = _plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
         if node in (str(index), member.name, member.address):
+            if not facts.nodes.get(index, NodeFacts()).running:
+                repair = f"cpuft provision local --name {config.name}"
+                raise CpuftError(f"{member.name} does not run: {repair} with the options of the cluster starts it")
             step = _plan_node_step(config, facts, index, FAULTS[fault], f"{fault} {member.name}")
             return Plan(((step,),))
     raise CpuftError(f"cluster {config.name} has no host {node!r}: choose one of {', '.join(m.name for m in members)}")

@@ -177,8 +177,14 @@ def test_a_fault_finds_its_host_by_number_name_or_address(node: str) -> None:
 
 
 def test_a_fault_needs_no_files_of_the_cluster() -> None:
-    (step,) = plan_fault(CONFIG, EMPTY, "resume", "2").stages[0]
+    (step,) = plan_fault(CONFIG, replace(EMPTY, nodes=whole().nodes), "resume", "2").stages[0]
     assert step.command[-1] == "resume"
+
+
+@pytest.mark.parametrize("nodes", [{}, {2: NodeFacts(running=False)}])
+def test_a_host_that_does_not_run_has_no_faults(nodes: dict[int, NodeFacts]) -> None:
+    with pytest.raises(CpuftError, match=r"^local-2 does not run: cpuft provision local --name local with the options"):
+        plan_fault(CONFIG, replace(whole(), nodes=nodes), "join", "2")
 
 
 def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
