@@ -244,6 +244,12 @@ def run_client(*argv: str, stdin: str = "", environ: Mapping[str, str] | None = 
     return answer.output
 
 
+def read_log(*argv: str) -> str:
+    """Return what a scheduler's client prints of a job's log; "" if it cannot be read now, as before the job starts."""
+    answer = run_command(argv, ANSWER_SECONDS)
+    return "" if answer.exit_code else answer.output
+
+
 @contextmanager
 def explain_answers(client: str) -> Iterator[None]:
     """Raise CpuftError where what a scheduler's client has answered cannot be read, as that of another version."""
@@ -312,7 +318,7 @@ def follow_job(scheduler: Scheduler[Any], job: str, say: Callable[[str], None]) 
                     "ask for less, e.g. with --nodes or a smaller --np"
                 )
             say(status.log.removeprefix(shown))
-            shown = status.log
+            shown = status.log or shown
             if status.exit_code is not None:
                 return status.exit_code
         time.sleep(_POLL_SECONDS)

@@ -23,6 +23,7 @@ from cpuft.schedulers.base import (
     explain_answers,
     fill_template,
     make_node_command,
+    read_log,
     run_client,
     run_with_secret,
 )
@@ -107,7 +108,7 @@ class Dstack(Scheduler[DstackOptions]):
         code = _EXIT_CODES.get(state)
         if code and attempts:
             code = attempts[-1].get("exit_status") or code
-        log = run_client("dstack", "logs", job) if attempts else ""
+        log = read_log("dstack", "logs", job) if attempts else ""
         return JobStatus(state, code, log)
 
     def _find(self, job: str) -> dict[str, Any]:

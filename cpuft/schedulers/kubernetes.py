@@ -20,6 +20,7 @@ from cpuft.schedulers.base import (
     JobStatus,
     Scheduler,
     fill_template,
+    read_log,
     read_template,
     run_client,
 )
@@ -125,9 +126,9 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         state = next((condition for condition in _CONDITIONS if condition in true), "")
         if not state:  # a TrainJob has no condition while it runs
             state = ["Pending", *self._get("pods", launcher, "{.items[*].status.phase}")][-1]
-        log = run_command(("kubectl", "logs", launcher, "--tail=-1", *self._namespace), ANSWER_SECONDS)
+        log = read_log("kubectl", "logs", launcher, "--tail=-1", *self._namespace)
         exit_code = {"Succeeded": 0, "Complete": 0, "Failed": int(codes[-1]) if codes else 1}.get(state)
-        return JobStatus(state, exit_code, "" if log.exit_code else log.output)
+        return JobStatus(state, exit_code, log)
 
     @property
     def _kind(self) -> str:

@@ -208,6 +208,9 @@ def test_skypilots_client(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [SkyPilot().is_ours(name) for name in ("12", "13")] == [True, False]
     SkyPilot().cancel("12")
     assert words_said() == ["jobs", "cancel", "--yes", "12"]
+    program = Path("bin/sky")
+    program.write_text(program.read_text().replace("echo a line", "exit 1"))  # a job that ended before it had a log
+    assert (SkyPilot().status("13").exit_code, SkyPilot().status("13").log) == (1, "")
     with pytest.raises(CpuftError, match="SkyPilot has no managed job 14"):
         SkyPilot().status("14")
 

@@ -448,6 +448,8 @@ def test_a_log_is_followed_over_restarts_and_failures_of_the_scheduler(monkeypat
             lambda: add_program("scontrol", "exit 1\n"),
             lambda: add_slurm("PENDING", "75:0"),
             lambda: log.write_text("step 1\nstep 2\n"),
+            lambda: log.write_text(""),
+            lambda: log.write_text("step 1\nstep 2\n"),
             lambda: log.write_text("anew\n"),
             lambda: add_slurm("COMPLETED"),
         ]
