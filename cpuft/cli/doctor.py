@@ -10,6 +10,7 @@ import click
 
 from cpuft.cli.options import Verb, make_options, pick
 from cpuft.config.launch import LaunchConfig
+from cpuft.errors import CpuftError
 
 _TEXTS = {
     "hostfile": "Hostfile with the hosts to check (default: in a job its hosts, else this machine)",
@@ -50,7 +51,11 @@ def doctor(json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool
     state = examine_hosts(hosts, access, full=full, try_outside=True)
     # Hosts that do not answer have findings of their own; the links between the others can be measured.
     reachable = tuple(one.host for one, _, _ in state.answering)
-    links = measure_links(reachable, access) if bandwidth and len(reachable) > 1 else ()
+    links, failure = (), None
+    try:
+        links = measure_links(reachable, access) if bandwidth and len(reachable) > 1 else ()
+    except CpuftError as error:  # the findings may tell why
+        failure = error
     findings = find_all(replace(state, links=links))
     if fix and any(finding.fix for finding in findings):
         for line in run_fixes(findings, state, access):
@@ -64,4 +69,6 @@ def doctor(json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool
         click.echo(format_links(links) + "\n" if links else "", nl=False)
         click.echo(format_kernel_builds(find_kernel_builds(state)), nl=False)
         click.echo(format_findings(findings, len(hosts), len(CHECKS)), nl=False)
+    if failure:
+        raise failure
     sys.exit(1 if any(finding.severe for finding in findings) else 0)

@@ -2,13 +2,16 @@
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cpuft.cli import main
 from cpuft.doctor import probe
 from cpuft.doctor.links import format_links, plan_pairs, read_links
 from cpuft.doctor.probe import measure_links
+from cpuft.errors import CpuftError
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
@@ -54,3 +57,21 @@ def test_a_peer_that_does_not_connect_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(probe, "_LINK_TIMEOUT_SECONDS", 0.1)
     (answer,) = measure_links({"port": 23918, "seconds": 0.05, "peers": [["127.0.0.1", False]]})
     assert answer == {"peer": "127.0.0.1", "error": "timed out"}
+
+
+def test_links_that_cannot_be_measured_hide_no_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two names of one host cannot both listen on the port."""
+
+    def fail(*_: object) -> None:
+        raise CpuftError("Address already in use")
+
+    monkeypatch.setattr("cpuft.doctor.links.measure_links", fail)
+    (tmp_path / "hosts").write_text("localhost\n127.0.0.1\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--hostfile", str(tmp_path / "hosts"), "--bandwidth"])
+    said = capsys.readouterr()
+    assert "CPUFT-011 error on 127.0.0.1" in said.out
+    assert said.err == "cpuft: error: Address already in use\n"
+    assert ended.value.code == 2
