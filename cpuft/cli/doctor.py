@@ -51,11 +51,11 @@ def doctor(json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool
     state = examine_hosts(hosts, access, full=full, try_outside=True)
     # Hosts that do not answer have findings of their own; the links between the others can be measured.
     reachable = tuple(one.host for one, _, _ in state.answering)
-    links, failure = (), None
+    failure: CpuftError | None = None
     try:
         links = measure_links(reachable, access) if bandwidth and len(reachable) > 1 else ()
     except CpuftError as error:  # the findings may tell why
-        failure = error
+        links, failure = (), error
     findings = find_all(replace(state, links=links))
     if fix and any(finding.fix for finding in findings):
         for line in run_fixes(findings, state, access):
