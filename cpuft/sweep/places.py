@@ -65,11 +65,6 @@ def plan_places(config: LaunchConfig, hosts_per_run: int, parallel: int) -> list
     return made[: parallel or len(made)]
 
 
-def find_host_share(places: Sequence[Place]) -> float:
-    """Return the share of a host that a run has: 1 / number of places if they divide this machine, else 1."""
-    return 1 / len(places) if places and places[0].prefix else 1.0
-
-
 def divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0) -> list[Place]:
     """Return equal parts of this machine, from the hardware threads of each core and the number of cores that the
     control group allows (0: no limit). Raises CpuftError: there are not enough cores.

@@ -24,7 +24,7 @@ from cpuft.launch.run_state import FINISHED, read_state
 from cpuft.launch.supervise import TRAINING_STOP_SECONDS
 from cpuft.record import FILE_NAME as RECORD_NAME
 from cpuft.record import read_record
-from cpuft.sweep.places import REFUSES, Place, find_host_share, find_lost_hosts
+from cpuft.sweep.places import REFUSES, Place, find_lost_hosts
 from cpuft.sweep.pruning import MedianPruner
 from cpuft.sweep.results import list_results
 from cpuft.sweep.search import describe_values, format_assignment
@@ -78,7 +78,7 @@ class SweepQueue:
         self.sweep, self._options, self._places, self._stop_after = sweep, options, list(places), stop_after
         self._say, self._active = say, list[_ActiveRun]()
         self._pruner = MedianPruner(sweep) if sweep.settings.pruner != "none" else None
-        self._host_share = find_host_share(places)
+        self._host_share = 1 / len(places) if places and places[0].prefix else 1.0  # places that divide this machine
         self._failed_before = {*sweep.list_runs(FAILED)}
         """Runs that failed in an earlier session, and have not been started in this one."""
         self._checked = set[str]()
