@@ -244,7 +244,7 @@ def run_client(*argv: str, stdin: str = "", environ: Mapping[str, str] | None = 
     return answer.output
 
 
-def read_log(*argv: str) -> str:
+def fetch_log(*argv: str) -> str:
     """Return what a scheduler's client prints of a job's log; "" if it cannot be read now, as before the job starts."""
     answer = run_command(argv, ANSWER_SECONDS)
     return "" if answer.exit_code else answer.output

@@ -21,9 +21,9 @@ from cpuft.schedulers.base import (
     JobStatus,
     Scheduler,
     explain_answers,
+    fetch_log,
     fill_template,
     make_node_command,
-    read_log,
     run_client,
     run_with_secret,
 )
@@ -108,7 +108,7 @@ class Dstack(Scheduler[DstackOptions]):
         code = _EXIT_CODES.get(state)
         if code and attempts:
             code = attempts[-1].get("exit_status") or code
-        log = read_log("dstack", "logs", job) if attempts else ""
+        log = fetch_log("dstack", "logs", job) if attempts else ""
         return JobStatus(state, code, log)
 
     def _find(self, job: str) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from cpuft.schedulers.base import (
     JobLaunch,
     JobStatus,
     Scheduler,
+    fetch_log,
     fill_template,
-    read_log,
     read_template,
     run_client,
 )
@@ -126,7 +126,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         state = next((condition for condition in _CONDITIONS if condition in true), "")
         if not state:  # a TrainJob has no condition while it runs
             state = ["Pending", *self._get("pods", launcher, "{.items[*].status.phase}")][-1]
-        log = read_log("kubectl", "logs", launcher, "--tail=-1", *self._namespace)
+        log = fetch_log("kubectl", "logs", launcher, "--tail=-1", *self._namespace)
         exit_code = {"Succeeded": 0, "Complete": 0, "Failed": int(codes[-1]) if codes else 1}.get(state)
         return JobStatus(state, exit_code, log)
 

@@ -23,9 +23,9 @@ from cpuft.schedulers.base import (
     JobStatus,
     Scheduler,
     explain_answers,
+    fetch_log,
     fill_template,
     make_node_command,
-    read_log,
     run_client,
     run_with_secret,
 )
@@ -108,7 +108,7 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
         """
         state = str(self._find(job)["status"])
         has_ended = state in ("SUCCEEDED", "CANCELLED") or state.startswith("FAILED")
-        log = "" if state in ("PENDING", "STARTING") else read_log("sky", "jobs", "logs", "--no-follow", job)
+        log = "" if state in ("PENDING", "STARTING") else fetch_log("sky", "jobs", "logs", "--no-follow", job)
         return JobStatus(state, int(state != "SUCCEEDED") if has_ended else None, log)
 
     def _find(self, job: str) -> dict[str, Any]:
