@@ -144,9 +144,10 @@ def measure_turns(
 ) -> Iterator[Measurement]:
     """Measure each turn of a plan, and yield one measurement per turn, the same on all ranks.
 
-    A backend that cannot be used on one of the ranks is left out: rank 0 prints why. All ranks must iterate to the end
-    together, without a default process group. `choices` has what `auto` stands for, by type and bytes; a measurement of
-    `auto` has the name `auto:mpi`.
+    A backend that cannot be used on one of the ranks is left out: rank 0 prints why, without `choices` only if another
+    rank can use it, because not all packages need be installed. All ranks must iterate to the end together, without a
+    default process group. `choices` has what `auto` stands for, by type and bytes; a measurement of `auto` has the name
+    `auto:mpi`.
     """
     current, left_out = "", set[str]()
     for number, (backend, operation, dtype, nbytes) in enumerate(plan):
@@ -156,7 +157,7 @@ def measure_turns(
         if actual != current or backend == "auto":
             _destroy_group()
             current = actual
-            if not _make_group(actual, store, rank, size, f"turn {number}", timeout_seconds):
+            if not _make_group(actual, store, rank, size, f"turn {number}", timeout_seconds, choices is not None):
                 left_out.add(actual)
                 continue
         label = backend if actual == backend else f"{backend}:{actual}"
@@ -164,11 +165,13 @@ def measure_turns(
     _destroy_group()
 
 
-def _make_group(backend: str, store: Store, rank: int, size: int, prefix: str, timeout_seconds: float) -> bool:
+def _make_group(
+    backend: str, store: Store, rank: int, size: int, prefix: str, timeout_seconds: float, is_wanted: bool
+) -> bool:
     """Make the default process group if all ranks can, and return whether they could."""
     store = PrefixStore(prefix, store)
     problem = BACKENDS[backend].find_problem()
-    if not _has_no_problem(backend, PrefixStore("has", store), rank, size, problem):
+    if not _has_no_problem(backend, PrefixStore("has", store), rank, size, problem, is_wanted):
         return False
     try:
         start(backend, timeout_seconds, PrefixStore("group", store), rank, size, compares_calls=False)
@@ -181,11 +184,13 @@ def _make_group(backend: str, store: Store, rank: int, size: int, prefix: str, t
     return False
 
 
-def _has_no_problem(backend: str, store: Store, rank: int, size: int, problem: str) -> bool:
-    """Return whether no rank has a problem with the backend. Rank 0 prints each different problem once."""
+def _has_no_problem(backend: str, store: Store, rank: int, size: int, problem: str, tells_if_all: bool = True) -> bool:
+    """Return whether no rank has a problem with the backend. Rank 0 prints each different problem once, or nothing if
+    all ranks have one and not `tells_if_all`.
+    """
     store.set(str(rank), problem)
     problems = [store.get(str(other)).decode() for other in range(size)]
-    for text in dict.fromkeys(filter(None, problems)) if rank == 0 else ():
+    for text in dict.fromkeys(filter(None, problems)) if rank == 0 and (tells_if_all or not all(problems)) else ():
         print(f"cpuft comm: leaving out {backend}: rank {problems.index(text)}: {text}", file=sys.stderr)
     return not any(problems)
 

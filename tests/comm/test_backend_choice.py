@@ -99,12 +99,21 @@ def test_own_calls_of_collectives_have_the_names_that_torch_does_not_warn_about(
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    "of_rank_1, choices, is_told",
+    [("no libccl", {}, True), ("", None, True), ("no libccl", None, False)],
+    ids=["wanted", "on-one-rank", "not-installed"],
+)
 def test_a_backend_that_cannot_be_used_is_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    of_rank_1: str,
+    choices: dict[tuple[str, int], backend_choice.Choice] | None,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     store = HashStore()
-    store.set("turn 0/has/1", "no libccl")
+    store.set("turn 0/has/1", of_rank_1)
     monkeypatch.setattr(backend_choice, "BACKENDS", {"ccl": SimpleNamespace(find_problem=lambda: "no libccl")})
     plan = [("ccl", "all_reduce", "float32", 8)] * 3
-    assert list(backend_choice.measure_turns(store, 0, 2, plan, 1.0)) == []
-    assert capsys.readouterr().err == "cpuft comm: leaving out ccl: rank 0: no libccl\n"
+    assert list(backend_choice.measure_turns(store, 0, 2, plan, 1.0, choices)) == []
+    assert capsys.readouterr().err == "cpuft comm: leaving out ccl: rank 0: no libccl\n" * is_told
