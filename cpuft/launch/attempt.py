@@ -39,7 +39,8 @@ from cpuft.launch.run_state import (
     note_state,
 )
 from cpuft.launch.secret_files import secrets_on_hosts
-from cpuft.launch.supervise import StopRequest, run_as_head_host
+from cpuft.launch.stop_request import StopRequest
+from cpuft.launch.supervise import run_as_head_host
 from cpuft.plans import RunPlan, Setting, Step
 from cpuft.rank.process import OWNER_VARIABLE, end_with_parent
 from cpuft.serialization import load, parse_json

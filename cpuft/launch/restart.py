@@ -40,7 +40,7 @@ from cpuft.launch.resume import (
     remove_empty_run,
 )
 from cpuft.launch.run_state import LaterStartError, find_end, read_state
-from cpuft.launch.supervise import StopRequest
+from cpuft.launch.stop_request import StopRequest
 from cpuft.plans import RunPlan
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record

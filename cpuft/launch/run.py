@@ -27,7 +27,7 @@ from cpuft.launch.results import fetch_and_clean_up
 from cpuft.launch.resume import gather_resumed_run, has_begun
 from cpuft.launch.run_folder import choose_run_dir
 from cpuft.launch.script_command import name_script, plan_script, refuse_other_launchers, wrap_script
-from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS, StopRequest
+from cpuft.launch.stop_request import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS, StopRequest
 from cpuft.plans import RunPlan
 
 

@@ -27,7 +27,7 @@ from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.results import HeadHostLostError
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run_state import begin_state
-from cpuft.launch.supervise import StopRequest
+from cpuft.launch.stop_request import StopRequest
 from cpuft.plans import RunPlan, Step
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 

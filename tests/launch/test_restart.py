@@ -40,7 +40,7 @@ from cpuft.launch.restart import (
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, find_newest_update
 from cpuft.launch.run_state import FINISHED, LaterStartError, RunState, StateWriter, format_state, write_state
-from cpuft.launch.supervise import StopRequest
+from cpuft.launch.stop_request import StopRequest
 from cpuft.plans import RunPlan, Step
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
