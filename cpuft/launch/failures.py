@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.config.fields import option_names
-from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.launch import ScriptConfig
 from cpuft.errors import NO_MORE_PROCESSES, RESUMABLE, CpuftError, counted, escape_controls
 from cpuft.launch.resume import read_resumed_run
 from cpuft.rank.process import (
@@ -264,9 +264,8 @@ def describe_end(
     code: int,
     run_dir: str,
     hosts: tuple[str, ...],
-    config: LaunchConfig,
     script: Sequence[str],
-    script_config: ScriptConfig | None = None,
+    script_config: ScriptConfig,
 ) -> tuple[int, str]:
     """Return the exit code of a launch and its closing message: "run: RUN_DIR" after 0, "" after a failure.
 
@@ -284,8 +283,8 @@ def describe_end(
     what = "the ranks ended with exit code 75"
     if line := find_interruption(run_dir):
         what = f"the run was interrupted by {line.by} after update {line.step} of {line.updates}"
-    where = [f"--{name}={value}" for name in ("cluster", "hostfile") if (value := getattr(config, name))]
-    if script and script_config:
-        where += [f"--{name}" for name in option_names(ScriptConfig) if getattr(script_config, name)]
-    command = ["cpuft", "launch", "--resume", run_dir, *where, *(["--", *script] if script else [])]
+    command = ["cpuft", "launch", "--resume", run_dir]  # its hosts are noted (`LaunchNote`)
+    if script:
+        command += [f"--{name}" for name in option_names(ScriptConfig) if getattr(script_config, name)]
+        command += ["--", *script]
     return code, f"cpuft: {what}: continue with {shlex.join(command)}"

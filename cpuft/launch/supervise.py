@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import shutil
 import signal
@@ -9,7 +10,8 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -52,6 +54,8 @@ _REMOVE_SECONDS = 60.0
 _HIDDEN = (*MARKS, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
 """Lines of rank 0 that the terminal does not show: marks for this module, and oneCCL's warning about our setting."""
 
+_make_decoder = partial(codecs.getincrementaldecoder("utf-8"), errors="replace")
+
 
 @dataclass
 class LogTail:
@@ -60,6 +64,8 @@ class LogTail:
     path: Path
     stream: IO[str]
     position: int = 0
+    decoder: codecs.IncrementalDecoder = field(default_factory=_make_decoder)
+    """Keeps the first bytes of a character whose others are not written yet."""
 
     def copy(self) -> None:
         """Copy what was appended since the last call; nothing if there is no such file."""
@@ -71,7 +77,7 @@ class LogTail:
             return
         self.position += len(new)
         if new:
-            lines = new.decode(errors="replace").splitlines(keepends=True)
+            lines = self.decoder.decode(new).splitlines(keepends=True)
             shown = (line for line in lines if is_for_users(line) and not any(mark in line for mark in _HIDDEN))
             self.stream.write("".join(shown))
             self.stream.flush()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.launch import ScriptConfig
 from cpuft.config.train import TrainConfig
 from cpuft.launch.failures import (
     Failure,
@@ -223,7 +223,7 @@ def end(folder: Path, code: int, lines: tuple[Line, ...], errors: str, script: l
     (folder / "logs/rank-0.err").write_text(errors)
     record = folder / ("record.jsonl" if lines else "nothing")
     record.write_text("".join(format_line(line) + "\n" for line in lines))
-    return describe_end(code, str(folder), ("a", "b"), LaunchConfig(cluster="lab"), script)
+    return describe_end(code, str(folder), ("a", "b"), script, ScriptConfig())
 
 
 @pytest.mark.parametrize(
@@ -256,15 +256,15 @@ def end(folder: Path, code: int, lines: tuple[Line, ...], errors: str, script: l
 def test_exit_code_75_is_returned_only_for_runs_that_can_be_resumed(
     tmp_path: Path, code: int, lines: tuple[Line, ...], errors: str, script: list[str], wanted: int, said: str
 ) -> None:
-    words = ["cpuft", "launch", "--resume", str(tmp_path), "--cluster=lab", *(["--", *script] if script else [])]
+    words = ["cpuft", "launch", "--resume", str(tmp_path), *(["--", *script] if script else [])]
     command = shlex.join(words)
     assert end(tmp_path, code, lines, errors, script) == (wanted, said and f"cpuft: {said}: continue with {command}")
 
 
 def test_the_command_that_resumes_a_script_repeats_its_options(tmp_path: Path) -> None:
     end(tmp_path, 75, (), ENDED, ["train.py"])
-    config, how = LaunchConfig(), ScriptConfig(independent=True)
-    _, line = describe_end(75, str(tmp_path), ("a", "b"), config, ["train.py"], how)
+    how = ScriptConfig(independent=True)
+    _, line = describe_end(75, str(tmp_path), ("a", "b"), ["train.py"], how)
     assert line.endswith(f"continue with cpuft launch --resume {tmp_path} --independent -- train.py")
 
 

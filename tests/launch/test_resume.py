@@ -161,6 +161,14 @@ def test_runs_of_scripts_and_trainings_are_distinguished(tmp_path: Path) -> None
         read_resumed_run(str(write_run(tmp_path / "run", HEADER)), is_script=True)
 
 
+def test_a_script_is_resumed_with_as_many_ranks_as_its_last_start_had(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    write_state(str(tmp_path), make_state("a", "a", "b", phase=INTERRUPTED))
+    resumed = read_resumed_run(str(tmp_path), is_script=True)
+    assert resumed.take_over(LaunchConfig(), TrainConfig(), set())[0].np == 3
+    assert resumed.take_over(LaunchConfig(np=2), TrainConfig(), {"np"})[0].np == 2
+
+
 def test_recorded_options_with_wrong_types_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", replace(HEADER, options=dict(vars(TRAIN)) | {"batch_size": "many"}))
     with pytest.raises(

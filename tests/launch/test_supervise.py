@@ -101,6 +101,16 @@ def test_marks_and_known_warnings_are_not_shown(tmp_path: Path) -> None:
     assert shown.getvalue() == "step 1\n|CCL_WARN| something else\n"
 
 
+def test_a_character_that_is_written_in_two_parts_is_shown_as_it_is(tmp_path: Path) -> None:
+    log, shown = tmp_path / "rank-0.out", io.StringIO()
+    tail = LogTail(log, shown)
+    for part in (b"caf\xc3", b"\xa9 \xff\n"):
+        with log.open("ab") as file:
+            file.write(part)
+        tail.copy()
+    assert shown.getvalue() == "caf\u00e9 \ufffd\n"
+
+
 @pytest.mark.parametrize(
     "host, limit, blame",
     [
