@@ -130,9 +130,12 @@ def run_remotely(
         if plan.copy_seconds and code == RESUMABLE:
             copier.copy_last()  # the head host may be taken away soon
     except Interrupted:
-        fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, False, say)
-        if not plan.resumed:
-            remove_empty_run(run_dir)
+        try:
+            fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, False, say)
+            if not plan.resumed:
+                remove_empty_run(run_dir)
+        except HeadHostLostError as lost:  # which by itself would lead to a restart
+            say(f"cpuft: {lost}")
         raise
     if code == LATER_START:
         raise LaterStartError(f"another launcher has started the run again: {WAIT_FOR_OTHER}")
