@@ -179,6 +179,7 @@ def main() -> None:
     try:
         transport = SshTransport(order.ssh_config)
         code = run_as_head_host(order.plan, order.run_dir, order.state, order.seconds, transport)
+        code = 1 if code == LATER_START else code  # a script's own
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         code = error.exit_code

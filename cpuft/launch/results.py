@@ -127,11 +127,8 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
     removal = [step for stage in plan.results[1:] for step in stage]
     missing = {step.host for step in removal if step.host in unreachable}
     steps = [step for step in removal if step.host not in unreachable]
-    try:  # a host that was lost meanwhile must not hide how the run ended
-        answers = execute.run_stage(plan.full_plan, steps, _REMOVE_SECONDS)
-        missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
-    except TimeoutError:
-        missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
+    answers = execute.run_stage(plan.full_plan, steps, _REMOVE_SECONDS)
+    missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
     if missing:
         say(f"cpuft: {', '.join(sorted(missing))} did not answer at the end of the run: {FILES_LEFT}")
     return True
@@ -191,13 +188,10 @@ def remove_all_but_checkpoints(
     state here, and tell the user with `say` how to continue. A host that does not answer raises nothing.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
-    try:
-        answers = execute.run_stage(plan.full_plan, steps, _PARTIAL_REMOVE_SECONDS)
-    except TimeoutError:
-        answers = [execute.Answer(execute.SSH_FAILED, "")] * len(steps)
-    silent = [step.host for step, answer in zip(steps, answers) if answer.exit_code == execute.SSH_FAILED]
-    if silent and say:
-        say(f"cpuft: {', '.join(silent)} did not answer at the end of the run: {FILES_LEFT}")
+    answers = execute.run_stage(plan.full_plan, steps, _PARTIAL_REMOVE_SECONDS)
+    unreachable = [step.host for step, answer in zip(steps, answers) if answer.exit_code]
+    if unreachable and say:
+        say(f"cpuft: {', '.join(unreachable)} did not answer at the end of the run: {FILES_LEFT}")
     found = {step.host: _NEWEST.findall(answer.output) for step, answer in zip(steps, answers)}
     updates = {host: int(names[-1]) for host, names in found.items() if names}
     if updates:

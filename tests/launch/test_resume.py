@@ -272,8 +272,13 @@ def test_files_on_the_disk_of_a_lost_head_host_stay(tmp_path: Path) -> None:
     assert (work / "record.jsonl").exists()
 
 
-def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path: Path) -> None:
+def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk of one host, e, does not answer."""
+    monkeypatch.setattr("cpuft.launch.results._PARTIAL_REMOVE_SECONDS", 1.0)
     said = {"a": "echo 000000008.0", "b": "echo Warning: b >&2; echo 000000010.1", "c": "exit 255", "d": "true"}
+    said["e"] = "exec sleep 60"
     plan = RunPlan(
         partial_cleanup=(tuple(Step("keep", ("sh", "-c", script), host=host) for host, script in said.items()),)
     )
@@ -283,7 +288,7 @@ def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path
     printed = list[str]()
     remove_all_but_checkpoints(plan, str(run), without="a", say=printed.append)
     assert printed == [
-        f"cpuft: c did not answer at the end of the run: {FILES_LEFT}",
+        f"cpuft: c, e did not answer at the end of the run: {FILES_LEFT}",
         f"cpuft: checkpoints up to update 10 are saved on b: continue with cpuft launch --resume {run}",
     ]
     noted = read_state(str(run))
@@ -507,7 +512,7 @@ def test_logs_that_are_here_are_not_fetched_again(tmp_path: Path, fetched: str, 
 
 def fetch(work: Path, run: Path) -> int:
     (step,), _ = plan_results(HERE, str(work), str(run))
-    return subprocess.run(Plan().as_local(step).command, check=False).returncode
+    return subprocess.run(Plan().as_local(step).command, input=step.stdin.encode(), check=False).returncode
 
 
 def names(folder: Path) -> list[str]:
@@ -546,7 +551,7 @@ def test_a_rejected_resume_leaves_the_local_run_unchanged(tmp_path: Path) -> Non
 def claim(plan: RunPlan) -> int:
     """Make the run folder on this machine as the plan says; the exit code."""
     ((step,),) = plan.claim
-    return subprocess.run(Plan().as_local(step).command, check=False).returncode
+    return subprocess.run(Plan().as_local(step).command, input=step.stdin.encode(), check=False).returncode
 
 
 def test_the_folder_on_hosts_is_found_from_whichever_machine_has_the_run_folder(

@@ -25,7 +25,7 @@ from cpuft.launch import run_monitor, supervise
 from cpuft.launch.attempt import AttemptOrder
 from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.run_monitor import StuckError
-from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
+from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LATER_START, LaterStartError, read_state, write_state
 from cpuft.launch.supervise import LogTail, run_as_head_host
 from cpuft.plans import Plan, RunPlan, Setting, Step
 from cpuft.rank import kill
@@ -229,14 +229,26 @@ def test_a_step_whose_program_cannot_be_run_ends_the_plan_with_one_line(name: st
         run_stages(plan, 0.0, lambda line: None, "look")
 
 
-def test_a_supervisor_does_not_wait_for_ever_for_an_earlier_one(tmp_path: Path) -> None:
-    order = AttemptOrder(RunPlan(), str(tmp_path / "run"), make_state(), 0.0, "")
-    program = "from cpuft.launch import attempt; attempt._LOCK_SECONDS = 0.2; attempt.main()"
-    lock = open_locked(f"{order.run_dir}.lock")
+def run_supervisor(order: AttemptOrder, change: str) -> subprocess.CompletedProcess[str]:
+    program = f"from cpuft.launch import attempt; {change}\nattempt.main()"
     given = json.dumps(dataclasses.asdict(order))
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", program], input=given, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_a_supervisor_does_not_wait_for_ever_for_an_earlier_one(tmp_path: Path) -> None:
+    order = AttemptOrder(RunPlan(), str(tmp_path / "run"), make_state(), 0.0, "")
+    lock = open_locked(f"{order.run_dir}.lock")
+    done = run_supervisor(order, "attempt._LOCK_SECONDS = 0.2")
     os.close(lock)
     assert done.returncode == 75
     assert re.fullmatch(r"cpuft: error: an earlier start of the run.* has held \S+/run\.lock .*\n", done.stderr), done
+
+
+def test_a_script_may_exit_with_the_code_of_a_later_start(tmp_path: Path) -> None:
+    """Its results are fetched all the same."""
+    (tmp_path / "run/logs").mkdir(parents=True)
+    plan = RunPlan(ranks=((Step("train", ("sh", "-c", f"exit {LATER_START}")),),), resumed=True)
+    order = AttemptOrder(plan, str(tmp_path / "run"), make_state("localhost"), 0.0, "")
+    assert run_supervisor(order, "").returncode == 1
