@@ -41,10 +41,10 @@ _CONNECTIONS = 32
 _DIAL_SECONDS = 5.0
 """Time limit for a TCP connection: a host that is up answers at once; one that was cut off must not delay others."""
 _PROBE_DIAL_SECONDS = 3.5
-"""The same for `find_unresponsive`: the kernel of a host that is up has answered one of three SYN packets by then. They
+"""The same for `find_unreachable`: the kernel of a host that is up has answered one of three SYN packets by then. They
 are 1 and 2 s apart (RFC 6298)."""
 _PROBE_SECONDS = 6.0
-"""Time limit for the key exchange in `find_unresponsive`."""
+"""Time limit for the key exchange in `find_unreachable`."""
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _BEGIN = "cpuft: the command begins"
@@ -95,8 +95,8 @@ class Transport(ABC):
     here: str | None = None
     """Name of the host that is this machine, where that was told: empty if none is, because other networks have the
     same private addresses. None where addresses decide."""
-    unresponsive: set[str] = field(default_factory=set, compare=False)
-    """Names of the hosts that did not answer `find_unresponsive` last. Cleaning up leaves them out, because each
+    unreachable: set[str] = field(default_factory=set, compare=False)
+    """Names of the hosts that did not answer `find_unreachable` last. Cleaning up leaves them out, because each
     question to such a host takes 10 s."""
     hosts: dict[str, Host] = field(default_factory=dict, compare=False)
     """Hosts of the hostfile by name, as far as they are known, with the ports and users of their ssh servers."""
@@ -149,17 +149,17 @@ class Transport(ABC):
             return execute.run_command(argv, seconds, stdin)
         return self._run_remotely(host, argv, stdin, seconds)
 
-    def find_unresponsive(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
+    def find_unreachable(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
         """Return the names of the hosts that do not answer within `seconds`, or cannot be asked; raise no CpuftError.
 
         All hosts are asked at the same time, and this machine always answers. Over ssh only the key exchange is tried,
-        so that a host that would refuse the login answers, too. The attribute `unresponsive` is updated for `names`.
+        so that a host that would refuse the login answers, too. The attribute `unreachable` is updated for `names`.
         """
         hosts = [self.find_host(name) for name in names]
         answers = try_hosts(lambda host: self.is_here(host) or self._probe(host, seconds), hosts)
         found = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
-        self.unresponsive.difference_update(names)
-        self.unresponsive.update(found)
+        self.unreachable.difference_update(names)
+        self.unreachable.update(found)
         return found
 
     def _probe(self, host: Host, seconds: float) -> object:
@@ -356,7 +356,7 @@ def _try_to_log_in(
 
     seconds = ssh_config.CONNECT_SECONDS
     options: dict[str, Any] = dict.fromkeys(("timeout", "auth_timeout"), seconds)
-    # Of two limits that end at once, either may win, and a silent host would count as one that drops connections.
+    # Of two limits that end at once, either may win, and an unreachable host would count as one that drops connections.
     options["banner_timeout"] = 2 * seconds
     options["key_filename"] = [path for path in login.identities if os.path.exists(path)] or None
     with _raise_host_errors(host):

@@ -120,7 +120,7 @@ def run_remotely(
             execute.run_stages(plan.select("inputs"), 0.0, say, advice)
         except CpuftError:
             if not plan.resumed:  # otherwise the new folder would refuse the same launch when it is tried again
-                remove_all_but_checkpoints(plan, run_dir, cluster.access.transport.unresponsive)
+                remove_all_but_checkpoints(plan, run_dir, cluster.access.transport.unreachable)
                 remove_empty_run(run_dir)
             raise
         step = plan.full_plan.as_local(plan_supervision(order, cluster))
@@ -140,7 +140,7 @@ def run_remotely(
     if code == LATER_START:
         raise LaterStartError(f"another launcher has started the run again: {WAIT_FOR_OTHER}")
     if code == execute.SSH_FAILED:
-        cluster.access.transport.find_unresponsive(list(cluster.hosts))
+        cluster.access.transport.find_unreachable(list(cluster.hosts))
     if fetch_and_clean_up(plan, run_dir, cluster, not code, say):
         return 0
     if code not in (0, RESUMABLE) and request.signal_number == signal.SIGINT:

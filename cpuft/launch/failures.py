@@ -153,7 +153,7 @@ def _describe_early_end(failures: list[Failure]) -> str:
     )
 
 
-def describe_absent(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
+def describe_lost(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
     """Return one line for each unreachable host, by name, and then for each rank on another host that others waited for
     in vain, unless this rank has itself failed: its own error output explains more.
     """
@@ -176,14 +176,14 @@ def _ranks(numbers: Iterable[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
+def describe_failures(failures: list[Failure], mpirun: str, causes: Sequence[str] = ()) -> str:
     """Return why `failures[0]` failed, the end of its standard error (without failures, of `mpirun`, mpirun's output),
-    and last the causes: `absent`, from `describe_absent`, or a rank whose script ended too early, else "rank N on HOST
+    and last the causes: `causes`, from `describe_lost`, or a rank whose script ended too early, else "rank N on HOST
     failed". If there are no such causes and the caller gets the exception (`raised`), only the first line is returned.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
-    if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
-        absent = [early_end]
+    if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in causes):
+        causes = [early_end]
     if failures:
         first, *others = failures
         blame, text = f"rank {first.rank} on {first.host} failed", _last_error(first.text)
@@ -191,14 +191,14 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
         what = f"{blame} ({cause})"
         what += f"; {_ranks(failure.rank for failure in others)} failed after it" if others else ""
         what += f". {advice[0].upper()}{advice[1:]}" if advice else ""
-        if first.missed and absent:
+        if first.missed and causes:
             what = f"{_ranks(failure.rank for failure in failures)} waited in vain for other ranks"
-        if first.raised and not absent:
+        if first.raised and not causes:
             return f"cpuft: {what}"
         summary = f"\ncpuft: {what}. Last lines of rank {first.rank}"
     output = _last_lines(text)
-    shown = [] if not (failures or output) and absent else [f"{summary}:", output or "(it printed nothing)"]
-    return "\n".join([*shown, *(f"cpuft: {line}" for line in absent or [blame] if line)])
+    shown = [] if not (failures or output) and causes else [f"{summary}:", output or "(it printed nothing)"]
+    return "\n".join([*shown, *(f"cpuft: {line}" for line in causes or [blame] if line)])
 
 
 def ended_to_be_resumed(failures: list[Failure]) -> bool:

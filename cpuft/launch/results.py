@@ -99,7 +99,7 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
     Raises HeadHostLostError: the head host could not send a run that is not known to be finished. Raises
     NotStoredError: results exist and could not be fetched or stored.
     """
-    unreachable = cluster.access.transport.unresponsive
+    unreachable = cluster.access.transport.unreachable
     if is_finished:
         _fetch_finished_run(plan, run_dir, cluster, say)
     else:
@@ -118,7 +118,7 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
     # The connection to the supervisor may break when the last rank has ended.
     end = find_end(run_dir, plan.owner)
     if not is_finished and not (end and end.phase == FINISHED):
-        unreachable.update(end.silent if end else ())
+        unreachable.update(end.unreachable if end else ())
         if not plan.keep_host_copies:
             remove_all_but_checkpoints(plan, run_dir, unreachable, say)
         return False
@@ -141,7 +141,7 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say)
     where = f"Its results are in {cluster.work_dir(run_dir)} on {cluster.head}, and {command} fetches them"
 
     def fetch_now() -> None:
-        cluster.access.transport.unresponsive.discard(cluster.head)  # it may answer again
+        cluster.access.transport.unreachable.discard(cluster.head)  # it may answer again
         fetch_results(plan, run_dir, cluster, say)
 
     told = "cpuft: the run has finished, and its results are fetched again in"
@@ -162,7 +162,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> No
     hosts' copies may be removed; they must stay if it raises. Raises NotStoredError: not all could be stored here;
     CpuftError: the head host could not send it.
     """
-    if cluster.head in cluster.access.transport.unresponsive:
+    if cluster.head in cluster.access.transport.unreachable:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
     ((step,), *_) = plan.results
     (answer,) = execute.run_stage(plan.full_plan, [step], 0.0, lambda line: say(f"cpuft: {line}"))

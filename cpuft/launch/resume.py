@@ -124,9 +124,9 @@ class ResumedRun:
 
 
 def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) -> ResumedRun:
-    """Return what is known about a run here and on the hosts that `config` names, unless all are this machine. Silent
-    hosts are listed in `unreachable`. Raises CpuftError: the run cannot be resumed (`read_resumed_run`), or only silent
-    hosts may have a record.
+    """Return what is known about a run here and on the hosts that `config` names, unless all are this machine. Errors
+    of hosts that do not answer are in `unreachable`. Raises CpuftError: the run cannot be resumed (`read_resumed_run`),
+    or only such hosts may have a record.
     """
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
@@ -137,8 +137,8 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
     except CpuftError:
         if not errors or any(copy.exists for copy in copies) or Path(run, FILE_NAME).exists():
             raise
-        silent = "; ".join(map(str, errors))
-        raise CpuftError(f"what run {run} has recorded is not here, and {silent}: try again when they answer") from None
+        why = "; ".join(map(str, errors))
+        raise CpuftError(f"what run {run} has recorded is not here, and {why}: try again when they answer") from None
     return replace(resumed, host_copies=copies, unreachable=tuple(map(str, errors)))
 
 

@@ -111,7 +111,7 @@ class RunMonitor:
         suspicion = self._find_suspicion(now, ends)
         must_ask = since_failure > _FAILURE_SECONDS or bool(suspicion and now > self.next_host_check)
         if must_ask and self.unreachable is None and self.host_check is None:
-            self.host_check, self.suspicion = _start_thread(self.find_unreachable), suspicion or self.suspicion
+            self.host_check, self.suspicion = _start_thread(self._ask_hosts), suspicion or self.suspicion
         if self.host_check and self.host_check.done():
             self.unreachable = self.host_check.result()
         if self.unreachable or since_failure > _END_SECONDS:
@@ -150,15 +150,15 @@ class RunMonitor:
 
     def report_wait(self) -> None:
         """Print which ranks the others have been waiting for, or nothing if no rank has waited for 2 s."""
-        known = set(self.transport.unresponsive)
+        known = set(self.transport.unreachable)
         diagnosis, _ = self._diagnose(lambda line: None, LONG_SECONDS)
         if diagnosis != NO_WAIT:  # it has not ended meanwhile
             print_message(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis}")
-        self.transport.unresponsive.intersection_update(known)  # a host that was only busy goes on
+        self.transport.unreachable.intersection_update(known)  # a host that was only busy goes on
 
-    def find_unreachable(self) -> set[str]:
+    def _ask_hosts(self) -> set[str]:
         """Ask all hosts, and return the names of those that do not answer."""
-        return self.transport.find_unresponsive(sorted(set(self.hosts)))
+        return self.transport.find_unreachable(sorted(set(self.hosts)))
 
     def has_started(self) -> bool:
         """Return True if `check` has counted a rank that started, or any rank has written to its error log."""
@@ -172,11 +172,11 @@ class RunMonitor:
                 self.heartbeat, self.heartbeat_seen_at = heartbeat, now
         return bool(self.heartbeat) and now - self.heartbeat_seen_at > _HEARTBEAT_SECONDS
 
-    def find_lost_hosts(self) -> set[str]:
+    def find_unreachable(self) -> set[str]:
         """Return the names of the hosts that do not answer. If `check` has found none, all are asked once more."""
         if self.host_check and not self.unreachable:
             self.unreachable = self.host_check.result()
-        self.unreachable = self.unreachable or self.find_unreachable()
+        self.unreachable = self.unreachable or self._ask_hosts()
         return self.unreachable
 
 

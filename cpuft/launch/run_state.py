@@ -62,7 +62,7 @@ class RunState:
     """-1 while the supervisor of the ranks is active, and if it was lost."""
     hosts: tuple[str, ...] = ()
     """Name of each rank's host, as in the hostfile."""
-    silent: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
     """Hosts that did not answer at the end of the attempt."""
     leaving: tuple[str, ...] = ()
     """Hosts that had received an interruption notice."""

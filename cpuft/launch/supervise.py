@@ -21,8 +21,8 @@ from cpuft.files import remove_command
 from cpuft.hosts.cluster import STATE_FILE
 from cpuft.hosts.transport import Transport
 from cpuft.launch.failures import (
-    describe_absent,
     describe_failures,
+    describe_lost,
     ended_to_be_resumed,
     find_interruption,
     is_for_users,
@@ -142,11 +142,11 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, transport: Transp
             _run_step(plan.full_plan.as_local(step))
         write_plan(plan, run_dir)
     except BaseException as error:
-        if isinstance(error, RuntimeError) and (lost := transport.find_unresponsive(sorted(set(hosts)))):
-            lines = describe_absent([], hosts, lost)
+        if isinstance(error, RuntimeError) and (unreachable := transport.find_unreachable(sorted(set(hosts)))):
+            lines = describe_lost([], hosts, unreachable)
             for line in (str(error).splitlines()[0], *lines):
                 print_message(line)
-            writer.note(silent=tuple(sorted(lost)))
+            writer.note(unreachable=tuple(sorted(unreachable)))
             return lines[0]
         if not plan.resumed:
             execute.run_command(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
@@ -174,7 +174,7 @@ def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit:
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
         code, was_stuck, not_started = _start_ranks(step, monitor, environ, left)
-        if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and monitor.find_lost_hosts()):
+        if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and monitor.find_unreachable()):
             break
         print_message(f"{not_started}, although all hosts answer: starting mpirun again ({number} of {_MOST_STARTS})")
         monitor = RunMonitor(
@@ -196,19 +196,19 @@ def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit:
             return RESUMABLE
     if monitor.stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
-    lost = monitor.find_lost_hosts()
-    writer.note(silent=tuple(sorted(lost)))
+    unreachable = monitor.find_unreachable()
+    writer.note(unreachable=tuple(sorted(unreachable)))
     # mpirun ends without a message if it cannot write the output of the ranks.
-    if not failures and not lost and shutil.disk_usage(logs).free < 1 << 16:
+    if not failures and not unreachable and shutil.disk_usage(logs).free < 1 << 16:
         raise DiskFullError(str(logs.parent))
     mpirun_output = (logs.parent / HEARTBEAT_FILE).read_text(errors="replace")
-    absent = describe_absent(failures, hosts, lost)
-    if monitor.diagnosis and not lost:
-        absent = [monitor.diagnosis]
-    text = describe_failures(failures, mpirun_output, absent)
+    causes = describe_lost(failures, hosts, unreachable)
+    if monitor.diagnosis and not unreachable:
+        causes = [monitor.diagnosis]
+    text = describe_failures(failures, mpirun_output, causes)
     print(text, file=sys.stderr, flush=True)
     writer.note(reason=text.splitlines()[-1].removeprefix("cpuft: "))
-    return worst_exit_code(failures, RESUMABLE if lost else code)
+    return worst_exit_code(failures, RESUMABLE if unreachable else code)
 
 
 def _mark_processes(step: Step, run_dir: Path, owner: int) -> dict[str, str]:

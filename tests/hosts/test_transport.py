@@ -546,7 +546,7 @@ def test_the_host_key_is_read_without_a_login(servers: tuple[Server, Server, Pat
     assert transport_module.fingerprint(host.key) == listed.stdout.split()[1]
 
 
-def test_hosts_that_are_off_or_frozen_are_unresponsive(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_are_off_or_frozen_are_unreachable(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of a frozen host accepts connections, and its sshd sends nothing."""
     monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
@@ -554,12 +554,12 @@ def test_hosts_that_are_off_or_frozen_are_unresponsive(config: Path, monkeypatch
         transport = change(config, "Host far\n", f"{others}Host far\n")
         # One that would not let us in is there all the same.
         change(config, "IdentityFile", "IdentityFile /dev/null\n  CertificateFile")
-        assert transport.find_unresponsive(("localhost", "off", "far", "frozen")) == {"off", "frozen"}
+        assert transport.find_unreachable(("localhost", "off", "far", "frozen")) == {"off", "frozen"}
         monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 60.0)
         start = time.monotonic()
-        assert transport.find_unresponsive(("frozen",), 0.5) == {"frozen"}
+        assert transport.find_unreachable(("frozen",), 0.5) == {"frozen"}
         assert time.monotonic() - start < 5
-        assert transport.unresponsive == {"off", "frozen"}
+        assert transport.unreachable == {"off", "frozen"}
 
 
 def test_hosts_are_asked_at_the_port_of_the_hostfile(config: Path, servers: tuple[Server, Server, Path]) -> None:
@@ -568,7 +568,7 @@ def test_hosts_are_asked_at_the_port_of_the_hostfile(config: Path, servers: tupl
     hosts = (Host("far", port=servers[0].port), Host("localhost", port=9))
     with pytest.raises(CpuftError, match="localhost"):
         gather_cluster(LaunchConfig(np=2), hosts, Access(transport))
-    assert transport.find_unresponsive(("far", "localhost")) == {"localhost"}
+    assert transport.find_unreachable(("far", "localhost")) == {"localhost"}
 
 
 def test_a_host_that_is_cut_off_is_noticed_before_the_time_limit_for_a_busy_one(config: Path) -> None:
@@ -582,5 +582,5 @@ def test_a_host_that_is_cut_off_is_noticed_before_the_time_limit_for_a_busy_one(
             caller.connect_ex(full.getsockname())
         transport = change(config, "Host far\n", f"Host cut\n  Port {full.getsockname()[1]}\nHost far\n")
         start = time.monotonic()
-        assert transport.find_unresponsive(("cut",), 9.0) == {"cut"}
+        assert transport.find_unreachable(("cut",), 9.0) == {"cut"}
         assert time.monotonic() - start < 8

@@ -13,9 +13,9 @@ from cpuft.config.launch import ScriptConfig
 from cpuft.config.train import TrainConfig
 from cpuft.launch.failures import (
     Failure,
-    describe_absent,
     describe_end,
     describe_failures,
+    describe_lost,
     explain_exit,
     find_failures,
     worst_exit_code,
@@ -102,7 +102,7 @@ def test_the_output_of_a_rank_does_not_control_the_terminal() -> None:
 def test_the_first_cause_is_shown(name: str, errors: list[str], golden: Golden) -> None:
     hosts = ("node1", "node2", "node3")
     failures = find_failures(errors, hosts)
-    absent = describe_absent(failures, hosts, set())
+    absent = describe_lost(failures, hosts, set())
     golden(f"failure-{name}.txt", describe_failures(failures, "ssh: connection refused\n", absent))
 
 
@@ -110,7 +110,7 @@ def test_the_first_cause_is_shown(name: str, errors: list[str], golden: Golden) 
 def test_a_lost_host_is_named_last(name: str, errors: list[str], golden: Golden) -> None:
     hosts = ("node1", "node2", "node3")
     failures = find_failures(errors, hosts)
-    text = describe_failures(failures, "ssh: closed\n", describe_absent(failures, hosts, {"node2"}))
+    text = describe_failures(failures, "ssh: closed\n", describe_lost(failures, hosts, {"node2"}))
     golden(f"failure-{name}.txt", text)
 
 
@@ -145,7 +145,7 @@ def steps_line(rank: int, has_ended: bool, steps: int) -> str:
 def test_a_rank_whose_script_ended_before_the_others_is_named(waits: str, ends: str, said: str) -> None:
     hosts = ("node1", "node2")
     failures = find_failures([waits, ends], hosts)
-    lines = describe_failures(failures, "", describe_absent(failures, hosts, set())).splitlines()
+    lines = describe_failures(failures, "", describe_lost(failures, hosts, set())).splitlines()
     assert lines[-1] == said
     assert not any("cpuft-rank" in line for line in lines)
 

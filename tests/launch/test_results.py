@@ -241,7 +241,7 @@ def test_a_fetch_is_given_up_when_no_bytes_arrive(tmp_path: Path, run: Path, mon
 class Unsteady(SshTransport):
     """A head host that answers."""
 
-    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+    def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return set()
 
 

@@ -33,7 +33,7 @@ class Asked(SshTransport):
 
     ask: Callable[[], set[str]] = set
 
-    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+    def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return self.ask()
 
 
@@ -113,7 +113,7 @@ def test_hosts_are_asked_if_no_rank_gives_a_heartbeat(tmp_path: Path) -> None:
     monitor.host_check.set_result({"node1"})
     with pytest.raises(StuckError, match="ended mpirun, which was still running although no rank gives a heartbeat"):
         look(0.0)
-    assert monitor.find_lost_hosts() == {"node1"}
+    assert monitor.find_unreachable() == {"node1"}
 
 
 def make_monitor(logs: Path, silent: set[str], asked: list[str]) -> RunMonitor:
@@ -214,8 +214,8 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
     monitor.checked_at = 0.0
     with pytest.raises(StuckError, match="still running 1 s after a rank"):
         monitor.check()
-    assert monitor.find_lost_hosts() == {"node1"}
+    assert monitor.find_unreachable() == {"node1"}
     monitor.unreachable, monitor.host_check = None, None
     monitor.checked_at = monitor.failed_at = time.monotonic() - 1.0
     monitor.check()
-    assert monitor.find_lost_hosts() == {"node2"}
+    assert monitor.find_unreachable() == {"node2"}

@@ -40,7 +40,7 @@ TERM = signal.SIGTERM
 class Lost(SshTransport):
     """A transport to hosts of which one, b, does not answer."""
 
-    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+    def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return {"b"}.intersection(names)
 
 
@@ -57,7 +57,7 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
     ]
     ended = read_state(str(run))
     assert ended
-    assert (ended.phase, ended.exit_code, ended.silent) == (INTERRUPTED, 75, ("b",))
+    assert (ended.phase, ended.exit_code, ended.unreachable) == (INTERRUPTED, 75, ("b",))
     remove_empty_run(str(run))
     assert not run.exists()
     with pytest.raises(RuntimeError, match="copy the prepared examples to b: exit code 255"):
