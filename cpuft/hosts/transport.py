@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -364,7 +365,8 @@ def _try_to_log_in(
         # ssh looks up the key of an alias without a port, whatever the port is.
         name, port = (login.alias, 22) if login.alias else (login.address, login.port)
         known_name = name if port == 22 else f"[{name}]:{port}"
-        for path in filter(os.path.exists, login.known_hosts or (os.path.expanduser("~/.ssh/known_hosts"),)):
+        own = login.known_hosts or (os.path.expanduser("~/.ssh/known_hosts"),)
+        for path in filter(os.path.exists, (*own, *login.shared_known_hosts)):
             _load_host_keys(client, path, known_name)
         client.set_missing_host_key_policy(_refuse_unknown_keys(host))
         try:
@@ -400,17 +402,24 @@ def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             names = (line.split(None, 1) or [""])[0]
-            # A name that begins with | is a hash, which only paramiko can compare.
-            if name not in names.split(",") and not names.startswith("|"):
+            # A name that begins with | is a hash, which only paramiko can compare. It knows no patterns.
+            is_hash = names.startswith("|")
+            if not is_hash and not _matches(name, names):
                 continue
             with suppress(SSHException, InvalidHostKey):
                 entry = HostKeyEntry.from_line(line.strip())
                 if entry is None or entry.key is None:
                     continue
-                for one in entry.hostnames or ():
+                for one in (entry.hostnames or ()) if is_hash else (name,):
                     # Of two keys of the same type, the first one counts, as in paramiko.
                     if entry.key.get_name() not in (keys.lookup(one) or {}):
                         keys.add(one, entry.key.get_name(), entry.key)
+
+
+def _matches(name: str, patterns: str) -> bool:
+    """Return whether a name fits one of the patterns of a line of known_hosts, and none that begins with `!`."""
+    fits = [one for one in patterns.split(",") if fnmatchcase(name, one.removeprefix("!").replace("[", "[[]"))]
+    return bool(fits) and not any(one.startswith("!") for one in fits)
 
 
 def _has_key() -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -93,7 +92,7 @@ def run_attempt(
         what = f"their logs are in {run_dir}" if Path(run_dir, "logs").exists() else "nothing had started"
         say(f"cpuft: stopped by {stopped}: all ranks have ended, and {what}")
         if update := find_newest_update(run_dir):
-            say(f"cpuft: continue after update {update} with {shlex.join(['cpuft', 'launch', '--resume', run_dir])}")
+            say(f"cpuft: continue after update {update} with {plan.format_resume(run_dir)}")
         sys.exit(stopped.exit_code)
     except HeadHostLostError as lost:
         note_state(run_dir, phase=INTERRUPTED, reason=str(lost))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.config.fields import option_names
-from cpuft.config.launch import ScriptConfig
 from cpuft.errors import NO_MORE_PROCESSES, RESUMABLE, CpuftError, counted, escape_controls
 from cpuft.launch.resume import read_resumed_run
+from cpuft.plans import RunPlan
 from cpuft.rank.process import (
     FOREIGN_STORE_ENTRY,
     KILLED_BY_SOMEBODY,
@@ -260,13 +258,7 @@ def find_interruption(run_dir: str) -> InterruptedLine | None:
     return None
 
 
-def describe_end(
-    code: int,
-    run_dir: str,
-    hosts: tuple[str, ...],
-    script: Sequence[str],
-    script_config: ScriptConfig,
-) -> tuple[int, str]:
+def describe_end(code: int, run_dir: str, hosts: tuple[str, ...], plan: RunPlan) -> tuple[int, str]:
     """Return the exit code of a launch and its closing message: "run: RUN_DIR" after 0, "" after a failure.
 
     After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75, else "". A
@@ -275,7 +267,7 @@ def describe_end(
     if code != RESUMABLE:
         return code, "" if code else f"run: {run_dir}"
     try:
-        read_resumed_run(run_dir, bool(script))
+        read_resumed_run(run_dir, bool(plan.script_words))
     except CpuftError:
         return 1, ""
     if not ended_to_be_resumed(read_failures(Path(run_dir, "logs"), hosts)):
@@ -283,8 +275,4 @@ def describe_end(
     what = "the ranks ended with exit code 75"
     if line := find_interruption(run_dir):
         what = f"the run was interrupted by {line.by} after update {line.step} of {line.updates}"
-    command = ["cpuft", "launch", "--resume", run_dir]  # its hosts are noted (`LaunchNote`)
-    if script:
-        command += [f"--{name}" for name in option_names(ScriptConfig) if getattr(script_config, name)]
-        command += ["--", *script]
-    return code, f"cpuft: {what}: continue with {shlex.join(command)}"
+    return code, f"cpuft: {what}: continue with {plan.format_resume(run_dir)}"

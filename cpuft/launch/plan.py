@@ -11,8 +11,8 @@ from pathlib import Path
 from cpuft.argv import module_command, pack_argv
 from cpuft.config.bench import BenchConfig, list_bench_cases
 from cpuft.config.conflicts import check_engine_for_launch, refuse_conflicts, refuse_unused_data_options
-from cpuft.config.fields import format_arguments
-from cpuft.config.launch import LaunchConfig
+from cpuft.config.fields import format_arguments, option_names
+from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
@@ -89,6 +89,8 @@ def plan_run(job: Job, cluster: Cluster, resumed: ResumedRun | None = None) -> R
         command = command[1:] if job.call_file else wrap_script(command, cluster.python, job.wrap)
         extra = script_settings(config.np, job.independent)
         plan = plan_ranks(cluster, config, work, command, "gloo", environ, resumed, extra)
+        options = [f"--{name}" for name in option_names(ScriptConfig) if getattr(job, name)]
+        plan = replace(plan, script_words=(*options, "--", *job.script))
     else:
         train, bundles = pack_training(cluster, job.train, job.allowed_paths)
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)

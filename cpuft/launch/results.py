@@ -199,7 +199,7 @@ def remove_all_but_checkpoints(
     if updates and say:
         say(
             f"cpuft: checkpoints up to update {max(updates.values())} are saved on {', '.join(updates)}: continue with "
-            f"{shlex.join(('cpuft', 'launch', '--resume', run_dir))}"
+            f"{plan.format_resume(run_dir)}"
         )
 
 

@@ -164,4 +164,4 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
         code = run_with_restarts(job, planned.plan, cluster, start, say, stop)
     if not code:
         save_note(run_dir, LaunchNote(), environ)
-    return describe_end(code, run_dir, cluster.rank_hosts, request.script, request.script_options)
+    return describe_end(code, run_dir, cluster.rank_hosts, planned.plan)

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -324,6 +324,30 @@ def test_a_changed_key_has_its_kind(config: Path, servers: tuple[Server, Server,
     with pytest.raises(HostError) as error:
         SshTransport(str(config)).run(HOST, ("true",))
     assert (error.value.kind, error.value.host) == (transport_module.KEY_CHANGED, "far")
+
+
+@pytest.mark.parametrize(
+    "names, accepts",
+    [
+        ("[127.0.0.1]:*", True),
+        ("node?,[127.*", True),
+        ("*,!node1", True),
+        ("*,!*127*", False),
+        ("node*", False),
+    ],
+)
+def test_a_key_may_be_known_to_all_users_and_by_a_pattern(
+    names: str, accepts: bool, config: Path, servers: tuple[Server, Server, Path]
+) -> None:
+    """As the administrators of a cluster write /etc/ssh/ssh_known_hosts. OpenSSH's client decides in the same way."""
+    shared = config.with_name("ssh_known_hosts")
+    shared.write_text(f"{names} {servers[0].key}\n")
+    config.with_name("known_hosts").unlink()
+    transport = change(config, "/dev/null", str(shared))
+    command = (*transport.command_prefix(HOST), "true")
+    assert (subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0) == accepts
+    with nullcontext() if accepts else pytest.raises(HostError, match="is not in known_hosts"):
+        assert transport.run(HOST, ("echo", "in")).output == "in\n"
 
 
 def test_a_known_key_is_found_among_those_of_many_hosts(config: Path, servers: tuple[Server, Server, Path]) -> None:

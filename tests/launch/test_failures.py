@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config.launch import ScriptConfig
 from cpuft.config.train import TrainConfig
 from cpuft.launch.failures import (
     Failure,
@@ -21,6 +20,7 @@ from cpuft.launch.failures import (
     worst_exit_code,
 )
 from cpuft.launch.supervise import LogTail
+from cpuft.plans import RunPlan
 from cpuft.rank.process import RAISED_MARK, format_failure, format_steps, parse_failure, parse_missing_ranks
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, Line, format_line
@@ -223,7 +223,8 @@ def end(folder: Path, code: int, lines: tuple[Line, ...], errors: str, script: l
     (folder / "logs/rank-0.err").write_text(errors)
     record = folder / ("record.jsonl" if lines else "nothing")
     record.write_text("".join(format_line(line) + "\n" for line in lines))
-    return describe_end(code, str(folder), ("a", "b"), script, ScriptConfig())
+    words = ("--", *script) if script else ()
+    return describe_end(code, str(folder), ("a", "b"), RunPlan(script_words=words))
 
 
 @pytest.mark.parametrize(
@@ -259,13 +260,6 @@ def test_exit_code_75_is_returned_only_for_runs_that_can_be_resumed(
     words = ["cpuft", "launch", "--resume", str(tmp_path), *(["--", *script] if script else [])]
     command = shlex.join(words)
     assert end(tmp_path, code, lines, errors, script) == (wanted, said and f"cpuft: {said}: continue with {command}")
-
-
-def test_the_command_that_resumes_a_script_repeats_its_options(tmp_path: Path) -> None:
-    end(tmp_path, 75, (), ENDED, ["train.py"])
-    how = ScriptConfig(independent=True)
-    _, line = describe_end(75, str(tmp_path), ("a", "b"), ["train.py"], how)
-    assert line.endswith(f"continue with cpuft launch --resume {tmp_path} --independent -- train.py")
 
 
 def test_the_last_line_of_a_finished_run_is_its_folder(tmp_path: Path) -> None:
