@@ -14,18 +14,20 @@ import re
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
 from cpuft.argv import make_shell_line
 from cpuft.errors import CpuftError, TransientError, refuse_other_systems
 from cpuft.execute import Answer
+from cpuft.files import read_raw
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.hostfile import NEEDS_IPV4, Host
 from cpuft.hosts.ssh_config import Login, find_bastions, read_login, ssh_command
@@ -366,8 +368,7 @@ def _try_to_log_in(
         name, port = (login.alias, 22) if login.alias else (login.address, login.port)
         known_name = name if port == 22 else f"[{name}]:{port}"
         own = login.known_hosts or (os.path.expanduser("~/.ssh/known_hosts"),)
-        for path in filter(os.path.exists, (*own, *login.shared_known_hosts)):
-            _load_host_keys(client, path, known_name)
+        _load_host_keys(client, (*own, *login.shared_known_hosts), known_name)
         client.set_missing_host_key_policy(_refuse_unknown_keys(host))
         try:
             stream = _open_stream(login, bastion, seconds)
@@ -391,29 +392,30 @@ def _try_to_log_in(
     return client
 
 
-def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
-    """Let a client accept the keys that a file in the form of known_hosts has for one name. paramiko's `load_host_keys`
+def _load_host_keys(client: paramiko.SSHClient, paths: Iterable[str], name: str) -> None:
+    """Let a client accept the keys that files in the form of known_hosts have for one name. paramiko's `load_host_keys`
     compares every line with all before it, in every session: N * N * N comparisons for one question to N hosts.
     """
     from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
     from paramiko.ssh_exception import SSHException
 
-    keys = client.get_host_keys()
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            names = (line.split(None, 1) or [""])[0]
-            # A name that begins with | is a hash, which only paramiko can compare. It knows no patterns.
-            is_hash = names.startswith("|")
-            if not is_hash and not _matches(name, names):
+    keys, lines = client.get_host_keys(), [line for path in paths for line in read_raw(Path(path)).splitlines()]
+    marked = [words for line in lines if (words := line.split(None, 4))[:1] == ["@revoked"] and len(words) > 3]
+    revoked = {words[3] for words in marked if _matches(name, words[1])}
+    for line in lines:
+        names = (line.split(None, 1) or [""])[0]
+        # A name that begins with | is a hash, which only paramiko can compare. It knows no patterns.
+        is_hash = names.startswith("|")
+        if not is_hash and not _matches(name, names):
+            continue
+        with suppress(SSHException, InvalidHostKey):
+            entry = HostKeyEntry.from_line(line.strip())
+            if entry is None or entry.key is None or entry.key.get_base64() in revoked:
                 continue
-            with suppress(SSHException, InvalidHostKey):
-                entry = HostKeyEntry.from_line(line.strip())
-                if entry is None or entry.key is None:
-                    continue
-                for one in (entry.hostnames or ()) if is_hash else (name,):
-                    # Of two keys of the same type, the first one counts, as in paramiko.
-                    if entry.key.get_name() not in (keys.lookup(one) or {}):
-                        keys.add(one, entry.key.get_name(), entry.key)
+            for one in (entry.hostnames or ()) if is_hash else (name,):
+                # Of two keys of the same type, the first one counts, as in paramiko.
+                if entry.key.get_name() not in (keys.lookup(one) or {}):
+                    keys.add(one, entry.key.get_name(), entry.key)
 
 
 def _matches(name: str, patterns: str) -> bool:

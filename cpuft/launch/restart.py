@@ -25,9 +25,9 @@ from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.launch.failures import Failure, explain_exit, read_failures
 from cpuft.launch.plan import Job, plan_fetching, plan_run
 from cpuft.launch.results import (
-    FILES_LEFT,
     HeadHostLostError,
     NotStoredError,
+    describe_left,
     fetch_and_clean_up,
     remove_all_but_checkpoints,
 )
@@ -442,8 +442,8 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
     command = remove_command(last.folder, secrets, *last.list_folders(run_dir))
     answers = try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
     cleaned = [host for host, one in zip(reachable, answers) if not isinstance(one, CpuftError) and not one.exit_code]
-    if names := ", ".join(host.name for host in lost if host not in cleaned):
-        say(f"cpuft: {names} did not answer at the end of the run: {FILES_LEFT}")
+    if left := [host.name for host in lost if host not in cleaned]:
+        say(describe_left(left))
 
 
 def find_resumed_run(job: Job, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from cpuft import execute, transfer
@@ -26,8 +26,6 @@ from cpuft.launch.run_state import FINISHED, find_end, note_state, read_usable_s
 from cpuft.plans import RunPlan, Stages, Step, format_plan
 from cpuft.retry import retry
 
-FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
-"""End of a line for the user that names hosts that do not answer."""
 _SKIPPED = "only plain files and folders of a run are fetched; left out: "
 _HERE = Path(__file__)
 _REMOVE_ALL_BUT_CHECKPOINTS = REMOVE + _HERE.with_name("remove_all_but_checkpoints.sh").read_text(encoding="utf-8")
@@ -53,6 +51,15 @@ class NotStoredError(CpuftError):
     """The results could not be stored here, or not be fetched although the run has finished. The hosts keep them."""
 
     exit_code = IO_ERROR
+
+
+def describe_left(hosts: Iterable[str]) -> str:
+    """Return the line that names hosts that keep files of the run because they do not answer."""
+    names = ", ".join(sorted(hosts))
+    return (
+        f"cpuft: {names} did not answer at the end of the run: the run's files stay there, and cpuft doctor reports "
+        "them after a day"
+    )
 
 
 def may_be_fetched(error: CpuftError) -> bool:
@@ -130,7 +137,7 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
     answers = execute.run_stage(plan.full_plan, steps, _REMOVE_SECONDS)
     missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
     if missing:
-        say(f"cpuft: {', '.join(sorted(missing))} did not answer at the end of the run: {FILES_LEFT}")
+        say(describe_left(missing))
     return True
 
 
@@ -191,7 +198,7 @@ def remove_all_but_checkpoints(
     answers = execute.run_stage(plan.full_plan, steps, _PARTIAL_REMOVE_SECONDS)
     unreachable = [step.host for step, answer in zip(steps, answers) if answer.exit_code]
     if unreachable and say:
-        say(f"cpuft: {', '.join(unreachable)} did not answer at the end of the run: {FILES_LEFT}")
+        say(describe_left(unreachable))
     found = {step.host: _NEWEST.findall(answer.output) for step, answer in zip(steps, answers)}
     updates = {host: int(names[-1]) for host, names in found.items() if names}
     if updates:

@@ -112,8 +112,7 @@ def plan_request(
         run_dir = _take_folder("", f"{name}-np{config.np}", locks)
     paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
     allowed = frozenset(paths) if resumed else None
-    kind = command, options.wrap, options.independent
-    job = Job(run_dir, config, train, *kind, request.progress, request.call_file, allowed, environ)
+    job = Job(run_dir, config, train, command, options, request.progress, request.call_file, allowed, environ)
     plan = plan_run(job, cluster, resumed)
     if reason:
         say(reason)

@@ -327,21 +327,23 @@ def test_a_changed_key_has_its_kind(config: Path, servers: tuple[Server, Server,
 
 
 @pytest.mark.parametrize(
-    "names, accepts",
+    "lines, accepts",
     [
-        ("[127.0.0.1]:*", True),
-        ("node?,[127.*", True),
-        ("*,!node1", True),
-        ("*,!*127*", False),
-        ("node*", False),
+        ("[127.0.0.1]:* KEY", True),
+        ("node?,[127.* KEY", True),
+        ("*,!node1 KEY", True),
+        ("*,!*127* KEY", False),
+        ("node* KEY", False),
+        ("* KEY\n@revoked node* KEY", True),
+        ("* KEY\n@revoked * KEY", False),
     ],
 )
-def test_a_key_may_be_known_to_all_users_and_by_a_pattern(
-    names: str, accepts: bool, config: Path, servers: tuple[Server, Server, Path]
+def test_a_key_may_be_known_to_all_users_and_by_a_pattern_or_be_revoked(
+    lines: str, accepts: bool, config: Path, servers: tuple[Server, Server, Path]
 ) -> None:
     """As the administrators of a cluster write /etc/ssh/ssh_known_hosts. OpenSSH's client decides in the same way."""
     shared = config.with_name("ssh_known_hosts")
-    shared.write_text(f"{names} {servers[0].key}\n")
+    shared.write_text(lines.replace("KEY", servers[0].key) + "\n")
     config.with_name("known_hosts").unlink()
     transport = change(config, "/dev/null", str(shared))
     command = (*transport.command_prefix(HOST), "true")
@@ -357,7 +359,7 @@ def test_a_known_key_is_found_among_those_of_many_hosts(config: Path, servers: t
     others = (
         "".join(f"10.0.0.{n},node{n} {bastion.key}\n" for n in range(100)) + f"{name} ssh-ed25519 broken\n# {name}\n"
     )
-    known.write_text(f"{others}node,{name} {host.key}\n{name} {bastion.key}\n@revoked {name} {host.key}\n")
+    known.write_text(f"{others}node,{name} {host.key}\n{name} {bastion.key}\n@revoked {name} {bastion.key}\n")
     assert SshTransport(str(config)).run(HOST, ("echo", "in")).output == "in\n"
     known.write_text(f"{others}{name} {bastion.key}\n{name} {host.key}\n")
     with pytest.raises(HostError) as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from cpuft.config.launch import LaunchConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.train import TrainConfig
 from cpuft.host_memory import HostMemory, RunMemory, split_run_memory
 from cpuft.hosts.cluster import Access, Cluster
@@ -55,8 +56,8 @@ def test_plan_of_a_script_on_four_hosts(mpi: str, golden: Golden) -> None:
 
 
 def test_the_command_that_resumes_a_script_has_the_script_and_its_options() -> None:
-    script = ("python", "/home/me/train.py", "a b")
-    job = Job("/runs/one", LaunchConfig(np=1), TrainConfig(), script, independent=True)
+    script = (sys.executable, "/home/me/train.py", "a b")
+    job = Job("/runs/one", LaunchConfig(np=1), TrainConfig(), script, ScriptConfig(independent=True))
     command = plan_run(job, make_cluster((1,))).format_resume(job.run_dir)
     assert command == "cpuft launch --resume /runs/one --independent -- python /home/me/train.py 'a b'"
 

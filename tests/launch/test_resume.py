@@ -25,7 +25,7 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch import resume
 from cpuft.launch.inputs import Bundle, plan_sending
 from cpuft.launch.plan import Job, add_transfers, find_prepared_hosts, plan_run, plan_training
-from cpuft.launch.results import FILES_LEFT, plan_partial_cleanup, plan_results, remove_all_but_checkpoints
+from cpuft.launch.results import describe_left, plan_partial_cleanup, plan_results, remove_all_but_checkpoints
 from cpuft.launch.resume import (
     HostCopy,
     ResumedRun,
@@ -288,7 +288,7 @@ def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(
     printed = list[str]()
     remove_all_but_checkpoints(plan, str(run), without="a", say=printed.append)
     assert printed == [
-        f"cpuft: c, e did not answer at the end of the run: {FILES_LEFT}",
+        describe_left(["c", "e"]),
         f"cpuft: checkpoints up to update 10 are saved on b: continue with cpuft launch --resume {run}",
     ]
     noted = read_state(str(run))
