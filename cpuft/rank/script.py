@@ -18,6 +18,7 @@ Three problems of torch are avoided here:
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import functools
@@ -86,7 +87,7 @@ def _run_script(argv: Sequence[str], refusals: tuple[type[Exception], ...], chec
         if is_module:
             runpy._run_module_as_main(path)  # type: ignore[attr-defined]  # what `python -m` calls
             return 0
-        module.__file__ = path
+        vars(module).update(__file__=path, __builtins__=builtins)
         with open(path, "rb") as file:
             exec(compile(file.read(), path, "exec", dont_inherit=True), module.__dict__)  # not our annotations
     except BaseException as error:

@@ -47,10 +47,11 @@ def run(
         "if __name__ == '__main__':\n    print(multiprocessing.get_context('spawn').Pool(1).map(f, [1]))",
         "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
         "def f(rate: float): pass\nprint(f.__annotations__)",
+        "__builtins__.count = 3\nprint(count)",
     ],
     ids=[
         *("names", "exit", "code", "words", "traceback", "syntax", "buffers", "ends", "failed", "C", "spawn", "pickle"),
-        "annotations",
+        *("annotations", "builtins"),
     ],
 )
 def test_a_script_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
