@@ -73,7 +73,7 @@ class ResumedRun:
     """Absolute path of the run folder on this machine, without links."""
     train: TrainConfig = TrainConfig()
     np: int = 0
-    """Recorded number of ranks, of a script that of its last start; 0 if nothing was recorded."""
+    """Recorded number of ranks; 0 if nothing was recorded."""
     updates: int = 0
     """Updates made before the interruption."""
     global_batch: int = 0
@@ -171,7 +171,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
         raise CpuftError(f"run {run} is still active: wait until it ends, or stop it first")
     if not (has_record or headers or has_copied_record) and (state or exists):
         if is_script and exists:
-            return ResumedRun(str(path), np=len(state.hosts) if state else 0, owner=owner)
+            return ResumedRun(str(path), np=state.ranks if state else 0, owner=owner)
         script = "" if is_script else "name its script if it has one, else "
         raise CpuftError(f"run {run} has recorded no update: {script}start it again in a new folder")
     if headers and not has_record:

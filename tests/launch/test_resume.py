@@ -37,7 +37,7 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
-from cpuft.launch.run_state import FINISHED, INTERRUPTED, read_state, write_state
+from cpuft.launch.run_state import FINISHED, INTERRUPTED, begin_state, read_state, write_state
 from cpuft.launch.supervise import run_as_head_host
 from cpuft.plans import Plan, RunPlan, Step
 from cpuft.rank import describe_run
@@ -161,9 +161,10 @@ def test_runs_of_scripts_and_trainings_are_distinguished(tmp_path: Path) -> None
         read_resumed_run(str(write_run(tmp_path / "run", HEADER)), is_script=True)
 
 
-def test_a_script_is_resumed_with_as_many_ranks_as_its_last_start_had(tmp_path: Path) -> None:
+def test_a_script_is_resumed_with_as_many_ranks_as_its_first_start_had(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    write_state(str(tmp_path), make_state("a", "a", "b", phase=INTERRUPTED))
+    for cluster in (make_cluster((2, 1)), make_cluster((1,))):
+        write_state(str(tmp_path), begin_state(cluster, str(tmp_path), 1))
     resumed = read_resumed_run(str(tmp_path), is_script=True)
     assert resumed.take_over(LaunchConfig(), TrainConfig(), set())[0].np == 3
     assert resumed.take_over(LaunchConfig(np=2), TrainConfig(), {"np"})[0].np == 2
