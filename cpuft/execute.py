@@ -28,6 +28,8 @@ _DROPPED = "_exchange_identification: "
 """In ssh's message when a server closes the connection at once, as sshd does beyond its MaxStartups."""
 _DROPPED_ROUNDS = 8
 """Most further attempts of steps whose connection was closed so, which is safe: nothing of them has run."""
+_TOO_LATE = 126
+"""Exit code of a command that was ended at its time limit."""
 PIPE = subprocess.PIPE
 _POLL_SECONDS = 0.05
 _PROGRESS_SECONDS = 20.0
@@ -77,7 +79,7 @@ def run_command(
     except BlockingIOError:
         return Answer(126, "", NO_MORE_PROCESSES)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Answer(126, "", str(error))
+        return Answer(_TOO_LATE, "", str(error))
     return Answer(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
 
 
@@ -126,8 +128,9 @@ def run_stage(plan: Plan, stage: Sequence[Step], seconds: float, say: Say = lamb
     """Run steps at the same time, on hosts by the plan's prefixes, and return the answer of each in their order.
 
     A failed step does not stop the others; if its ssh connection was closed at once, it is run again, up to 8 times.
-    Every 30 s, `say` gets lines about the steps that have not ended. Only for the main thread. Raises, when all have
-    ended, Interrupted for a signal, TimeoutError after `seconds` (0: no limit), OSError: a step cannot be started.
+    One that takes longer than `seconds` (0: no limit) is ended and has the exit code 126. Every 30 s, `say` gets lines
+    about the steps that have not ended. Only for the main thread. Raises, when all have ended, Interrupted for a
+    signal, OSError: a step cannot be started.
     """
     with signals_raise():
         answers = _run_once(plan, stage, seconds, say)
@@ -155,12 +158,18 @@ def _run_once(plan: Plan, stage: Sequence[Step], seconds: float, say: Say) -> li
                 where = f" on {', '.join(hosts)}" if hosts else ""
                 say(f"{why}: not finished{where} after {passed:.0f} s")
 
+        late: dict[Process, str] = {}
         try:
             processes += (_start(step, os.environ, *pair) for step, *pair in zip(steps, inputs, outputs))
             _wait(processes, make_reminder(report), seconds)
+        except TimeoutError as error:
+            late = {process: f"\n{error}" for process in processes if process.poll() is None}
         finally:
             stop_processes(processes)
-        return [Answer(exit_code_of(process), _read(output)) for process, output in zip(processes, outputs)]
+        return [
+            Answer(_TOO_LATE if one in late else exit_code_of(one), _read(output) + late.get(one, ""))
+            for one, output in zip(processes, outputs)
+        ]
 
 
 def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
@@ -189,7 +198,7 @@ def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
             answers = run_stage(plan, stage, seconds, say)
             failures = [_describe(step, answer.text) for step, answer in zip(stage, answers) if answer.exit_code]
             codes = {answer.exit_code for answer in answers if answer.exit_code}
-        except (FileNotFoundError, PermissionError, TimeoutError) as error:
+        except (FileNotFoundError, PermissionError) as error:
             failures, codes = [_describe(stage[0], str(error))], set()
         if failures:
             kind = TransientError if codes == {SSH_FAILED} else CpuftError

@@ -91,6 +91,8 @@ class RunPlan:
     copy_seconds: float = 0.0
     """While the ranks run, seconds between two looks for a new checkpoint on the head host, which is copied to this
     machine; 0 copies none."""
+    script_words: tuple[str, ...] = ()
+    """What `cpuft launch --resume RUN` needs besides for the user's own script: its options, "--" and the command."""
     keep_host_copies: bool = False
     """Whether hosts keep all files of a run that is not finished, because it will be restarted."""
 
@@ -102,6 +104,10 @@ class RunPlan:
     def select(self, *parts: str) -> Plan:
         """Return a plan of the stages of the fields with these names, in this order, with notes and prefixes."""
         return Plan(tuple(stage for part in parts for stage in getattr(self, part)), self.notes, self.command_prefixes)
+
+    def format_resume(self, run_dir: str) -> str:
+        """Return the command that resumes the run with this folder. Its hosts are noted (`LaunchNote`)."""
+        return shlex.join(("cpuft", "launch", "--resume", run_dir, *self.script_words))
 
     def for_head_host(self) -> RunPlan:
         """Return `prepare` and `ranks`, which the head host executes by itself, and the notes; no command prefixes."""

@@ -70,6 +70,11 @@ def check_stdout() -> None:
         raise CpuftError(f"standard output could not be written ({lost.strerror}): make room on the disk it goes to")
 
 
+def print_message(line: str) -> None:
+    """Print a line of cpuft on standard error at once."""
+    print(f"cpuft: {line}", file=sys.stderr, flush=True)
+
+
 DEAD_PEER_SECONDS = 7.0
 """How long a host may be silent, unless `detect_dead_peer` is told otherwise."""
 _LONGEST_INTERVAL = 10_000

@@ -264,11 +264,13 @@ def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
 def find_access(config: LaunchConfig) -> Access:
     """Return how the hosts are reached, and what is installed there: by the cluster's entry, else as the MPIJob or the
     Slurm job in `os.environ` says, else by the user's own ssh. In an MPIJob, its ssh files are written.
-    Raises CpuftError: both --cluster and --hostfile are given, or the entry or the job cannot be used.
+    Raises CpuftError: both --cluster and --hostfile are given, or --ssh-config, entry or job cannot be used.
     """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
     # The head host, which may see this file, works in another folder.
     ssh_config = config.ssh_config and os.path.abspath(os.path.expanduser(config.ssh_config))
+    if ssh_config and not os.path.exists(ssh_config):
+        raise CpuftError(f"there is no file {ssh_config}, which --ssh-config names: give ssh's configuration file")
     if entry is None and of_job and config.hostfile in ("", of_job) and not ssh_config:
         from cpuft.hosts import mpijob  # only its pods need it
 

@@ -55,6 +55,7 @@ _FOR_PEOPLE = {
 }
 """Options that suit a person at a terminal and break commands, and what replaces them where the configuration has them:
 older clients do not know all."""
+_SHARED_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 _SSHD = "/usr/sbin/sshd"
 _EXTRA_USERS = "/var/lib/extrausers/passwd"
 """The second file with users, in images made by ami/Containerfile; group 0 may write to it."""
@@ -84,7 +85,9 @@ class Login:
     identities: tuple[str, ...] = ()
     """Files of private keys."""
     known_hosts: tuple[str, ...] = ()
-    """Files of host keys."""
+    """The user's files of host keys."""
+    shared_known_hosts: tuple[str, ...] = ()
+    """Files of host keys for all users."""
     alias: str = ""
     """HostKeyAlias: the name under which the host key is known, instead of address and port."""
     jumps: tuple[Host, ...] = ()
@@ -137,6 +140,7 @@ def read_login(host: Host, config_path: str = "") -> Login:
         user=host.user or str(found.get("user", "")),
         identities=tuple(os.path.expanduser(name) for name in found.get("identityfile", ())),
         known_hosts=_split_paths(str(found.get("userknownhostsfile", ""))),
+        shared_known_hosts=_split_paths(str(found.get("globalknownhostsfile", _SHARED_KNOWN_HOSTS))),
         alias=str(found.get("hostkeyalias", "")),
         jumps=parse_jumps(str(found.get("proxyjump", "")), f"ProxyJump of host {host.name}"),
         proxy="" if proxy == "none" else proxy,

@@ -14,17 +14,20 @@ import re
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
 from cpuft.argv import make_shell_line
 from cpuft.errors import CpuftError, TransientError, refuse_other_systems
 from cpuft.execute import Answer
+from cpuft.files import read_raw
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.hostfile import NEEDS_IPV4, Host
 from cpuft.hosts.ssh_config import Login, find_bastions, read_login, ssh_command
@@ -41,10 +44,10 @@ _CONNECTIONS = 32
 _DIAL_SECONDS = 5.0
 """Time limit for a TCP connection: a host that is up answers at once; one that was cut off must not delay others."""
 _PROBE_DIAL_SECONDS = 3.5
-"""The same for `find_unresponsive`: the kernel of a host that is up has answered one of three SYN packets by then. They
+"""The same for `find_unreachable`: the kernel of a host that is up has answered one of three SYN packets by then. They
 are 1 and 2 s apart (RFC 6298)."""
 _PROBE_SECONDS = 6.0
-"""Time limit for the key exchange in `find_unresponsive`."""
+"""Time limit for the key exchange in `find_unreachable`."""
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _BEGIN = "cpuft: the command begins"
@@ -95,8 +98,8 @@ class Transport(ABC):
     here: str | None = None
     """Name of the host that is this machine, where that was told: empty if none is, because other networks have the
     same private addresses. None where addresses decide."""
-    unresponsive: set[str] = field(default_factory=set, compare=False)
-    """Names of the hosts that did not answer `find_unresponsive` last. Cleaning up leaves them out, because each
+    unreachable: set[str] = field(default_factory=set, compare=False)
+    """Names of the hosts that did not answer `find_unreachable` last. Cleaning up leaves them out, because each
     question to such a host takes 10 s."""
     hosts: dict[str, Host] = field(default_factory=dict, compare=False)
     """Hosts of the hostfile by name, as far as they are known, with the ports and users of their ssh servers."""
@@ -149,17 +152,17 @@ class Transport(ABC):
             return execute.run_command(argv, seconds, stdin)
         return self._run_remotely(host, argv, stdin, seconds)
 
-    def find_unresponsive(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
+    def find_unreachable(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
         """Return the names of the hosts that do not answer within `seconds`, or cannot be asked; raise no CpuftError.
 
         All hosts are asked at the same time, and this machine always answers. Over ssh only the key exchange is tried,
-        so that a host that would refuse the login answers, too. The attribute `unresponsive` is updated for `names`.
+        so that a host that would refuse the login answers, too. The attribute `unreachable` is updated for `names`.
         """
         hosts = [self.find_host(name) for name in names]
         answers = try_hosts(lambda host: self.is_here(host) or self._probe(host, seconds), hosts)
         found = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
-        self.unresponsive.difference_update(names)
-        self.unresponsive.update(found)
+        self.unreachable.difference_update(names)
+        self.unreachable.update(found)
         return found
 
     def _probe(self, host: Host, seconds: float) -> object:
@@ -356,7 +359,7 @@ def _try_to_log_in(
 
     seconds = ssh_config.CONNECT_SECONDS
     options: dict[str, Any] = dict.fromkeys(("timeout", "auth_timeout"), seconds)
-    # Of two limits that end at once, either may win, and a silent host would count as one that drops connections.
+    # Of two limits that end at once, either may win, and an unreachable host would count as one that drops connections.
     options["banner_timeout"] = 2 * seconds
     options["key_filename"] = [path for path in login.identities if os.path.exists(path)] or None
     with _raise_host_errors(host):
@@ -364,8 +367,8 @@ def _try_to_log_in(
         # ssh looks up the key of an alias without a port, whatever the port is.
         name, port = (login.alias, 22) if login.alias else (login.address, login.port)
         known_name = name if port == 22 else f"[{name}]:{port}"
-        for path in filter(os.path.exists, login.known_hosts or (os.path.expanduser("~/.ssh/known_hosts"),)):
-            _load_host_keys(client, path, known_name)
+        own = login.known_hosts or (os.path.expanduser("~/.ssh/known_hosts"),)
+        _load_host_keys(client, (*own, *login.shared_known_hosts), known_name)
         client.set_missing_host_key_policy(_refuse_unknown_keys(host))
         try:
             stream = _open_stream(login, bastion, seconds)
@@ -389,28 +392,36 @@ def _try_to_log_in(
     return client
 
 
-def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
-    """Let a client accept the keys that a file in the form of known_hosts has for one name. paramiko's `load_host_keys`
+def _load_host_keys(client: paramiko.SSHClient, paths: Iterable[str], name: str) -> None:
+    """Let a client accept the keys that files in the form of known_hosts have for one name. paramiko's `load_host_keys`
     compares every line with all before it, in every session: N * N * N comparisons for one question to N hosts.
     """
     from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
     from paramiko.ssh_exception import SSHException
 
-    keys = client.get_host_keys()
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            names = (line.split(None, 1) or [""])[0]
-            # A name that begins with | is a hash, which only paramiko can compare.
-            if name not in names.split(",") and not names.startswith("|"):
+    keys, lines = client.get_host_keys(), [line for path in paths for line in read_raw(Path(path)).splitlines()]
+    marked = [words for line in lines if (words := line.split(None, 4))[:1] == ["@revoked"] and len(words) > 3]
+    revoked = {words[3] for words in marked if _matches(name, words[1])}
+    for line in lines:
+        names = (line.split(None, 1) or [""])[0]
+        # A name that begins with | is a hash, which only paramiko can compare. It knows no patterns.
+        is_hash = names.startswith("|")
+        if not is_hash and not _matches(name, names):
+            continue
+        with suppress(SSHException, InvalidHostKey):
+            entry = HostKeyEntry.from_line(line.strip())
+            if entry is None or entry.key is None or entry.key.get_base64() in revoked:
                 continue
-            with suppress(SSHException, InvalidHostKey):
-                entry = HostKeyEntry.from_line(line.strip())
-                if entry is None or entry.key is None:
-                    continue
-                for one in entry.hostnames or ():
-                    # Of two keys of the same type, the first one counts, as in paramiko.
-                    if entry.key.get_name() not in (keys.lookup(one) or {}):
-                        keys.add(one, entry.key.get_name(), entry.key)
+            for one in (entry.hostnames or ()) if is_hash else (name,):
+                # Of two keys of the same type, the first one counts, as in paramiko.
+                if entry.key.get_name() not in (keys.lookup(one) or {}):
+                    keys.add(one, entry.key.get_name(), entry.key)
+
+
+def _matches(name: str, patterns: str) -> bool:
+    """Return whether a name fits one of the patterns of a line of known_hosts, and none that begins with `!`."""
+    fits = [one for one in patterns.split(",") if fnmatchcase(name, one.removeprefix("!").replace("[", "[[]"))]
+    return bool(fits) and not any(one.startswith("!") for one in fits)
 
 
 def _has_key() -> bool:

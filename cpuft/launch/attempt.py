@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,8 @@ from cpuft.launch.run_state import (
     note_state,
 )
 from cpuft.launch.secret_files import secrets_on_hosts
-from cpuft.launch.supervise import StopRequest, run_as_head_host
+from cpuft.launch.stop_request import StopRequest
+from cpuft.launch.supervise import run_as_head_host
 from cpuft.plans import RunPlan, Setting, Step
 from cpuft.rank.process import OWNER_VARIABLE, end_with_parent
 from cpuft.serialization import load, parse_json
@@ -92,7 +92,7 @@ def run_attempt(
         what = f"their logs are in {run_dir}" if Path(run_dir, "logs").exists() else "nothing had started"
         say(f"cpuft: stopped by {stopped}: all ranks have ended, and {what}")
         if update := find_newest_update(run_dir):
-            say(f"cpuft: continue after update {update} with {shlex.join(['cpuft', 'launch', '--resume', run_dir])}")
+            say(f"cpuft: continue after update {update} with {plan.format_resume(run_dir)}")
         sys.exit(stopped.exit_code)
     except HeadHostLostError as lost:
         note_state(run_dir, phase=INTERRUPTED, reason=str(lost))
@@ -119,7 +119,7 @@ def run_remotely(
             execute.run_stages(plan.select("inputs"), 0.0, say, advice)
         except CpuftError:
             if not plan.resumed:  # otherwise the new folder would refuse the same launch when it is tried again
-                remove_all_but_checkpoints(plan, run_dir, cluster.access.transport.unresponsive)
+                remove_all_but_checkpoints(plan, run_dir, cluster.access.transport.unreachable)
                 remove_empty_run(run_dir)
             raise
         step = plan.full_plan.as_local(plan_supervision(order, cluster))
@@ -129,14 +129,17 @@ def run_remotely(
         if plan.copy_seconds and code == RESUMABLE:
             copier.copy_last()  # the head host may be taken away soon
     except Interrupted:
-        fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, False, say)
-        if not plan.resumed:
-            remove_empty_run(run_dir)
+        try:
+            fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, False, say)
+            if not plan.resumed:
+                remove_empty_run(run_dir)
+        except HeadHostLostError as lost:  # which by itself would lead to a restart
+            say(f"cpuft: {lost}")
         raise
     if code == LATER_START:
         raise LaterStartError(f"another launcher has started the run again: {WAIT_FOR_OTHER}")
     if code == execute.SSH_FAILED:
-        cluster.access.transport.find_unresponsive(list(cluster.hosts))
+        cluster.access.transport.find_unreachable(list(cluster.hosts))
     if fetch_and_clean_up(plan, run_dir, cluster, not code, say):
         return 0
     if code not in (0, RESUMABLE) and request.signal_number == signal.SIGINT:
@@ -175,6 +178,7 @@ def main() -> None:
     try:
         transport = SshTransport(order.ssh_config)
         code = run_as_head_host(order.plan, order.run_dir, order.state, order.seconds, transport)
+        code = 1 if code == LATER_START else code  # a script's own
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         code = error.exit_code

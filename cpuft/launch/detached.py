@@ -323,8 +323,8 @@ class Detached:
         """Print what the command prints, from its start to its end, and return its exit code. With `until_begun` return
         0 as soon as the run has begun, also if it has ended since. With `only_past` print what was printed until now,
         and return 0 if the command has not ended. The line with the path of the run folder is left out if that is not
-        `run_dir`. Raises HeadLostError: the command was killed (not with `only_past`), or the head host is silent for a
-        minute; CpuftError: the host's events cannot be read.
+        `run_dir`. Raises HeadLostError: the command was killed (not with `only_past`), or the head host does not
+        answer for a minute; CpuftError: the host's events cannot be read.
         """
         position, heard, closing = 0, time.monotonic(), f"run: {self.order.run_dir}\n"
         while True:
@@ -474,7 +474,7 @@ def list_needed(cluster: str) -> tuple[list[str], list[str]]:
 def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tuple[Detached, Description]:
     """Return the detached run that has this id, or an id that begins like this, or this run folder. If `config` names
     no hosts, those with which the run was started are asked, or all of `list_known_places`. Raises CpuftError: several
-    runs or none are found; HeadLostError: none is found, and a host that may have it is silent.
+    runs or none are found; HeadLostError: none is found, and a host that may have it does not answer.
     """
     folder, notes = os.path.realpath(run), [one for one in list_detached(environ) if run]
     same = [one for one in notes if one.run_dir == folder] or [one for one in notes if one.id.startswith(run)]
@@ -484,7 +484,7 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
     # A run folder has the id of its run, also where nothing else is known about the run.
     begin = note.id or (read_host_folder(run).partition("/")[0] if run else "") or run
     found = [pair for runs, _ in answers for pair in runs if begin and pair[1].order.id.startswith(begin)]
-    errors = [error for _, silent in answers for error in silent]
+    errors = [error for _, unasked in answers for error in unasked]
     ids = sorted({one.order.id for _, one in found})
     if len(ids) > 1:
         raise CpuftError(f"several detached runs begin with {run} ({', '.join(ids)}): give more of the id")

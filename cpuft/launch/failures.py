@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.config.fields import option_names
-from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.errors import NO_MORE_PROCESSES, RESUMABLE, CpuftError, counted, escape_controls
 from cpuft.launch.resume import read_resumed_run
+from cpuft.plans import RunPlan
 from cpuft.rank.process import (
     FOREIGN_STORE_ENTRY,
     KILLED_BY_SOMEBODY,
@@ -153,7 +151,7 @@ def _describe_early_end(failures: list[Failure]) -> str:
     )
 
 
-def describe_absent(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
+def describe_lost(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
     """Return one line for each unreachable host, by name, and then for each rank on another host that others waited for
     in vain, unless this rank has itself failed: its own error output explains more.
     """
@@ -176,14 +174,14 @@ def _ranks(numbers: Iterable[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
+def describe_failures(failures: list[Failure], mpirun: str, causes: Sequence[str] = ()) -> str:
     """Return why `failures[0]` failed, the end of its standard error (without failures, of `mpirun`, mpirun's output),
-    and last the causes: `absent`, from `describe_absent`, or a rank whose script ended too early, else "rank N on HOST
+    and last the causes: `causes`, from `describe_lost`, or a rank whose script ended too early, else "rank N on HOST
     failed". If there are no such causes and the caller gets the exception (`raised`), only the first line is returned.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
-    if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
-        absent = [early_end]
+    if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in causes):
+        causes = [early_end]
     if failures:
         first, *others = failures
         blame, text = f"rank {first.rank} on {first.host} failed", _last_error(first.text)
@@ -191,14 +189,14 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
         what = f"{blame} ({cause})"
         what += f"; {_ranks(failure.rank for failure in others)} failed after it" if others else ""
         what += f". {advice[0].upper()}{advice[1:]}" if advice else ""
-        if first.missed and absent:
+        if first.missed and causes:
             what = f"{_ranks(failure.rank for failure in failures)} waited in vain for other ranks"
-        if first.raised and not absent:
+        if first.raised and not causes:
             return f"cpuft: {what}"
         summary = f"\ncpuft: {what}. Last lines of rank {first.rank}"
     output = _last_lines(text)
-    shown = [] if not (failures or output) and absent else [f"{summary}:", output or "(it printed nothing)"]
-    return "\n".join([*shown, *(f"cpuft: {line}" for line in absent or [blame] if line)])
+    shown = [] if not (failures or output) and causes else [f"{summary}:", output or "(it printed nothing)"]
+    return "\n".join([*shown, *(f"cpuft: {line}" for line in causes or [blame] if line)])
 
 
 def ended_to_be_resumed(failures: list[Failure]) -> bool:
@@ -260,14 +258,7 @@ def find_interruption(run_dir: str) -> InterruptedLine | None:
     return None
 
 
-def describe_end(
-    code: int,
-    run_dir: str,
-    hosts: tuple[str, ...],
-    config: LaunchConfig,
-    script: Sequence[str],
-    script_config: ScriptConfig | None = None,
-) -> tuple[int, str]:
+def describe_end(code: int, run_dir: str, hosts: tuple[str, ...], plan: RunPlan) -> tuple[int, str]:
     """Return the exit code of a launch and its closing message: "run: RUN_DIR" after 0, "" after a failure.
 
     After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75, else "". A
@@ -276,7 +267,7 @@ def describe_end(
     if code != RESUMABLE:
         return code, "" if code else f"run: {run_dir}"
     try:
-        read_resumed_run(run_dir, bool(script))
+        read_resumed_run(run_dir, bool(plan.script_words))
     except CpuftError:
         return 1, ""
     if not ended_to_be_resumed(read_failures(Path(run_dir, "logs"), hosts)):
@@ -284,8 +275,4 @@ def describe_end(
     what = "the ranks ended with exit code 75"
     if line := find_interruption(run_dir):
         what = f"the run was interrupted by {line.by} after update {line.step} of {line.updates}"
-    where = [f"--{name}={value}" for name in ("cluster", "hostfile") if (value := getattr(config, name))]
-    if script and script_config:
-        where += [f"--{name}" for name in option_names(ScriptConfig) if getattr(script_config, name)]
-    command = ["cpuft", "launch", "--resume", run_dir, *where, *(["--", *script] if script else [])]
-    return code, f"cpuft: {what}: continue with {shlex.join(command)}"
+    return code, f"cpuft: {what}: continue with {plan.format_resume(run_dir)}"

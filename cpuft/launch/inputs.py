@@ -200,14 +200,16 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
     bundles: list[Bundle] = []
     for index, argument in enumerate(command[len(argv) :]):
         option, value = _split_option(argument)
-        path = Path(os.path.abspath(value))  # without "..", unlike Path.absolute
+        is_script = index == 0 and is_python
+        # Python looks for modules where a link to a script leads. abspath is without "..", unlike Path.absolute.
+        path = Path((os.path.realpath if is_script else os.path.abspath)(value))
         # The bare name of a program is looked up in the host's own PATH.
         is_name = index == 0 and "/" not in value
         is_sendable = os.path.isfile(path) or os.path.isdir(path)  # unlike a device such as /dev/null, or a pipe
         if is_name or not value or not is_sendable or path in (Path.cwd(), *Path.cwd().parents):
             argv.append(argument)
             continue
-        sources = _find_modules(path) if index == 0 and is_python else (path,)
+        sources = _find_modules(path) if is_script else (path,)
         bundles.append(make_bundle(sources, cluster.inputs))
         argv.append(f"{option}{bundles[-1].remote_folder}/{path.name}")
     return tuple(argv), tuple(bundles)

@@ -28,7 +28,7 @@ def renew_leases(access: Access, say: Callable[[str], None]) -> Iterator[None]:
 
     def renew() -> None:
         while not is_over.is_set():
-            hosts = [host for name, host in list(known.hosts.items()) if name not in known.unresponsive]
+            hosts = [host for name, host in list(known.hosts.items()) if name not in known.unreachable]
             try:
                 answers = try_hosts(lambda host: transport.run(host, command, seconds=_ANSWER_SECONDS), hosts)
                 lines = [_describe_renewal(host.name, answer) for host, answer in zip(hosts, answers)]

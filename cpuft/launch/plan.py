@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 from cpuft.argv import module_command, pack_argv
 from cpuft.config.bench import BenchConfig, list_bench_cases
 from cpuft.config.conflicts import check_engine_for_launch, refuse_conflicts, refuse_unused_data_options
-from cpuft.config.fields import format_arguments
-from cpuft.config.launch import LaunchConfig
+from cpuft.config.fields import format_arguments, option_names
+from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
@@ -61,10 +62,8 @@ class Job:
     train: TrainConfig
     script: tuple[str, ...] = ()
     """The script's command, from `plan_script`; empty for cpuft's own training."""
-    wrap: bool = False
-    """Whether the script gets the fast path."""
-    independent: bool = False
-    """Whether the ranks of the script are meant to be independent of each other."""
+    options: ScriptConfig = ScriptConfig()
+    """Options of the script's launch."""
     progress: str = "lines"
     call_file: str = ""
     """This machine's file with a function of the user's, if the script is the module that calls it; else empty."""
@@ -86,9 +85,12 @@ def plan_run(job: Job, cluster: Cluster, resumed: ResumedRun | None = None) -> R
         check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     if job.script:
         command, bundles = pack_script(cluster, job.script)
-        command = command[1:] if job.call_file else wrap_script(command, cluster.python, job.wrap)
-        extra = script_settings(config.np, job.independent)
+        command = command[1:] if job.call_file else wrap_script(command, cluster.python, job.options.wrap)
+        extra = script_settings(config.np, job.options.independent)
         plan = plan_ranks(cluster, config, work, command, "gloo", environ, resumed, extra)
+        flags = [f"--{name}" for name in option_names(ScriptConfig) if getattr(job.options, name)]
+        words = ("python", *job.script[1:]) if job.script[0] == sys.executable else job.script
+        plan = replace(plan, script_words=(*flags, "--", *words))
     else:
         train, bundles = pack_training(cluster, job.train, job.allowed_paths)
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)

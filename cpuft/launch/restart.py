@@ -25,9 +25,9 @@ from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.launch.failures import Failure, explain_exit, read_failures
 from cpuft.launch.plan import Job, plan_fetching, plan_run
 from cpuft.launch.results import (
-    FILES_LEFT,
     HeadHostLostError,
     NotStoredError,
+    describe_left,
     fetch_and_clean_up,
     remove_all_but_checkpoints,
 )
@@ -40,7 +40,7 @@ from cpuft.launch.resume import (
     remove_empty_run,
 )
 from cpuft.launch.run_state import LaterStartError, find_end, read_state
-from cpuft.launch.supervise import StopRequest
+from cpuft.launch.stop_request import StopRequest
 from cpuft.plans import RunPlan
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
@@ -228,7 +228,7 @@ def run_with_restarts(
             raise  # the hosts have the only copies of the results, or work for another launcher: nothing is removed
         except CpuftError:
             if policy.restarts:
-                unreachable = cluster.access.transport.unresponsive
+                unreachable = cluster.access.transport.unreachable
                 remove_all_but_checkpoints(plan, job.run_dir, unreachable, say)
             raise
         if not tried.code or (tried.unfetched_from and _fetch_if_finished(job.run_dir, plan, cluster, say)):
@@ -261,7 +261,7 @@ def run_with_restarts(
         say(f"cpuft: not restarted: {reason}")
     # Errors other than the loss of the head host may have come before the run folder was made.
     if policy.restarts or isinstance(tried.error, HeadHostLostError | None):
-        without = {tried.unfetched_from, *cluster.access.transport.unresponsive}
+        without = {tried.unfetched_from, *cluster.access.transport.unreachable}
         remove_all_but_checkpoints(plan, job.run_dir, without, say)
     if is_new and not tried.unfetched_from:
         remove_empty_run(job.run_dir)
@@ -296,24 +296,24 @@ def make_attempt(run_dir: str, cluster: Cluster, owner: int, start: Callable[[],
     except (NotStoredError, LaterStartError):
         raise
     except CpuftError as refusal:
-        if not (len(names) > 1 and transport.find_unresponsive(names)) and not refusal.is_transient:
+        if not (len(names) > 1 and transport.find_unreachable(names)) and not refusal.is_transient:
             raise
         code, error = RESUMABLE, refusal
     if not code:
         return AttemptResult(0)
     failures = [] if error else read_failures(Path(run_dir, "logs"), hosts)
     end = None if error else find_end(run_dir, owner)
-    transport.unresponsive.update(end.silent if end else ())
-    if transport.unresponsive.intersection(hosts):
+    transport.unreachable.update(end.unreachable if end else ())
+    if transport.unreachable.intersection(hosts):
         # Another host may have been lost at the same moment: it has to be named, and nothing should wait for it later.
-        transport.find_unresponsive([name for name in names if name not in transport.unresponsive])
+        transport.find_unreachable([name for name in names if name not in transport.unreachable])
     update = 0
     with suppress(CpuftError):
         update = len(read_record(run_dir).steps)
     return AttemptResult(
         code,
         failures=tuple(failures),
-        unreachable=frozenset(transport.unresponsive.intersection(hosts)),
+        unreachable=frozenset(transport.unreachable.intersection(hosts)),
         update=update,
         leaving=frozenset(end.leaving if end else ()),
         hosts=hosts,
@@ -399,10 +399,10 @@ def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Co
     """Return the hosts that do not answer. Those just lost are not asked; those lost earlier get less time."""
     transport.hosts.update({host.name: host for host in hosts})
     names = [host.name for host in hosts if host.name not in just_lost]
-    lost_before = transport.unresponsive.intersection(names)
-    transport.find_unresponsive([name for name in names if name not in lost_before])
-    transport.find_unresponsive(sorted(lost_before), _LOST_HOST_SECONDS)
-    return transport.unresponsive
+    lost_before = transport.unreachable.intersection(names)
+    transport.find_unreachable([name for name in names if name not in lost_before])
+    transport.find_unreachable(sorted(lost_before), _LOST_HOST_SECONDS)
+    return transport.unreachable
 
 
 def clean_up_left_out_hosts(run_dir: str, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
@@ -411,14 +411,14 @@ def clean_up_left_out_hosts(run_dir: str, plan: RunPlan, last: Cluster, remainin
     """
     names = set(last.hosts)
     left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})
-    unreachable = last.access.transport.unresponsive
+    unreachable = last.access.transport.unreachable
     if left_out - unreachable:
         remove_all_but_checkpoints(plan, run_dir, (names - left_out) | unreachable)
 
 
 def _fetch_if_finished(run_dir: str, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
     """Fetch the run if it had finished on the head host and only the connection was lost; return whether it was."""
-    if not cluster.works_remotely or cluster.access.transport.find_unresponsive([cluster.head]):
+    if not cluster.works_remotely or cluster.access.transport.find_unreachable([cluster.head]):
         return False
     copies: Sequence[HostCopy] = ()
     with suppress(CpuftError):
@@ -433,8 +433,8 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
     """Remove a finished run from hosts that it lost, if they answer again, and name with `say` those that do not."""
     transport = last.access.transport
     lost = [host for name, host in history.used_hosts.items() if name not in last.hosts and last.works_remotely]
-    transport.find_unresponsive([host.name for host in lost], _LOST_HOST_SECONDS)
-    reachable = [host for host in lost if host.name not in transport.unresponsive]
+    transport.find_unreachable([host.name for host in lost], _LOST_HOST_SECONDS)
+    reachable = [host for host in lost if host.name not in transport.unreachable]
     secrets = os.path.dirname(last.sent_file(last.work_dir(run_dir), 0))
     kill_ranks(last, run_dir, owner, reachable)
     if reachable:  # an mpirun that was frozen there may have started proxies on the others since
@@ -442,8 +442,8 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
     command = remove_command(last.folder, secrets, *last.list_folders(run_dir))
     answers = try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
     cleaned = [host for host, one in zip(reachable, answers) if not isinstance(one, CpuftError) and not one.exit_code]
-    if names := ", ".join(host.name for host in lost if host not in cleaned):
-        say(f"cpuft: {names} did not answer at the end of the run: {FILES_LEFT}")
+    if left := [host.name for host in lost if host not in cleaned]:
+        say(describe_left(left))
 
 
 def find_resumed_run(job: Job, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:
@@ -466,6 +466,6 @@ def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host]
     """
     if hosts is None:
         hosts = list(cluster.hosts.values()) if len(cluster.hosts) > 1 else []
-    reachable = [host for host in hosts if host.name not in cluster.access.transport.unresponsive]
+    reachable = [host for host in hosts if host.name not in cluster.access.transport.unreachable]
     run = partial(cluster.access.run_module, seconds=_KILL_SECONDS)
     try_hosts(lambda host: run(host, kill, cluster.work_dir(run_dir), str(owner)), reachable)

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from cpuft import execute, transfer
@@ -26,8 +26,6 @@ from cpuft.launch.run_state import FINISHED, find_end, note_state, read_usable_s
 from cpuft.plans import RunPlan, Stages, Step, format_plan
 from cpuft.retry import retry
 
-FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
-"""End of a line for the user that names hosts that do not answer."""
 _SKIPPED = "only plain files and folders of a run are fetched; left out: "
 _HERE = Path(__file__)
 _REMOVE_ALL_BUT_CHECKPOINTS = REMOVE + _HERE.with_name("remove_all_but_checkpoints.sh").read_text(encoding="utf-8")
@@ -53,6 +51,15 @@ class NotStoredError(CpuftError):
     """The results could not be stored here, or not be fetched although the run has finished. The hosts keep them."""
 
     exit_code = IO_ERROR
+
+
+def describe_left(hosts: Iterable[str]) -> str:
+    """Return the line that names hosts that keep files of the run because they do not answer."""
+    names = ", ".join(sorted(hosts))
+    return (
+        f"cpuft: {names} did not answer at the end of the run: the run's files stay there, and cpuft doctor reports "
+        "them after a day"
+    )
 
 
 def may_be_fetched(error: CpuftError) -> bool:
@@ -99,7 +106,7 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
     Raises HeadHostLostError: the head host could not send a run that is not known to be finished. Raises
     NotStoredError: results exist and could not be fetched or stored.
     """
-    unreachable = cluster.access.transport.unresponsive
+    unreachable = cluster.access.transport.unreachable
     if is_finished:
         _fetch_finished_run(plan, run_dir, cluster, say)
     else:
@@ -118,7 +125,7 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
     # The connection to the supervisor may break when the last rank has ended.
     end = find_end(run_dir, plan.owner)
     if not is_finished and not (end and end.phase == FINISHED):
-        unreachable.update(end.silent if end else ())
+        unreachable.update(end.unreachable if end else ())
         if not plan.keep_host_copies:
             remove_all_but_checkpoints(plan, run_dir, unreachable, say)
         return False
@@ -127,13 +134,10 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
     removal = [step for stage in plan.results[1:] for step in stage]
     missing = {step.host for step in removal if step.host in unreachable}
     steps = [step for step in removal if step.host not in unreachable]
-    try:  # a host that was lost meanwhile must not hide how the run ended
-        answers = execute.run_stage(plan.full_plan, steps, _REMOVE_SECONDS)
-        missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
-    except TimeoutError:
-        missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
+    answers = execute.run_stage(plan.full_plan, steps, _REMOVE_SECONDS)
+    missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
     if missing:
-        say(f"cpuft: {', '.join(sorted(missing))} did not answer at the end of the run: {FILES_LEFT}")
+        say(describe_left(missing))
     return True
 
 
@@ -144,7 +148,7 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say)
     where = f"Its results are in {cluster.work_dir(run_dir)} on {cluster.head}, and {command} fetches them"
 
     def fetch_now() -> None:
-        cluster.access.transport.unresponsive.discard(cluster.head)  # it may answer again
+        cluster.access.transport.unreachable.discard(cluster.head)  # it may answer again
         fetch_results(plan, run_dir, cluster, say)
 
     told = "cpuft: the run has finished, and its results are fetched again in"
@@ -165,7 +169,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> No
     hosts' copies may be removed; they must stay if it raises. Raises NotStoredError: not all could be stored here;
     CpuftError: the head host could not send it.
     """
-    if cluster.head in cluster.access.transport.unresponsive:
+    if cluster.head in cluster.access.transport.unreachable:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
     ((step,), *_) = plan.results
     (answer,) = execute.run_stage(plan.full_plan, [step], 0.0, lambda line: say(f"cpuft: {line}"))
@@ -191,13 +195,10 @@ def remove_all_but_checkpoints(
     state here, and tell the user with `say` how to continue. A host that does not answer raises nothing.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
-    try:
-        answers = execute.run_stage(plan.full_plan, steps, _PARTIAL_REMOVE_SECONDS)
-    except TimeoutError:
-        answers = [execute.Answer(execute.SSH_FAILED, "")] * len(steps)
-    silent = [step.host for step, answer in zip(steps, answers) if answer.exit_code == execute.SSH_FAILED]
-    if silent and say:
-        say(f"cpuft: {', '.join(silent)} did not answer at the end of the run: {FILES_LEFT}")
+    answers = execute.run_stage(plan.full_plan, steps, _PARTIAL_REMOVE_SECONDS)
+    unreachable = [step.host for step, answer in zip(steps, answers) if answer.exit_code]
+    if unreachable and say:
+        say(describe_left(unreachable))
     found = {step.host: _NEWEST.findall(answer.output) for step, answer in zip(steps, answers)}
     updates = {host: int(names[-1]) for host, names in found.items() if names}
     if updates:
@@ -205,7 +206,7 @@ def remove_all_but_checkpoints(
     if updates and say:
         say(
             f"cpuft: checkpoints up to update {max(updates.values())} are saved on {', '.join(updates)}: continue with "
-            f"{shlex.join(('cpuft', 'launch', '--resume', run_dir))}"
+            f"{plan.format_resume(run_dir)}"
         )
 
 

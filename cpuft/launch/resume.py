@@ -124,9 +124,9 @@ class ResumedRun:
 
 
 def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) -> ResumedRun:
-    """Return what is known about a run here and on the hosts that `config` names, unless all are this machine. Silent
-    hosts are listed in `unreachable`. Raises CpuftError: the run cannot be resumed (`read_resumed_run`), or only silent
-    hosts may have a record.
+    """Return what is known about a run here and on the hosts that `config` names, unless all are this machine. Errors
+    of hosts that do not answer are in `unreachable`. Raises CpuftError: the run cannot be resumed (`read_resumed_run`),
+    or only such hosts may have a record.
     """
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
@@ -137,8 +137,8 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
     except CpuftError:
         if not errors or any(copy.exists for copy in copies) or Path(run, FILE_NAME).exists():
             raise
-        silent = "; ".join(map(str, errors))
-        raise CpuftError(f"what run {run} has recorded is not here, and {silent}: try again when they answer") from None
+        why = "; ".join(map(str, errors))
+        raise CpuftError(f"what run {run} has recorded is not here, and {why}: try again when they answer") from None
     return replace(resumed, host_copies=copies, unreachable=tuple(map(str, errors)))
 
 
@@ -171,7 +171,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
         raise CpuftError(f"run {run} is still active: wait until it ends, or stop it first")
     if not (has_record or headers or has_copied_record) and (state or exists):
         if is_script and exists:
-            return ResumedRun(str(path), owner=owner)
+            return ResumedRun(str(path), np=state.ranks if state else 0, owner=owner)
         script = "" if is_script else "name its script if it has one, else "
         raise CpuftError(f"run {run} has recorded no update: {script}start it again in a new folder")
     if headers and not has_record:

@@ -27,7 +27,7 @@ from cpuft.launch.results import fetch_and_clean_up
 from cpuft.launch.resume import gather_resumed_run, has_begun
 from cpuft.launch.run_folder import choose_run_dir
 from cpuft.launch.script_command import name_script, plan_script, refuse_other_launchers, wrap_script
-from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS, StopRequest
+from cpuft.launch.stop_request import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS, StopRequest
 from cpuft.plans import RunPlan
 
 
@@ -112,8 +112,7 @@ def plan_request(
         run_dir = _take_folder("", f"{name}-np{config.np}", locks)
     paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
     allowed = frozenset(paths) if resumed else None
-    kind = command, options.wrap, options.independent
-    job = Job(run_dir, config, train, *kind, request.progress, request.call_file, allowed, environ)
+    job = Job(run_dir, config, train, command, options, request.progress, request.call_file, allowed, environ)
     plan = plan_run(job, cluster, resumed)
     if reason:
         say(reason)
@@ -164,4 +163,4 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
         code = run_with_restarts(job, planned.plan, cluster, start, say, stop)
     if not code:
         save_note(run_dir, LaunchNote(), environ)
-    return describe_end(code, run_dir, cluster.rank_hosts, job.config, request.script, request.script_options)
+    return describe_end(code, run_dir, cluster.rank_hosts, planned.plan)

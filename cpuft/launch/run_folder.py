@@ -85,6 +85,7 @@ def plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None) 
 def plan_claim(run_dir: str, state: RunState, is_resumed: bool) -> Step:
     """Return the step that makes the run folder here and writes the state to it; fails if a new run's folder exists."""
     make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}/" && mkdir "$1"'
-    script = f'{make} && printf "%s" "$3" >"$2.new" && mv "$2.new" "$2"'
-    words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{STATE_FILE}", format_state(state))
-    return Step("make the run folder on this machine", words)
+    script = f'{make} && cat >"$2.new" && mv "$2.new" "$2"'
+    words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{STATE_FILE}")
+    # No argument may be longer than 128 KiB, and the state names the host of each rank.
+    return Step("make the run folder on this machine", words, stdin=format_state(state))

@@ -60,9 +60,11 @@ class RunState:
     """Empty unless the run was interrupted or failed."""
     exit_code: int = -1
     """-1 while the supervisor of the ranks is active, and if it was lost."""
+    ranks: int = 0
+    """Number of ranks of the first start."""
     hosts: tuple[str, ...] = ()
     """Name of each rank's host, as in the hostfile."""
-    silent: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
     """Hosts that did not answer at the end of the attempt."""
     leaving: tuple[str, ...] = ()
     """Hosts that had received an interruption notice."""
@@ -139,8 +141,8 @@ def note_state(run_dir: str, **changes: Any) -> None:
 
 
 def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
-    """Return the first state of the start number `owner` of a run, with id, name, checkpoints and seconds of the state
-    in the run folder on this machine, if it has one. Raises CpuftError: that state cannot be used.
+    """Return the first state of the start number `owner` of a run, with id, name, ranks, checkpoints and seconds of the
+    state in the run folder on this machine, if it has one. Raises CpuftError: that state cannot be used.
     """
     identity, _, name = cluster.name_folder(run_dir).partition("/")
     earlier = read_state(run_dir) or RunState(identity, name)
@@ -149,6 +151,7 @@ def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
         earlier.name,
         owner,
         start=secrets.token_hex(4),
+        ranks=earlier.ranks or cluster.ranks,
         hosts=cluster.rank_hosts,
         checkpoints=earlier.checkpoints,
         seconds=earlier.seconds,

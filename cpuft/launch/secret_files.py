@@ -77,7 +77,7 @@ def secrets_on_hosts(
             run(index, "send", begun, *(f"{cluster.sent_file(work, index)}-{name}" for name in names), stdin=text)
         except CpuftError as error:
             if error.is_transient:
-                silent.add(cluster.assignments[index].host.name)
+                failed.add(cluster.assignments[index].host.name)
             raise
 
     def run(index: int, action: str, *paths: str, stdin: str = "") -> str:
@@ -97,7 +97,7 @@ def secrets_on_hosts(
         return answer.output
 
     def list_reachable() -> list[int]:
-        left_out = cluster.access.transport.unresponsive | silent
+        left_out = cluster.access.transport.unreachable | failed
         return [index for index, name in enumerate(cluster.hosts) if name not in left_out]
 
     def refresh() -> None:
@@ -107,7 +107,7 @@ def secrets_on_hosts(
             if answers and not any(answers):
                 return
 
-    is_over, refusing, silent = threading.Event(), set[int](), set[str]()
+    is_over, refusing, failed = threading.Event(), set[int](), set[str]()
     try:
         map_hosts(send, range(len(cluster.assignments)))
         threading.Thread(target=refresh, daemon=True).start()

@@ -17,7 +17,7 @@ from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.rank import dump_stacks
 from cpuft.serialization import load, parse_json
 
-GONE, SILENT = "gone", "silent"
+GONE, UNREACHABLE = "gone", "unreachable"
 """States beside those of proc(5): the host has no such process, or the host does not answer."""
 STALE_SECONDS = 3.0
 """Age of a report that shows that the rank's threads cannot run. Otherwise a rank reports twice a second."""
@@ -49,9 +49,9 @@ _STATES = {
     "t": "stopped by a debugger (t)",
     "Z": "ended (Z)",
     GONE: "no such process",
-    SILENT: "its host does not answer",
+    UNREACHABLE: "its host does not answer",
 }
-_INACTIVE = (GONE, SILENT, "T", "t", "Z")
+_INACTIVE = (GONE, UNREACHABLE, "T", "t", "Z")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class RankDump:
     rank: int
     host: str
     state: str
-    """The process state as a letter of proc(5), such as "R" or "S", or GONE or SILENT."""
+    """The process state as a letter of proc(5), such as "R" or "S", or GONE or UNREACHABLE."""
     pid: int = 0
     wchan: str = ""
     """The kernel function in which the process sleeps."""
@@ -229,17 +229,20 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
     )
 
 
-def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: Iterable[str]) -> tuple[RankDump, ...]:
-    """Return the dumps of all ranks, indexed by rank; for a rank without one, SILENT on a `silent` host, else GONE."""
-    by_rank, lost = {dump.rank: dump for dump in found}, set(silent)
+def complete_dumps(
+    found: Iterable[RankDump], hosts: tuple[str, ...], unreachable: Collection[str]
+) -> tuple[RankDump, ...]:
+    """Return the dumps of all ranks, by rank; one without a dump is UNREACHABLE on an unreachable host, else GONE."""
+    by_rank = {dump.rank: dump for dump in found}
     return tuple(
-        by_rank.get(rank) or RankDump(rank, host, SILENT if host in lost else GONE) for rank, host in enumerate(hosts)
+        by_rank.get(rank) or RankDump(rank, host, UNREACHABLE if host in unreachable else GONE)
+        for rank, host in enumerate(hosts)
     )
 
 
 def gather_dumps(run: ActiveRun, without: Collection[str] = ()) -> tuple[tuple[RankDump, ...], dict[str, str]]:
     """Return the dumps of all ranks, indexed by rank, and by host name the errors of hosts without a readable answer.
-    All but those in `without` are asked at once, for up to 15 s. Ranks on those or on hosts with an error are SILENT.
+    All but those in `without` are asked at once, up to 15 s. Ranks on those or hosts with an error are UNREACHABLE.
     """
 
     def ask(host: Host) -> list[RankDump]:
@@ -254,9 +257,9 @@ def gather_dumps(run: ActiveRun, without: Collection[str] = ()) -> tuple[tuple[R
 
     hosts = [host for host in dict.fromkeys(run.hosts) if host.name not in without]
     answers = dict(zip((host.name for host in hosts), try_hosts(ask, hosts)))
-    silent = {name: str(answer) for name, answer in answers.items() if isinstance(answer, CpuftError)}
+    unreachable = {name: str(answer) for name, answer in answers.items() if isinstance(answer, CpuftError)}
     found = [dump for answer in answers.values() if not isinstance(answer, CpuftError) for dump in answer]
-    return complete_dumps(found, tuple(host.name for host in run.hosts), {*silent, *without}), silent
+    return complete_dumps(found, tuple(host.name for host in run.hosts), {*unreachable, *without}), unreachable
 
 
 def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
@@ -278,14 +281,14 @@ def diagnose_run(
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     # A login to a host that is frozen takes longer than to find out that it is.
-    lost = transport.find_unresponsive([host.name for host in dict.fromkeys(run.hosts)])
-    dumps, silent = gather_dumps(run, lost)
+    unreachable = transport.find_unreachable([host.name for host in dict.fromkeys(run.hosts)])
+    dumps, others = gather_dumps(run, unreachable)
     try:
         write_dumps(run, dumps)
         say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")
     except CpuftError as error:
         say(str(error))
-    return diagnose(dumps, least_seconds), lost.union(silent)
+    return diagnose(dumps, least_seconds), unreachable.union(others)
 
 
 def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> str:

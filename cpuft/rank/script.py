@@ -18,6 +18,7 @@ Three problems of torch are avoided here:
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import functools
@@ -80,15 +81,15 @@ def _report_refusal(error: Exception, mark: str = "") -> int:
 def _run_script(argv: Sequence[str], refusals: tuple[type[Exception], ...], check: ConnectionCheck | None) -> int:
     is_module = argv[0] == "-m"
     path, sys.argv = argv[is_module], list(argv[is_module:])
-    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(path)))
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.realpath(path)))
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         if is_module:
             runpy._run_module_as_main(path)  # type: ignore[attr-defined]  # what `python -m` calls
             return 0
-        module.__file__ = path
+        vars(module).update(__file__=path, __builtins__=builtins)
         with open(path, "rb") as file:
-            exec(compile(file.read(), path, "exec"), module.__dict__)
+            exec(compile(file.read(), path, "exec", dont_inherit=True), module.__dict__)  # not our annotations
     except BaseException as error:
         return report_exception(error, refusals, __file__, check)
     return 0

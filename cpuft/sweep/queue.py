@@ -21,7 +21,7 @@ from cpuft.launch.active_runs import lock_run
 from cpuft.launch.fetched_checkpoints import check_copy
 from cpuft.launch.resume import has_begun
 from cpuft.launch.run_state import FINISHED, read_state
-from cpuft.launch.supervise import TRAINING_STOP_SECONDS
+from cpuft.launch.stop_request import TRAINING_STOP_SECONDS
 from cpuft.record import FILE_NAME as RECORD_NAME
 from cpuft.record import read_record
 from cpuft.sweep.places import REFUSES, Place, find_lost_hosts

@@ -205,6 +205,7 @@ def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
         (folder / "bin").mkdir(parents=True)
         (folder / "hosts").write_text(f"{host}\n")
         (folder / "bin" / "mpirun").touch()
+        (folder / "ssh").touch()
     launch = [f"--hostfile={old}/hosts", "--no-check", "--iface=hosts"]
     create(old / "s", launch=launch, working_folder=str(old))
     monkeypatch.chdir(new)
@@ -223,6 +224,7 @@ def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
 
 def test_a_new_sweep_stores_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_text("a1\n")
+    (tmp_path / "lab").touch()
     given = list[str]()
     monkeypatch.setattr("cpuft.cli.sweep._carry_out", lambda folder, config, options, places: given.extend(options))
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -123,12 +123,18 @@ def test_this_machine_reports_its_facts() -> None:
     assert facts.uid == os.geteuid()
 
 
-def test_the_head_host_gets_the_absolute_path_of_the_ssh_configuration(tmp_path: Path) -> None:
+def test_the_head_host_gets_the_absolute_path_of_the_ssh_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "hosts").write_text("node1\n")
-    access = find_access(LaunchConfig(hostfile="hosts", ssh_config="own/config"))
-    assert access.mpirun_options == ("-F", f"{Path.cwd()}/own/config")
+    (tmp_path / "config").touch()
+    access = find_access(LaunchConfig(hostfile="hosts", ssh_config="config"))
+    assert access.mpirun_options == ("-F", f"{Path.cwd()}/config")
     access = find_access(LaunchConfig(hostfile="hosts", ssh_config="~/config"))
-    assert access.transport.config == os.path.expanduser("~/config")
+    assert access.transport.config == f"{tmp_path}/config"
+    with pytest.raises(CpuftError, match=f"there is no file {Path.cwd()}/nofig, which --ssh-config names"):
+        find_access(LaunchConfig(hostfile="hosts", ssh_config="nofig"))
 
 
 def test_the_message_says_that_the_lease_has_ended() -> None:

@@ -60,7 +60,8 @@ def test_a_launcher_takes_the_hosts_of_its_job(line: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("own", [LaunchConfig(hostfile="mine"), LaunchConfig(ssh_config="mine")])
-def test_own_hosts_or_an_own_ssh_configuration_win(own: LaunchConfig) -> None:
+def test_own_hosts_or_an_own_ssh_configuration_win(own: LaunchConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
     with told():
         assert type(find_access(own).transport) is not MpiJobTransport
 

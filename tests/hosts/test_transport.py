@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -326,6 +326,32 @@ def test_a_changed_key_has_its_kind(config: Path, servers: tuple[Server, Server,
     assert (error.value.kind, error.value.host) == (transport_module.KEY_CHANGED, "far")
 
 
+@pytest.mark.parametrize(
+    "lines, accepts",
+    [
+        ("[127.0.0.1]:* KEY", True),
+        ("node?,[127.* KEY", True),
+        ("*,!node1 KEY", True),
+        ("*,!*127* KEY", False),
+        ("node* KEY", False),
+        ("* KEY\n@revoked node* KEY", True),
+        ("* KEY\n@revoked * KEY", False),
+    ],
+)
+def test_a_key_may_be_known_to_all_users_and_by_a_pattern_or_be_revoked(
+    lines: str, accepts: bool, config: Path, servers: tuple[Server, Server, Path]
+) -> None:
+    """As the administrators of a cluster write /etc/ssh/ssh_known_hosts. OpenSSH's client decides in the same way."""
+    shared = config.with_name("ssh_known_hosts")
+    shared.write_text(lines.replace("KEY", servers[0].key) + "\n")
+    config.with_name("known_hosts").unlink()
+    transport = change(config, "/dev/null", str(shared))
+    command = (*transport.command_prefix(HOST), "true")
+    assert (subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0) == accepts
+    with nullcontext() if accepts else pytest.raises(HostError, match="is not in known_hosts"):
+        assert transport.run(HOST, ("echo", "in")).output == "in\n"
+
+
 def test_a_known_key_is_found_among_those_of_many_hosts(config: Path, servers: tuple[Server, Server, Path]) -> None:
     """By its plain or hashed name. Of two keys of a type, the first one counts; lines for others do not matter."""
     host, bastion, _ = servers
@@ -333,7 +359,7 @@ def test_a_known_key_is_found_among_those_of_many_hosts(config: Path, servers: t
     others = (
         "".join(f"10.0.0.{n},node{n} {bastion.key}\n" for n in range(100)) + f"{name} ssh-ed25519 broken\n# {name}\n"
     )
-    known.write_text(f"{others}node,{name} {host.key}\n{name} {bastion.key}\n@revoked {name} {host.key}\n")
+    known.write_text(f"{others}node,{name} {host.key}\n{name} {bastion.key}\n@revoked {name} {bastion.key}\n")
     assert SshTransport(str(config)).run(HOST, ("echo", "in")).output == "in\n"
     known.write_text(f"{others}{name} {bastion.key}\n{name} {host.key}\n")
     with pytest.raises(HostError) as error:
@@ -546,7 +572,7 @@ def test_the_host_key_is_read_without_a_login(servers: tuple[Server, Server, Pat
     assert transport_module.fingerprint(host.key) == listed.stdout.split()[1]
 
 
-def test_hosts_that_are_off_or_frozen_are_unresponsive(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_are_off_or_frozen_are_unreachable(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of a frozen host accepts connections, and its sshd sends nothing."""
     monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
@@ -554,12 +580,12 @@ def test_hosts_that_are_off_or_frozen_are_unresponsive(config: Path, monkeypatch
         transport = change(config, "Host far\n", f"{others}Host far\n")
         # One that would not let us in is there all the same.
         change(config, "IdentityFile", "IdentityFile /dev/null\n  CertificateFile")
-        assert transport.find_unresponsive(("localhost", "off", "far", "frozen")) == {"off", "frozen"}
+        assert transport.find_unreachable(("localhost", "off", "far", "frozen")) == {"off", "frozen"}
         monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 60.0)
         start = time.monotonic()
-        assert transport.find_unresponsive(("frozen",), 0.5) == {"frozen"}
+        assert transport.find_unreachable(("frozen",), 0.5) == {"frozen"}
         assert time.monotonic() - start < 5
-        assert transport.unresponsive == {"off", "frozen"}
+        assert transport.unreachable == {"off", "frozen"}
 
 
 def test_hosts_are_asked_at_the_port_of_the_hostfile(config: Path, servers: tuple[Server, Server, Path]) -> None:
@@ -568,7 +594,7 @@ def test_hosts_are_asked_at_the_port_of_the_hostfile(config: Path, servers: tupl
     hosts = (Host("far", port=servers[0].port), Host("localhost", port=9))
     with pytest.raises(CpuftError, match="localhost"):
         gather_cluster(LaunchConfig(np=2), hosts, Access(transport))
-    assert transport.find_unresponsive(("far", "localhost")) == {"localhost"}
+    assert transport.find_unreachable(("far", "localhost")) == {"localhost"}
 
 
 def test_a_host_that_is_cut_off_is_noticed_before_the_time_limit_for_a_busy_one(config: Path) -> None:
@@ -582,5 +608,5 @@ def test_a_host_that_is_cut_off_is_noticed_before_the_time_limit_for_a_busy_one(
             caller.connect_ex(full.getsockname())
         transport = change(config, "Host far\n", f"Host cut\n  Port {full.getsockname()[1]}\nHost far\n")
         start = time.monotonic()
-        assert transport.find_unresponsive(("cut",), 9.0) == {"cut"}
+        assert transport.find_unreachable(("cut",), 9.0) == {"cut"}
         assert time.monotonic() - start < 8

@@ -17,7 +17,7 @@ import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.transport import SshTransport
@@ -26,8 +26,8 @@ from cpuft.launch.inputs import make_bundle
 from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.results import HeadHostLostError
 from cpuft.launch.resume import ResumedRun
-from cpuft.launch.run_state import begin_state
-from cpuft.launch.supervise import StopRequest
+from cpuft.launch.run_state import begin_state, read_state
+from cpuft.launch.stop_request import StopRequest
 from cpuft.plans import RunPlan, Step
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
@@ -199,6 +199,22 @@ def test_a_launch_whose_inputs_cannot_be_sent_may_be_repeated(
             run_remotely(replace(plan, inputs=((send,),)), run_dir, state, here, 0.0, print, StopRequest())
     assert Path(here.work_dir(run_dir)).parent.exists() == is_resumed
     assert Path(here.folder).is_relative_to(tmp_path)
+
+
+def test_a_signal_ends_the_launch_also_if_the_head_host_is_lost_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of the head host alone would lead to a restart. It may have the only record, so the state here stays."""
+    monkeypatch.setattr("cpuft.hosts.cluster.WORK_ROOT", str(tmp_path))
+    here = gather_cluster(LaunchConfig(), is_on_host_disk=True)
+    run_dir, said = str(tmp_path / "run"), list[str]()
+    plan = plan_run(Job(run_dir, LaunchConfig(np=1), TrainConfig(), ("true",)), here)
+    send, fetch = (Step("transfer", ("sh", "-c", script)) for script in ("kill -INT $PPID; sleep 60", "exit 255"))
+    plan = replace(plan, inputs=((send,),), results=((fetch,), *plan.results[1:]))
+    with pytest.raises(Interrupted):
+        run_remotely(plan, run_dir, begin_state(here, run_dir, 1), here, 0.0, said.append, StopRequest())
+    assert re.fullmatch("cpuft: the results .* could not be fetched .*; the run's record is in .*", said[-1])
+    assert read_state(run_dir)
 
 
 @pytest.fixture

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.train import TrainConfig
 from cpuft.launch.failures import (
     Failure,
-    describe_absent,
     describe_end,
     describe_failures,
+    describe_lost,
     explain_exit,
     find_failures,
     worst_exit_code,
 )
 from cpuft.launch.supervise import LogTail
+from cpuft.plans import RunPlan
 from cpuft.rank.process import RAISED_MARK, format_failure, format_steps, parse_failure, parse_missing_ranks
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, Line, format_line
@@ -102,7 +102,7 @@ def test_the_output_of_a_rank_does_not_control_the_terminal() -> None:
 def test_the_first_cause_is_shown(name: str, errors: list[str], golden: Golden) -> None:
     hosts = ("node1", "node2", "node3")
     failures = find_failures(errors, hosts)
-    absent = describe_absent(failures, hosts, set())
+    absent = describe_lost(failures, hosts, set())
     golden(f"failure-{name}.txt", describe_failures(failures, "ssh: connection refused\n", absent))
 
 
@@ -110,7 +110,7 @@ def test_the_first_cause_is_shown(name: str, errors: list[str], golden: Golden) 
 def test_a_lost_host_is_named_last(name: str, errors: list[str], golden: Golden) -> None:
     hosts = ("node1", "node2", "node3")
     failures = find_failures(errors, hosts)
-    text = describe_failures(failures, "ssh: closed\n", describe_absent(failures, hosts, {"node2"}))
+    text = describe_failures(failures, "ssh: closed\n", describe_lost(failures, hosts, {"node2"}))
     golden(f"failure-{name}.txt", text)
 
 
@@ -145,7 +145,7 @@ def steps_line(rank: int, has_ended: bool, steps: int) -> str:
 def test_a_rank_whose_script_ended_before_the_others_is_named(waits: str, ends: str, said: str) -> None:
     hosts = ("node1", "node2")
     failures = find_failures([waits, ends], hosts)
-    lines = describe_failures(failures, "", describe_absent(failures, hosts, set())).splitlines()
+    lines = describe_failures(failures, "", describe_lost(failures, hosts, set())).splitlines()
     assert lines[-1] == said
     assert not any("cpuft-rank" in line for line in lines)
 
@@ -223,7 +223,8 @@ def end(folder: Path, code: int, lines: tuple[Line, ...], errors: str, script: l
     (folder / "logs/rank-0.err").write_text(errors)
     record = folder / ("record.jsonl" if lines else "nothing")
     record.write_text("".join(format_line(line) + "\n" for line in lines))
-    return describe_end(code, str(folder), ("a", "b"), LaunchConfig(cluster="lab"), script)
+    words = ("--", *script) if script else ()
+    return describe_end(code, str(folder), ("a", "b"), RunPlan(script_words=words))
 
 
 @pytest.mark.parametrize(
@@ -256,16 +257,9 @@ def end(folder: Path, code: int, lines: tuple[Line, ...], errors: str, script: l
 def test_exit_code_75_is_returned_only_for_runs_that_can_be_resumed(
     tmp_path: Path, code: int, lines: tuple[Line, ...], errors: str, script: list[str], wanted: int, said: str
 ) -> None:
-    words = ["cpuft", "launch", "--resume", str(tmp_path), "--cluster=lab", *(["--", *script] if script else [])]
+    words = ["cpuft", "launch", "--resume", str(tmp_path), *(["--", *script] if script else [])]
     command = shlex.join(words)
     assert end(tmp_path, code, lines, errors, script) == (wanted, said and f"cpuft: {said}: continue with {command}")
-
-
-def test_the_command_that_resumes_a_script_repeats_its_options(tmp_path: Path) -> None:
-    end(tmp_path, 75, (), ENDED, ["train.py"])
-    config, how = LaunchConfig(), ScriptConfig(independent=True)
-    _, line = describe_end(75, str(tmp_path), ("a", "b"), config, ["train.py"], how)
-    assert line.endswith(f"continue with cpuft launch --resume {tmp_path} --independent -- train.py")
 
 
 def test_the_last_line_of_a_finished_run_is_its_folder(tmp_path: Path) -> None:

@@ -130,6 +130,13 @@ def test_modules_and_packages_beside_a_script_are_sent(work: Path) -> None:
     assert bundle.remote_folder.startswith(f"{AWAY.inputs}/")
 
 
+def test_modules_beside_the_target_of_a_link_to_a_script_are_sent(work: Path) -> None:
+    (work / "link.py").symlink_to("code/train.py")
+    command, (bundle,) = pack_script(AWAY, (sys.executable, str(work / "link.py")))
+    assert command == (AWAY.python, f"{bundle.remote_folder}/train.py")
+    assert "other.py" in names_of(bundle)
+
+
 def test_files_and_folders_that_arguments_name_are_sent(work: Path) -> None:
     words = ("rows.csv", "--model=model", "--out=missing", "--flag", ".", "--in=.", "..", "", "a 0", "$HOME", "-", LONG)
     command, bundles = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), *words))

@@ -105,5 +105,5 @@ def test_a_script_sees_an_interruption_notice_and_the_launch_returns_its_75(tmp_
         words = ("--run-dir", "run", "--interruption-notice", metadata.url, "--", "script.py")
         done = run_cpuft("launch", "--np", "2", *words, seconds=200)
     assert done.returncode == 75
-    said = f"cpuft: the ranks ended with exit code 75: continue with cpuft launch --resume {tmp_path}/run -- script.py"
-    assert done.stderr.splitlines()[-1] == said
+    command = f"cpuft launch --resume {tmp_path}/run -- python {tmp_path}/script.py"
+    assert done.stderr.splitlines()[-1] == f"cpuft: the ranks ended with exit code 75: continue with {command}"

@@ -98,7 +98,7 @@ def test_all_hosts_are_asked_again_and_again_and_the_limit_is_printed_once(asked
     said, access = list[str](), rent("a", "b")
     with renew_leases(access, said.append):
         wait_until(lambda: asked.count("a") > 2 and asked.count("b") > 2)
-        access.transport.unresponsive.add("a")
+        access.transport.unreachable.add("a")
         access.transport.hosts["c"] = Host("c")
         wait_until(lambda: asked.count("c") > 2 and asked[-4:].count("a") == 0)
     time.sleep(0.3)

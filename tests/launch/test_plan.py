@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from cpuft.config.launch import LaunchConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.train import TrainConfig
 from cpuft.host_memory import HostMemory, RunMemory, split_run_memory
 from cpuft.hosts.cluster import Access, Cluster
@@ -17,7 +18,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.registry import NO_CLUSTER
-from cpuft.launch.plan import add_call, plan_ranks, plan_training
+from cpuft.launch.plan import Job, add_call, plan_ranks, plan_run, plan_training
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.settings import plan_settings
 from cpuft.plans import RunPlan, format_plan
@@ -52,6 +53,13 @@ def test_plan_of_a_script_on_four_hosts(mpi: str, golden: Golden) -> None:
         {"FI_PROVIDER": "efa"},
     )
     golden(f"launch-{mpi}.sh", format_plan(plan.full_plan))
+
+
+def test_the_command_that_resumes_a_script_has_the_script_and_its_options() -> None:
+    script = (sys.executable, "/home/me/train.py", "a b")
+    job = Job("/runs/one", LaunchConfig(np=1), TrainConfig(), script, ScriptConfig(independent=True))
+    command = plan_run(job, make_cluster((1,))).format_resume(job.run_dir)
+    assert command == "cpuft launch --resume /runs/one --independent -- python /home/me/train.py 'a b'"
 
 
 def test_plan_of_a_training_on_one_host(golden: Golden) -> None:

@@ -40,7 +40,7 @@ from cpuft.launch.restart import (
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, find_newest_update
 from cpuft.launch.run_state import FINISHED, LaterStartError, RunState, StateWriter, format_state, write_state
-from cpuft.launch.supervise import StopRequest
+from cpuft.launch.stop_request import StopRequest
 from cpuft.plans import RunPlan, Step
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
@@ -152,14 +152,14 @@ def test_hosts_that_are_lost_at_the_same_moment_are_all_found() -> None:
     names = [assignment.host.name for assignment in three.assignments]
 
     class Transport(transport_module.SshTransport):
-        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+        def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
             asked.extend(names)
-            self.unresponsive.add("node3")
+            self.unreachable.add("node3")
             return {"node3"}
 
     three = replace(three, access=replace(three.access, transport=Transport()))
     Path("run").mkdir()
-    StateWriter("run", make_state(silent=(names[1],))).end(1)
+    StateWriter("run", make_state(unreachable=(names[1],))).end(1)
     attempt = make_attempt(os.path.abspath("run"), three, 1, lambda: 1)
     assert attempt.unreachable == {names[1], names[2]}
     assert asked == [names[0], names[2]]
@@ -185,9 +185,9 @@ def test_lost_hosts_that_answer_again_are_cleaned_up_at_the_end(cluster: Cluster
     asked = list[tuple[str, ...]]()
 
     class Transport(transport_module.SshTransport):
-        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
-            self.unresponsive.update({"c"}.intersection(names))
-            return self.unresponsive
+        def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+            self.unreachable.update({"c"}.intersection(names))
+            return self.unreachable
 
         def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
             asked.append((host.name, *argv[-2:]))
@@ -236,7 +236,7 @@ def test_a_run_that_finished_before_the_connection_was_lost_is_only_fetched(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Transport(transport_module.SshTransport):
-        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+        def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
             return set()
 
         def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
@@ -264,7 +264,7 @@ def test_a_run_that_finished_before_the_connection_was_lost_is_only_fetched(
 class Answering(transport_module.SshTransport):
     """Hosts that answer. What they have of a run is in SAID, one answer for each question, and the last one stays."""
 
-    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+    def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return set()
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:

@@ -227,7 +227,7 @@ def test_a_host_that_is_lost_while_results_are_fetched_is_named(run: Path, monke
     )
     plan, said = RunPlan(results=((Step("fetch", ("true",), host="b"),), steps)), list[str]()
     fetch_and_clean_up(plan, str(run), AWAY, True, said.append)
-    assert said == [f"cpuft: c did not answer at the end of the run: {results.FILES_LEFT}"]
+    assert said == [results.describe_left(["c"])]
 
 
 def test_a_fetch_is_given_up_when_no_bytes_arrive(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_a_fetch_is_given_up_when_no_bytes_arrive(tmp_path: Path, run: Path, mon
 class Unsteady(SshTransport):
     """A head host that answers."""
 
-    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+    def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return set()
 
 

@@ -25,7 +25,7 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch import resume
 from cpuft.launch.inputs import Bundle, plan_sending
 from cpuft.launch.plan import Job, add_transfers, find_prepared_hosts, plan_run, plan_training
-from cpuft.launch.results import FILES_LEFT, plan_partial_cleanup, plan_results, remove_all_but_checkpoints
+from cpuft.launch.results import describe_left, plan_partial_cleanup, plan_results, remove_all_but_checkpoints
 from cpuft.launch.resume import (
     HostCopy,
     ResumedRun,
@@ -37,7 +37,7 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
-from cpuft.launch.run_state import FINISHED, INTERRUPTED, read_state, write_state
+from cpuft.launch.run_state import FINISHED, INTERRUPTED, begin_state, read_state, write_state
 from cpuft.launch.supervise import run_as_head_host
 from cpuft.plans import Plan, RunPlan, Step
 from cpuft.rank import describe_run
@@ -161,6 +161,15 @@ def test_runs_of_scripts_and_trainings_are_distinguished(tmp_path: Path) -> None
         read_resumed_run(str(write_run(tmp_path / "run", HEADER)), is_script=True)
 
 
+def test_a_script_is_resumed_with_as_many_ranks_as_its_first_start_had(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for cluster in (make_cluster((2, 1)), make_cluster((1,))):
+        write_state(str(tmp_path), begin_state(cluster, str(tmp_path), 1))
+    resumed = read_resumed_run(str(tmp_path), is_script=True)
+    assert resumed.take_over(LaunchConfig(), TrainConfig(), set())[0].np == 3
+    assert resumed.take_over(LaunchConfig(np=2), TrainConfig(), {"np"})[0].np == 2
+
+
 def test_recorded_options_with_wrong_types_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", replace(HEADER, options=dict(vars(TRAIN)) | {"batch_size": "many"}))
     with pytest.raises(
@@ -264,8 +273,13 @@ def test_files_on_the_disk_of_a_lost_head_host_stay(tmp_path: Path) -> None:
     assert (work / "record.jsonl").exists()
 
 
-def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path: Path) -> None:
+def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk of one host, e, does not answer."""
+    monkeypatch.setattr("cpuft.launch.results._PARTIAL_REMOVE_SECONDS", 1.0)
     said = {"a": "echo 000000008.0", "b": "echo Warning: b >&2; echo 000000010.1", "c": "exit 255", "d": "true"}
+    said["e"] = "exec sleep 60"
     plan = RunPlan(
         partial_cleanup=(tuple(Step("keep", ("sh", "-c", script), host=host) for host, script in said.items()),)
     )
@@ -275,7 +289,7 @@ def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path
     printed = list[str]()
     remove_all_but_checkpoints(plan, str(run), without="a", say=printed.append)
     assert printed == [
-        f"cpuft: c did not answer at the end of the run: {FILES_LEFT}",
+        describe_left(["c", "e"]),
         f"cpuft: checkpoints up to update 10 are saved on b: continue with cpuft launch --resume {run}",
     ]
     noted = read_state(str(run))
@@ -499,7 +513,7 @@ def test_logs_that_are_here_are_not_fetched_again(tmp_path: Path, fetched: str, 
 
 def fetch(work: Path, run: Path) -> int:
     (step,), _ = plan_results(HERE, str(work), str(run))
-    return subprocess.run(Plan().as_local(step).command, check=False).returncode
+    return subprocess.run(Plan().as_local(step).command, input=step.stdin.encode(), check=False).returncode
 
 
 def names(folder: Path) -> list[str]:
@@ -538,7 +552,7 @@ def test_a_rejected_resume_leaves_the_local_run_unchanged(tmp_path: Path) -> Non
 def claim(plan: RunPlan) -> int:
     """Make the run folder on this machine as the plan says; the exit code."""
     ((step,),) = plan.claim
-    return subprocess.run(Plan().as_local(step).command, check=False).returncode
+    return subprocess.run(Plan().as_local(step).command, input=step.stdin.encode(), check=False).returncode
 
 
 def test_the_folder_on_hosts_is_found_from_whichever_machine_has_the_run_folder(

@@ -12,11 +12,13 @@ import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
+from cpuft.execute import run_stages
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.plan import plan_ranks
-from cpuft.launch.run_folder import LEAST_FREE_BYTES, choose_run_dir
+from cpuft.launch.run_folder import LEAST_FREE_BYTES, choose_run_dir, plan_claim
+from cpuft.launch.run_state import read_state
 from cpuft.launch.supervise import run_as_head_host
-from cpuft.plans import RunPlan, Step
+from cpuft.plans import Plan, RunPlan, Step
 from tests.launch.test_plan import make_cluster
 from tests.records import make_state
 
@@ -53,6 +55,12 @@ def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeyp
         assert choose_run_dir("", "sst2-np2") == f"{tmp_path}/runs/sst2-np2-20260102-030405"
         other.communicate("\n")
     assert choose_run_dir("", "mrpc-np2") == f"{tmp_path}/runs/mrpc-np2-20260102-030405"
+
+
+def test_the_state_of_a_run_with_thousands_of_ranks_fits_into_the_step_that_writes_it(tmp_path: Path) -> None:
+    state = make_state(*(f"ip-10-0-{number}.eu-central-1.compute.internal" for number in range(4096)))
+    run_stages(Plan(((plan_claim(str(tmp_path / "run"), state, False),),)), 60.0, print, "look")
+    assert read_state(str(tmp_path / "run")) == state
 
 
 def test_a_run_folder_that_another_launch_has_just_made_is_named(tmp_path: Path) -> None:

@@ -82,11 +82,11 @@ def test_the_end_of_a_start_is_that_of_no_other(code: int, phase: str, kept: int
     writer = StateWriter(str(tmp_path), STATE)
     writer.write(phase=TRAINING)
     assert find_end(str(tmp_path), 3) is None
-    writer.note(silent=("b",))
+    writer.note(unreachable=("b",))
     assert writer.end(code, "why") == code
     ended = find_end(str(tmp_path), 3)
     assert ended
-    assert (ended.phase, ended.exit_code, ended.silent) == (phase, kept, ("b",))
+    assert (ended.phase, ended.exit_code, ended.unreachable) == (phase, kept, ("b",))
     assert (ended.reason, ended.sequence) == ("why", STATE.sequence + 2)
     assert ended.checkpoints == (STATE.checkpoints if code else {})
     assert STATE.seconds <= ended.seconds < STATE.seconds + 60

@@ -16,7 +16,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.stack_dumps import (
     GONE,
-    SILENT,
+    UNREACHABLE,
     Frame,
     PendingOperation,
     RankDump,
@@ -174,7 +174,7 @@ SEEN = (
 
 def test_the_file_and_the_table_of_stack_dumps(golden: Golden) -> None:
     all_ranks = complete_dumps(SEEN, ("node1", "node1", "node2", "node3"), ["node3"])
-    assert [dump.state for dump in all_ranks] == ["S", GONE, "T", SILENT]
+    assert [dump.state for dump in all_ranks] == ["S", GONE, "T", UNREACHABLE]
     texts = [format_dumps(all_ranks), *(format_rank_dump(dump) for dump in all_ranks)]
     golden("stacks.txt", "\n".join(texts))
 
@@ -218,7 +218,7 @@ IN_SUM = f"(ranks 0, 2 wait in all_reduce #6 of {WORLD})"
         ),
         ([rank(0, SUM), rank(1, SUM, state="T"), rank(2, SUM)], (1,), "it is stopped (T)"),
         ([rank(0, SUM), RankDump(1, "node2", GONE), rank(2, SUM)], (1,), "rank 1 on node2 blocks the others"),
-        ([rank(0, SUM), RankDump(1, "node2", SILENT), rank(2, SUM)], (1,), "its host does not answer"),
+        ([rank(0, SUM), RankDump(1, "node2", UNREACHABLE), rank(2, SUM)], (1,), "its host does not answer"),
         ([rank(0, SUM), rank(1, f"barrier 6 {WORLD}"), rank(2, SUM)], (1,), f"it is in barrier #6 of {WORLD}, at "),
         # Rank 2 waits for rank 3 in a group of two, so that the others wait for both; rank 3 is the cause.
         (
@@ -249,7 +249,7 @@ IN_SUM = f"(ranks 0, 2 wait in all_reduce #6 of {WORLD})"
         ([rank(0, line=4), rank(1, line=4)], (), "the run makes progress, or all are at the same line"),
         ([rank(0, line=4)], (), "the run makes progress, or all are at the same line"),
         (
-            [RankDump(0, "a", SILENT), RankDump(1, "b", SILENT)],
+            [RankDump(0, "a", UNREACHABLE), RankDump(1, "b", UNREACHABLE)],
             (0, 1),
             "rank 0 on a: its host does not answer; rank 1 on b",
         ),
@@ -291,7 +291,7 @@ def test_a_host_that_is_frozen_is_not_logged_in_to(tmp_path: Path) -> None:
     asked = list[str]()
 
     class Frozen(SshTransport):
-        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+        def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
             return {"b"}
 
         def is_here(self, host: Host) -> bool:
@@ -308,7 +308,7 @@ def test_a_host_that_is_frozen_is_not_logged_in_to(tmp_path: Path) -> None:
 
 def test_a_hang_is_explained_also_if_the_stacks_cannot_be_stored(tmp_path: Path) -> None:
     class Full(SshTransport):
-        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+        def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
             return set()
 
         def is_here(self, host: Host) -> bool:

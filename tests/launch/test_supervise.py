@@ -1,4 +1,4 @@
-"""What signals ask of ranks, how lost hosts are noticed while ranks run, and how leases are renewed."""
+"""How the head host prepares a run, starts its ranks and ends them, and how steps are executed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,46 +21,27 @@ from cpuft.errors import CpuftError, Interrupted
 from cpuft.execute import run_stages, run_step
 from cpuft.hosts import ssh_config
 from cpuft.hosts.transport import SshTransport
-from cpuft.launch import supervise
+from cpuft.launch import run_monitor, supervise
 from cpuft.launch.attempt import AttemptOrder
 from cpuft.launch.resume import remove_empty_run
-from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
-from cpuft.launch.supervise import (
-    LogTail,
-    NotStartedError,
-    RunMonitor,
-    StopRequest,
-    StuckError,
-    run_as_head_host,
-)
+from cpuft.launch.run_monitor import StuckError
+from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LATER_START, LaterStartError, read_state, write_state
+from cpuft.launch.supervise import LogTail, run_as_head_host
 from cpuft.plans import Plan, RunPlan, Setting, Step
 from cpuft.rank import kill
-from cpuft.rank.diagnostics import HANG_MARK
-from cpuft.rank.interruption import HEARTBEAT_FILE
-from cpuft.rank.process import ENDED_MARK, STARTED_MARK, WAITS_MARK, format_failure
+from cpuft.rank.process import format_failure
 from cpuft.rank.world import World
 from cpuft.transfer import open_locked
-from tests.launch.test_failures import error_log
 from tests.records import make_state
 
-USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+TERM = signal.SIGTERM
 
 
 class Lost(SshTransport):
     """A transport to hosts of which one, b, does not answer."""
 
-    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+    def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return {"b"}.intersection(names)
-
-
-@dataclass(frozen=True)
-class Asked(SshTransport):
-    """A transport to hosts that a function asks."""
-
-    ask: Callable[[], set[str]] = set
-
-    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
-        return self.ask()
 
 
 def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +57,7 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
     ]
     ended = read_state(str(run))
     assert ended
-    assert (ended.phase, ended.exit_code, ended.silent) == (INTERRUPTED, 75, ("b",))
+    assert (ended.phase, ended.exit_code, ended.unreachable) == (INTERRUPTED, 75, ("b",))
     remove_empty_run(str(run))
     assert not run.exists()
     with pytest.raises(RuntimeError, match="copy the prepared examples to b: exit code 255"):
@@ -123,6 +101,16 @@ def test_marks_and_known_warnings_are_not_shown(tmp_path: Path) -> None:
     assert shown.getvalue() == "step 1\n|CCL_WARN| something else\n"
 
 
+def test_a_character_that_is_written_in_two_parts_is_shown_as_it_is(tmp_path: Path) -> None:
+    log, shown = tmp_path / "rank-0.out", io.StringIO()
+    tail = LogTail(log, shown)
+    for part in (b"caf\xc3", b"\xa9 \xff\n"):
+        with log.open("ab") as file:
+            file.write(part)
+        tail.copy()
+    assert shown.getvalue() == "caf\u00e9 \ufffd\n"
+
+
 @pytest.mark.parametrize(
     "host, limit, blame",
     [
@@ -138,7 +126,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     host: str, limit: str, blame: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 has ended because it missed rank 1; mpirun would wait for the host of rank 1."""
-    monkeypatch.setattr(supervise, limit, 1.0)
+    monkeypatch.setattr(run_monitor, limit, 1.0)
     monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 1.0)
     make = Step("make the run folder", ("mkdir", "run", "run/logs"))
     said = f"did not arrive: rank 1\n{format_failure(World(0, 2, 0, 1), 'vm', 75)}\n"
@@ -152,163 +140,6 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     errors = capfd.readouterr().err
     assert re.search(r"ended mpirun, which was still running \d s after a rank had failed", errors)
     assert errors.rstrip().endswith(f"cpuft: {blame}")
-
-
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(
-    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rank-1.err").write_text(f"{error_log('', 1, 75)}{HANG_MARK}\n", encoding="utf-8")
-    asked: list[str] = []
-    verdict = "rank 0 on node1 blocks the others"
-
-    def look(*place: object) -> tuple[str, set[str]]:
-        asked.append("stacks")
-        if is_interrupted:
-            raise Interrupted(TERM)
-        return verdict, {"node1"}
-
-    def find_silent() -> set[str]:
-        asked.append("hosts")
-        return set()
-
-    monkeypatch.setattr(supervise, "diagnose_run", look)
-    monitor = RunMonitor(tmp_path, (), Asked(ask=find_silent))
-    with pytest.raises(Interrupted if is_interrupted else StuckError, match=r"SIGTERM|waited in vain for others"):
-        monitor.check()
-    monitor.checked_at = monitor.failed_at = -100.0
-    monitor.check()  # as once more when all has ended
-    found = ("", None) if is_interrupted else (verdict, {"node1"})
-    assert (asked, (monitor.diagnosis, monitor.unreachable)) == (["stacks"], found)
-
-
-@pytest.mark.parametrize(
-    "said, ends",
-    [
-        ("[mpiexec@a] Error: Downstream from host b exited abnormally\n[mpiexec@a] Trying to close others\n", True),
-        ("[mpiexec@a] control_cb (pm/pmiserv/pmiserv_cb.c:208): assert (!closed) failed\n", True),
-        ("srun: cluster configuration lacks support for cpu binding\n", False),
-    ],
-    ids=("Intel MPI", "MPICH", "neither"),
-)
-def test_the_messages_of_an_mpirun_that_lost_a_host_count_as_a_failure(said: str, ends: bool, tmp_path: Path) -> None:
-    """In a Slurm job it would wait until Slurm notices the loss."""
-    (tmp_path / "logs").mkdir()
-    (tmp_path / HEARTBEAT_FILE).write_text(said, encoding="utf-8")
-    monitor = RunMonitor(tmp_path / "logs", (), Asked())
-    monitor.check()
-    assert bool(monitor.failed_at) == ends
-
-
-def test_hosts_are_asked_if_no_rank_gives_a_heartbeat(tmp_path: Path) -> None:
-    """mpirun would wait without limit if all hosts are lost. A run that is only quiet continues."""
-    logs, sign, asked = tmp_path / "logs", tmp_path / HEARTBEAT_FILE, list[str]()
-    logs.mkdir()
-    sign.touch()
-
-    def find_silent() -> set[str]:
-        asked.append("hosts")
-        return set()
-
-    monitor = RunMonitor(logs, (), Asked(ask=find_silent))
-
-    def look(quiet: float) -> None:
-        monitor.checked_at, monitor.heartbeat_seen_at = 0.0, time.monotonic() - quiet
-        monitor.check()
-        while monitor.host_check and not monitor.host_check.done():
-            time.sleep(0.01)
-
-    look(0.0)  # the first sign
-    look(20.0)
-    os.utime(sign, (1.0, 1.0))  # another one
-    look(1000.0)
-    assert asked == []
-    look(1000.0)
-    look(0.0)
-    assert (asked, monitor.host_check, monitor.unreachable) == (["hosts"], None, None)
-    monitor.host_check, monitor.suspicion = Future(), "no rank gives a heartbeat"
-    monitor.host_check.set_result({"node1"})
-    with pytest.raises(StuckError, match="ended mpirun, which was still running although no rank gives a heartbeat"):
-        look(0.0)
-    assert monitor.find_lost_hosts() == {"node1"}
-
-
-def make_monitor(logs: Path, silent: set[str], asked: list[str]) -> RunMonitor:
-    """The monitor of two ranks, which asks their hosts at once if something looks wrong."""
-    logs.mkdir()
-
-    def find_silent() -> set[str]:
-        asked.append("hosts")
-        return silent
-
-    return RunMonitor(logs, ("a", "b"), Asked(ask=find_silent), 45.0)
-
-
-def check_after(monitor: RunMonitor, seconds: float) -> None:
-    """Check as if this time had passed, and again when all hosts have answered."""
-    monitor.begun -= seconds
-    monitor.ended_at -= seconds * bool(monitor.ended_at)
-    for _ in range(2):
-        monitor.checked_at = monitor.next_host_check = 0.0
-        monitor.check()
-        if monitor.host_check:
-            monitor.host_check.result(30)
-
-
-def test_a_host_that_is_lost_before_its_rank_starts_is_detected(tmp_path: Path) -> None:
-    asked = list[str]()
-    monitor = make_monitor(tmp_path / "logs", {"b"}, asked)
-    (tmp_path / "logs/rank-0.err").write_text(f"{STARTED_MARK} rank 0 on a\n")
-    check_after(monitor, 5.0)
-    assert asked == []
-    with pytest.raises(StuckError, match="although 1 of 2 ranks have not started"):
-        check_after(monitor, 6.0)
-
-
-def test_a_host_that_is_lost_while_the_run_is_saved_is_detected(tmp_path: Path) -> None:
-    """The other ranks have ended, and mpirun waits for the rank of this host."""
-    asked = list[str]()
-    monitor = make_monitor(tmp_path / "logs", {"b"}, asked)
-    for rank in range(2):
-        (tmp_path / f"logs/rank-{rank}.err").write_text(f"{STARTED_MARK} rank {rank} on {'ab'[rank]}\n")
-    check_after(monitor, 100.0)
-    with (tmp_path / "logs/rank-0.err").open("a") as file:
-        file.write(f"step 9\n{ENDED_MARK} rank 0 on a\n")
-    check_after(monitor, 1.0)
-    assert asked == []
-    with pytest.raises(StuckError, match="although 1 of 2 ranks have not ended"):
-        check_after(monitor, 6.0)
-
-
-def test_long_waits_are_reported_once_while_the_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monitor, reported = make_monitor(tmp_path / "logs", set(), []), threading.Event()
-    monkeypatch.setattr(monitor, "report_wait", reported.set)
-    log = tmp_path / "logs/rank-1.err"
-    log.write_text(f"{STARTED_MARK} rank 1 on b\n")
-    check_after(monitor, 0.0)
-    assert not monitor.waits
-    log.write_text(f"{STARTED_MARK} rank 1 on b\n 5%|# {WAITS_MARK} barrier #6\n")
-    check_after(monitor, 0.0)
-    assert reported.wait(30)
-    reported.clear()
-    check_after(monitor, 0.0)
-    assert monitor.waits == {f"{WAITS_MARK} barrier #6".encode()}
-    assert not reported.wait(0.2)
-    shown = io.StringIO()
-    LogTail(log, shown).copy()
-    assert shown.getvalue() == ""
-
-
-def test_ranks_have_to_start_in_time_even_if_all_hosts_answer(tmp_path: Path) -> None:
-    asked = list[str]()
-    monitor = make_monitor(tmp_path / "logs", set(), asked)
-    check_after(monitor, 40.0)
-    assert asked
-    (tmp_path / "logs/rank-0.err").touch()
-    with pytest.raises(NotStartedError, match="no rank started within 45 s"):
-        check_after(monitor, 10.0)
-    (tmp_path / "logs/rank-0.err").write_text(f"{STARTED_MARK} rank 0 on a\n")
-    check_after(monitor, 100.0)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +158,7 @@ def test_mpirun_is_started_again_if_no_rank_starts(
 ) -> None:
     """A foreign connection to its port may block all ranks, or end mpirun."""
     monkeypatch.setattr(supervise, "_START_LIMIT", 0.2)
-    monkeypatch.setattr(supervise, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(run_monitor, "_CHECK_SECONDS", 0.05)
     run = tmp_path / "run"
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
@@ -374,124 +205,6 @@ def test_what_mpirun_starts_on_other_hosts_is_marked(is_on_host_disk: bool, name
     assert not os.path.lexists(marked)
 
 
-def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) -> None:
-    """Nothing waits for their answers. Hosts that answered are asked again at the end."""
-    (tmp_path / "rank-1.err").write_text(error_log("", 1, 75), encoding="utf-8")
-    answers, told = iter([{"node1"}, set[str](), {"node2"}]), threading.Event()
-
-    def find_silent() -> set[str]:
-        told.wait(30)
-        return next(answers)
-
-    monitor = RunMonitor(tmp_path, (), Asked(ask=find_silent))
-    monitor.check()
-    monitor.checked_at = monitor.failed_at = time.monotonic() - 1.0
-    monitor.check()
-    assert monitor.host_check
-    assert not monitor.host_check.done()
-    told.set()
-    assert monitor.host_check.result(30) == {"node1"}
-    monitor.checked_at = 0.0
-    with pytest.raises(StuckError, match="still running 1 s after a rank"):
-        monitor.check()
-    assert monitor.find_lost_hosts() == {"node1"}
-    monitor.unreachable, monitor.host_check = None, None
-    monitor.checked_at = monitor.failed_at = time.monotonic() - 1.0
-    monitor.check()
-    assert monitor.find_lost_hosts() == {"node2"}
-
-
-@pytest.mark.parametrize(
-    "grace, signals, taken",
-    [
-        (0.0, [USR1, USR1, INT], [True, True, False]),
-        (0.0, [TERM], [False]),
-        (9.0, [TERM, TERM], [True, False]),
-        (9.0, [USR1, TERM, INT], [True, True, False]),
-        (9.0, [TERM, USR1, TERM], [True, True, False]),
-    ],
-)
-def test_sigusr1_and_the_first_sigterm_with_grace_request_a_stop(
-    grace: float, signals: list[int], taken: list[bool]
-) -> None:
-    request = StopRequest(grace, run_dir="/run")
-    assert [request.handle_signal(number) for number in signals] == taken
-
-
-def test_the_first_ctrl_c_requests_a_stop_and_the_second_kills() -> None:
-    assert [StopRequest(0.0, 9.0, "/run").handle_signal(INT)] == [True]
-    for signals, taken in (([INT, INT], [True, False]), ([USR1, INT], [True, False]), ([TERM, INT], [False, True])):
-        request = StopRequest(0.0, 9.0, "/run")
-        assert [request.handle_signal(number) for number in signals] == taken
-    assert StopRequest(9.0, 9.0, "/run").handle_signal(TERM)
-
-
-def test_ctrl_c_prints_what_the_ranks_are_asked_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "logs").mkdir()
-    request = StopRequest(0.0, 120.0, str(tmp_path))
-    request.handle_signal(INT)
-    request.check()
-    assert (tmp_path / "logs/interrupt").read_text() == "SIGINT\n"
-    told = "asked the ranks to save a checkpoint and end within 120 s; a second Ctrl-C or cpuft stop ends them at once"
-    assert capsys.readouterr().err == f"cpuft: {told}\n"
-
-
-def test_a_stop_request_is_a_file_beside_the_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "logs").mkdir()
-    request = StopRequest(0.0, run_dir=str(tmp_path))
-    request.check()
-    assert list((tmp_path / "logs").iterdir()) == []
-    request.handle_signal(USR1)
-    request.check()
-    assert [(path.name, path.read_text()) for path in (tmp_path / "logs").iterdir()] == [("interrupt", "SIGUSR1\n")]
-    nowhere = StopRequest(0.0, run_dir=str(tmp_path / "none"))
-    nowhere.handle_signal(USR1)
-    nowhere.check()
-    nowhere.check()
-    assert capsys.readouterr().err.count("cpuft: SIGUSR1 could not be passed on to the ranks (") == 1
-
-
-@pytest.mark.parametrize("failures", [2, 3])
-def test_a_stop_request_is_sent_again_if_the_connection_fails(
-    failures: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Otherwise the ranks would be ended without a checkpoint."""
-    (tmp_path / "logs").mkdir()
-    tries = tmp_path / "tries"
-    script = f'echo >>{tries}; [ "$(wc -l <{tries})" -gt {failures} ] || exit 255; eval "$1"'
-    request = StopRequest(0.0, 60.0, str(tmp_path), ("sh", "-c", script, "ssh"))
-    request.handle_signal(signal.SIGINT)
-    request.check()
-    request.check()
-    assert (tmp_path / "logs/interrupt").exists() == (failures < 3)
-    assert ("could not be passed on" in capsys.readouterr().err) == (failures == 3)
-
-
-def test_a_stop_request_reaches_a_remote_head_host_over_ssh(tmp_path: Path) -> None:
-    request = StopRequest(0.0, 0.0, "/var/tmp/cpuft-0/x/run", ("ssh", "a"))
-    *way, line = request.plan_command("SIGUSR1")
-    assert way == ["ssh", "a"]
-    assert line.endswith(" /var/tmp/cpuft-0/x/run/logs/interrupt SIGUSR1")
-
-
-def test_after_the_grace_period_the_ranks_are_ended(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    request = StopRequest(0.3, run_dir=str(tmp_path))
-    signals = iter([TERM])
-
-    def watch() -> None:
-        for number in signals:
-            os.kill(os.getpid(), number)
-        request.check()
-
-    begun = time.monotonic()
-    with pytest.raises(Interrupted) as stopped:
-        run_step(Step("ranks", ("sleep", "60")), os.environ, None, watch, takes=request.handle_signal)
-    assert stopped.value.exit_code == 143
-    assert 0.3 <= time.monotonic() - begun < 30
-    assert (tmp_path / "logs/interrupt").read_text() == "SIGTERM\n"
-
-
 @pytest.mark.parametrize("first, last", [(TERM, 0), (0, TERM)], ids=["then stuck", "stuck before"])
 def test_a_signal_counts_more_than_what_is_found_while_the_ranks_are_ended(first: int, last: int) -> None:
     """It may come while the stacks of ranks that hang are gathered. The run would be restarted otherwise."""
@@ -516,14 +229,26 @@ def test_a_step_whose_program_cannot_be_run_ends_the_plan_with_one_line(name: st
         run_stages(plan, 0.0, lambda line: None, "look")
 
 
-def test_a_supervisor_does_not_wait_for_ever_for_an_earlier_one(tmp_path: Path) -> None:
-    order = AttemptOrder(RunPlan(), str(tmp_path / "run"), make_state(), 0.0, "")
-    program = "from cpuft.launch import attempt; attempt._LOCK_SECONDS = 0.2; attempt.main()"
-    lock = open_locked(f"{order.run_dir}.lock")
+def run_supervisor(order: AttemptOrder, change: str) -> subprocess.CompletedProcess[str]:
+    program = f"from cpuft.launch import attempt; {change}\nattempt.main()"
     given = json.dumps(dataclasses.asdict(order))
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", program], input=given, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_a_supervisor_does_not_wait_for_ever_for_an_earlier_one(tmp_path: Path) -> None:
+    order = AttemptOrder(RunPlan(), str(tmp_path / "run"), make_state(), 0.0, "")
+    lock = open_locked(f"{order.run_dir}.lock")
+    done = run_supervisor(order, "attempt._LOCK_SECONDS = 0.2")
     os.close(lock)
     assert done.returncode == 75
     assert re.fullmatch(r"cpuft: error: an earlier start of the run.* has held \S+/run\.lock .*\n", done.stderr), done
+
+
+def test_a_script_may_exit_with_the_code_of_a_later_start(tmp_path: Path) -> None:
+    """Its results are fetched all the same."""
+    (tmp_path / "run/logs").mkdir(parents=True)
+    plan = RunPlan(ranks=((Step("train", ("sh", "-c", f"exit {LATER_START}")),),), resumed=True)
+    order = AttemptOrder(plan, str(tmp_path / "run"), make_state("localhost"), 0.0, "")
+    assert run_supervisor(order, "").returncode == 1

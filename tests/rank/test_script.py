@@ -46,11 +46,25 @@ def run(
         "import multiprocessing\ndef f(x): return x + 1\n"
         "if __name__ == '__main__':\n    print(multiprocessing.get_context('spawn').Pool(1).map(f, [1]))",
         "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
+        "def f(rate: float): pass\nprint(f.__annotations__)",
+        "__builtins__.count = 3\nprint(count)",
     ],
-    ids=["names", "exit", "code", "words", "traceback", "syntax", "buffers", "ends", "failed", "C", "spawn", "pickle"],
+    ids=[
+        *("names", "exit", "code", "words", "traceback", "syntax", "buffers", "ends", "failed", "C", "spawn", "pickle"),
+        *("annotations", "builtins"),
+    ],
 )
 def test_a_script_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
     assert run(tmp_path, text, "--lr", "1") == run(tmp_path, text, "--lr", "1", module="")
+
+
+def test_a_link_to_a_script_finds_the_modules_beside_the_script(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    run(tmp_path / "code", "import beside; print(beside.NAME, __file__)")
+    (tmp_path / "link.py").symlink_to("code/script.py")
+    command = [*module_command(sys.executable, "cpuft.rank.script"), str(tmp_path / "link.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"beside {tmp_path}/link.py\n", done.stderr
 
 
 @pytest.mark.parametrize(
