@@ -72,7 +72,7 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
             validation = drop_unlabelled(validation, others.label)
     if config.skip_unlabelled and columns.label:
         train = drop_unlabelled(train, columns.label)
-    notes = train.notes
+    notes = (*train.notes, *(validation.notes if validation else ()))
     if not validation:
         train, validation = split_table(train, config.validation_split, (columns.query,))
     if config.hard_negatives:

@@ -338,13 +338,13 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     """
     option = "--file" if config.file else "where the run's rows are, or name them with --file"
     options = merge_options(config, train)
-    if config.file or train.validation_file:
-        split = "test" if config.file else "validation"
-        table = read_tables(config.file or train.validation_file, option, options, split)
+    if own := config.file or train.validation_file:
+        table = read_tables(own, option, options, "test" if config.file else "validation")
     else:
         table = read_tables(train.train_file, option, options)
-        if train.skip_unlabelled:
-            table = drop_unlabelled(table, _choose_label_column(table, train.label_column))
+    if train.skip_unlabelled and not config.file:
+        table = drop_unlabelled(table, _choose_label_column(table, train.label_column))
+    if not own:
         table = split_table(table, train.validation_split)[1]
     is_usual = train.label_column not in table.columns and task.label in table.columns
     label = config.label_column or _choose_label_column(table, task.label if is_usual else train.label_column)
