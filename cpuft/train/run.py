@@ -37,7 +37,7 @@ from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.checkpoint.resume import ResumePoint, resume
 from cpuft.train.checkpoint.state import TrainingState
-from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks, wait_for_disks
+from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.describe import describe_data
 from cpuft.train.data.prepare import prepare
@@ -210,9 +210,7 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
     """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host, unless the launcher
     still has to fetch the results (`worker.keep_checkpoints`). Collective.
     """
-    with wait_for_disks():
-        if checkpoints.writer:
-            checkpoints.writer.finish()
+    checkpoints.finish()
     # Where the launcher still has to fetch the results, the checkpoints stay until it has.
     if worker.run_dir and local_rank == 0 and not worker.keep_checkpoints:
         remove_all(Path(worker.run_dir, FOLDER))
