@@ -224,15 +224,14 @@ def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bo
     kernels, the caller lets no rank use them. Raises CpuftError, on all ranks: torch makes updates that must be the
     same on all ranks, without kernels or the fast path, and uses other instructions on some of them.
     """
-    uses_fast_path = config.fast_path and config.engine == "torch"
     may_encode = len(ranks) > 1 and config.grad_compression in ("auto", *COMPRESSIONS_WITH_FEEDBACK)
-    status = kernel_status() if uses_fast_path or may_encode else ""
+    status = kernel_status() if config.uses_fast_path or may_encode else ""
     statuses, capabilities = zip(*gather((status, torch.backends.cpu.get_cpu_capability())))
     hosts = [rank.host for rank in ranks]
     kernels, warning = describe_kernels(statuses, hosts, independent) if status else ("", "")
     # With other exchanges, an update is made by one rank, or ranks differ on purpose.
     is_same_update = not independent and config.sync_every == 1 and config.shard != "optimizer"
-    if is_same_update and not (uses_fast_path and kernels == "compiled"):
+    if is_same_update and not (config.uses_fast_path and kernels == "compiled"):
         _check_capabilities(capabilities, hosts)
     return kernels, warning
 
