@@ -359,7 +359,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     if config.id_column:
         find_column(table.columns, config.id_column, table.source)
     every = any if task.kind == "labels" else all
-    has_labels = label in table.columns and every(_has_text(row.get(label, "")) for _, row in table.rows)
+    has_labels = label in table.columns and every(has_label(row.get(label, ""), task) for _, row in table.rows)
     return task, make_examples(check_rows(table, task, has_labels), task, has_labels, config.id_column)
 
 
@@ -428,6 +428,11 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
 
 def _has_text(cell: Cell) -> bool:
     return bool(cell.strip()) if isinstance(cell, str) else any(map(str.strip, cell))
+
+
+def has_label(cell: Cell, task: Task) -> bool:
+    """Return whether a cell has a label to compare a prediction with: text that is none of MISSING but a class's."""
+    return _has_text(cell) and (not is_blank(cell) or str(cell).strip() in task.labels)
 
 
 def scan_rows(table: Table, task: Task) -> tuple[FileExamples, dict[str, str]]:

@@ -243,6 +243,9 @@ def test_rows_to_predict_keep_their_order_and_may_have_labels(tmp_path: Path) ->
     columns, found = ask(tmp_path, rows)
     assert columns == ("query", "passage")
     assert (found.texts, found.has_labels) == ([("b", "x"), ("a", "x"), ("b", "x")], False)
+    for label in ("", "nan"):
+        _, found = ask(tmp_path, [{**row, "label": 1} for row in rows[1:]] + [{**rows[0], "label": label}])
+        assert (len(found), found.has_labels) == (3, False)
     _, found = ask(tmp_path, [{**row, "label": 1} for row in rows])
     assert found.labels == [(1.0, 0.0), (1.0, 1.0), (1.0, 0.0)]
     assert found.has_labels

@@ -607,6 +607,10 @@ def test_rows_without_a_label_are_all_counted_and_may_be_left_out(tmp_path: Path
     run = replace(config, skip_unlabelled=True)
     _, examples = read_file_to_predict(data.task, PredictConfig(split="validation"), run)
     assert examples == data.validation[""]
+    for labels, known in ((("0", "1"), False), (("1", "NA"), True)):
+        (tmp_path / "asked.csv").write_text(table([1, "NA"]))
+        task, asked = replace(data.task, labels=labels), PredictConfig(file=str(tmp_path / "asked.csv"))
+        assert read_file_to_predict(task, asked, run)[1].has_labels == known
     notes = read_data(replace(config, skip_unlabelled=True)).notes
     assert [note.rpartition("/")[2] for note in notes] == [
         "train.csv without a label left out",
