@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
-from cpuft.files import refuse_special
+from cpuft.files import refuse_input, refuse_special
 
 _EMBEDDING_FILES = {".npy": b"\x93NUMPY", ".parquet": b"PAR1"}
 """Endings of the names of files of embeddings, and the first bytes of such files."""
@@ -14,8 +14,8 @@ _EMBEDDING_FILES = {".npy": b"\x93NUMPY", ".parquet": b"PAR1"}
 
 def name_embeddings(request: PredictConfig) -> Path:
     """Return the path of --output, or of embeddings.npy in the run's folder. Raises CpuftError: neither is given, the
-    ending is not .npy or .parquet (with --id-column not .parquet), or a file is there, unless it is empty or, with
-    --overwrite, has embeddings.
+    ending is not .npy or .parquet (with --id-column not .parquet), it is --file, or a file is there, unless it is empty
+    or, with --overwrite, has embeddings.
     """
     if not request.output and not request.run:
         raise CpuftError("--model needs --output: name a file for the embeddings that ends in .npy or .parquet")
@@ -25,6 +25,7 @@ def name_embeddings(request: PredictConfig) -> Path:
     if request.id_column and path.suffix != ".parquet":
         raise CpuftError(f"{path} has no room for the ids of --id-column: give an --output that ends in .parquet")
     refuse_special(path)
+    refuse_input(path, request.file)
     try:
         with path.open("rb") as file:
             begin = file.read(6)

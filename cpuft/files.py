@@ -92,6 +92,12 @@ def refuse_special(path: Path) -> None:
             raise CpuftError(f"{path} is a folder or no regular file, which cannot be written: give another file")
 
 
+def refuse_input(path: Path, *inputs: str) -> None:
+    """Raise CpuftError if `path`, which is to be written, is one of the `inputs` in the form of `split_paths`."""
+    if any(path.resolve() == Path(one).resolve() for given in inputs for one in split_paths(given)):
+        raise CpuftError(f"{path} is one of the files that are read: give another --output")
+
+
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Return a descriptor of the regular file at `path`, or raise OSError; unlike open, never wait at a named pipe."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

@@ -86,9 +86,12 @@ class Kernels:
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         table = ctypes.pointer(_Kernel.in_dll(library, "cpuft_kernels"))
         for kernel in itertools.takewhile(lambda one: one.name, map(table.__getitem__, itertools.count())):
-            kind = ctypes.CFUNCTYPE(None, *(_C_TYPES[letter] for letter in kernel.letters.decode()))
+            name, letters = kernel.name.decode(), kernel.letters.decode()
+            if unknown := {*letters} - _C_TYPES.keys():
+                raise ValueError(f"its kernel {name} has parameters of unknown types: {', '.join(sorted(unknown))}")
+            kind = ctypes.CFUNCTYPE(None, *(_C_TYPES[letter] for letter in letters))
             for dtype, address in zip(KERNEL_TYPES, (kernel.fp32, kernel.bf16), strict=True):
-                self._functions[kernel.name.decode(), dtype] = kind(address)
+                self._functions[name, dtype] = kind(address)
 
     def run(self, name: str, dtype: torch.dtype, *arguments: torch.Tensor | CArray | int | float | None) -> None:
         """Run kernel `name`, such as "dropout", for elements of `dtype`, on as many threads as torch uses.

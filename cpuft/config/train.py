@@ -470,6 +470,11 @@ class TrainConfig:
             object.__setattr__(self, "learning_rate", rate)
 
     @property
+    def uses_fast_path(self) -> bool:
+        """Whether layers that the fast path knows are replaced."""
+        return self.fast_path and self.engine == "torch"
+
+    @property
     def may_choose_lora(self) -> bool:
         """Whether the model's size decides on LoRA: `lora_rank` is -1, and task, model, engine, precision allow it."""
         kind = find_task(self.task, self.causal).kind

@@ -18,7 +18,7 @@ from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.fast.acceleration import patch_model
 from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE
-from cpuft.train.model import describe_load_failure, load_weights, read_config
+from cpuft.train.model import count_positions, describe_load_failure, load_weights, read_config
 from cpuft.train.precision import autocast, read_cpu
 
 Embeddings = NDArray[np.float32]
@@ -89,8 +89,7 @@ class Embedder:
         transformers.utils.logging.disable_progress_bar()
         self.tokenizer = load_tokenizer(self.source)
         self.model, settings = load_encoder(self.source)
-        positions = getattr(settings, "max_position_embeddings", 0) or 0
-        self.max_length = self.form.max_length or positions or 512
+        self.max_length = self.form.max_length or count_positions(settings) or 512
         self.precision = choose_precision(precision, False, read_cpu().flags).name
         # Otherwise the fast layers would compute what only a backward pass needs.
         self.model.requires_grad_(False)

@@ -100,6 +100,11 @@ def export(request: ExportConfig) -> None:
     wanted = PredictConfig(run=request.run, split="validation", data_dir=request.data_dir)
     is_embedding = run.task.kind in EMBEDDING_KINDS
     found = read_examples(wanted, run) if request.validate and not is_embedding else None
+    if found and not all(split.has_labels for split in found[1].values()):
+        raise CpuftError(
+            f"--validate compares metrics, and not every row of {run.train.validation_file or run.train.train_file} "
+            f"has a label: restore the labels that the run had, or leave --validate out"
+        )
     from cpuft.train.graphs import GRAPHS, SentenceEncoder, check_packages, write_graph
 
     check_packages(request.format)

@@ -27,7 +27,7 @@ from cpuft.train.data.tables import (
 from cpuft.train.data.texts import find_document_marks
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
 from cpuft.train.data.write_tables import Column, write_table
-from cpuft.train.model import load_model
+from cpuft.train.model import count_positions, load_model
 from cpuft.train.predict import (
     FinishedRun,
     Table,
@@ -144,7 +144,7 @@ def _compute_answers(
     precision = choose_run_precision(run, request.precision)
     model = load_model(run.saved, "AutoModelForCausalLM", {}, attention="auto").eval()
     model.to(torch.bfloat16 if precision.name == "bf16" else torch.float32)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0
+    positions = count_positions(model.config.get_text_config())
     for prompt, ids in zip(prompts, encoded, strict=True):
         if 0 < positions < len(ids) + request.max_new_tokens:
             raise CpuftError(

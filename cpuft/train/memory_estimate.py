@@ -111,7 +111,7 @@ def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -
 
 
 def _is_fast(shape: ModelShape, config: TrainConfig) -> bool:
-    return shape.may_be_fast and config.engine == "torch" and config.fast_path
+    return shape.may_be_fast and config.uses_fast_path
 
 
 def _maps_weights(config: TrainConfig) -> bool:

@@ -199,12 +199,17 @@ def _refuse_quantised(quantisation: Any, name: str) -> None:
         )
 
 
-def check_positions(config: TrainConfig) -> None:
-    """Raise CpuftError if the model has fewer positions than --max-length, or its configuration cannot be loaded."""
-    settings = load_config(config, {})
+def count_positions(settings: Any) -> int:
+    """Return the most tokens that a model with this configuration can read at once; 0 if there is no limit."""
     positions = getattr(settings, "max_position_embeddings", 0) or 0  # -1 in XLNet: no limit
     if settings.model_type in POSITIONS_AFTER_PADDING:
         positions -= (settings.pad_token_id or 0) + 1
+    return max(0, positions)
+
+
+def check_positions(config: TrainConfig) -> None:
+    """Raise CpuftError if the model has fewer positions than --max-length, or its configuration cannot be loaded."""
+    positions = count_positions(load_config(config, {}))
     if 0 < positions < config.max_length:
         raise CpuftError(
             f"{get_model_name(config)} has {positions} positions, so that it cannot read examples of "

@@ -23,9 +23,8 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     """Return an AdamW for a model, and give the model gradient checkpointing and layers as the options say, in place.
     Raises CpuftError: it lacks the layers that an option needs.
     """
-    uses_fast_path = config.fast_path and config.engine == "torch"
     if config.gradient_checkpointing:
-        checkpoint_gradients(model, uses_fast_path)
+        checkpoint_gradients(model, config.uses_fast_path)
     fused = config.engine == "torch" or ENGINES[config.engine].has_fused_adamw
     optimizer = torch.optim.AdamW(
         group_parameters(model, config.weight_decay, config.layerwise_lr_decay),
@@ -38,7 +37,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
         optimize_by_ipex(model, optimizer, precision)
     elif config.engine == "ort":
         optimize_by_ort(model)
-    elif uses_fast_path:
+    elif config.uses_fast_path:
         accelerate(model, optimizer, precision=precision, adapters=config.lora_rank > 0)
     return optimizer
 
@@ -46,8 +45,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
 def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
     """Return how many layers of a model `make_optimizer` has replaced by fast ones, or why it has replaced none."""
     option = "--no-fast-path" if not config.fast_path else f"--engine {config.engine}"
-    uses_fast_path = config.fast_path and config.engine == "torch"
-    return describe_layers(model) if uses_fast_path else f"not used, because of {option}"
+    return describe_layers(model) if config.uses_fast_path else f"not used, because of {option}"
 
 
 def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -> None:

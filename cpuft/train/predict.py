@@ -154,11 +154,11 @@ def check_predictions_file(path: Path, request: PredictConfig) -> None:
     """Raise CpuftError if predictions may not be written to `path`: it has another ending than a table, or .parquet
     without pyarrow; it is a folder, or exists without --overwrite; it is --file, or the run's own file of predictions.
     """
-    check_output(path, request.overwrite)
-    own = Path(request.run, FILE_NAME)
-    for kept, what in ((own, "the run's predictions for its validation examples"), (request.file, "the examples")):
-        if path.resolve() == Path(kept).resolve():
-            raise CpuftError(f"{path} is the file of {what}: give another --output")
+    check_output(path, request.overwrite, request.file)
+    if path.resolve() == Path(request.run, FILE_NAME).resolve():
+        raise CpuftError(
+            f"{path} is the file of the run's predictions for its validation examples: give another --output"
+        )
 
 
 _TASK_KINDS = {
@@ -358,7 +358,7 @@ def use_fast_path(run: FinishedRun, model: Any, precision: str) -> None:
     """Put the layers of the fast path into the model, in place, if the run trained with them."""
     from cpuft.train.fast.acceleration import patch_model  # imports torch
 
-    if run.train.fast_path and run.train.engine == "torch":
+    if run.train.uses_fast_path:
         patch_model(model, precision)
 
 

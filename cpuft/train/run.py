@@ -37,7 +37,7 @@ from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.checkpoint.resume import ResumePoint, resume
 from cpuft.train.checkpoint.state import TrainingState
-from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks, wait_for_disks
+from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.describe import describe_data
 from cpuft.train.data.prepare import prepare
@@ -210,9 +210,7 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
     """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host, unless the launcher
     still has to fetch the results (`worker.keep_checkpoints`). Collective.
     """
-    with wait_for_disks():
-        if checkpoints.writer:
-            checkpoints.writer.finish()
+    checkpoints.finish()
     # Where the launcher still has to fetch the results, the checkpoints stay until it has.
     if worker.run_dir and local_rank == 0 and not worker.keep_checkpoints:
         remove_all(Path(worker.run_dir, FOLDER))
@@ -226,15 +224,14 @@ def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bo
     kernels, the caller lets no rank use them. Raises CpuftError, on all ranks: torch makes updates that must be the
     same on all ranks, without kernels or the fast path, and uses other instructions on some of them.
     """
-    uses_fast_path = config.fast_path and config.engine == "torch"
     may_encode = len(ranks) > 1 and config.grad_compression in ("auto", *COMPRESSIONS_WITH_FEEDBACK)
-    status = kernel_status() if uses_fast_path or may_encode else ""
+    status = kernel_status() if config.uses_fast_path or may_encode else ""
     statuses, capabilities = zip(*gather((status, torch.backends.cpu.get_cpu_capability())))
     hosts = [rank.host for rank in ranks]
     kernels, warning = describe_kernels(statuses, hosts, independent) if status else ("", "")
     # With other exchanges, an update is made by one rank, or ranks differ on purpose.
     is_same_update = not independent and config.sync_every == 1 and config.shard != "optimizer"
-    if is_same_update and not (uses_fast_path and kernels == "compiled"):
+    if is_same_update and not (config.uses_fast_path and kernels == "compiled"):
         _check_capabilities(capabilities, hosts)
     return kernels, warning
 

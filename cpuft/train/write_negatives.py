@@ -90,7 +90,7 @@ def write_negatives(request: MineConfig) -> None:
     Raises CpuftError: file, model or output cannot be used, or no anchor has enough negatives.
     """
     path = Path(request.output)
-    check_output(path, request.overwrite)
+    check_output(path, request.overwrite, request.file, request.corpus)
     anchors, positives = read_anchors(request)
     corpus = read_corpus(request)
     form = read_form(find_embedding_model(request.model))

@@ -14,6 +14,7 @@ from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
 from cpuft.train.embedder import Embedder, load_encoder, plan_text_batches
 from cpuft.train.model import find_model
+from tests.train.architectures import save_architecture
 
 TEXTS = ["", "a cat", "the red house " * 40, "Is it so? " * 3, "dogs bark"] + [
     f"word {n} " * (n % 23) for n in range(90)
@@ -76,6 +77,13 @@ def test_batches_have_similar_lengths_and_a_limited_number_of_tokens() -> None:
     assert [len(part) for part in plan_text_batches(lengths, 2, 1000)] == [1000] * 4 + [999]
     assert len(plan_text_batches(np.full(40, 50), 2)) >= 8
     assert plan_text_batches(np.zeros(3, np.int64), 2) == []
+
+
+@pytest.mark.parametrize("name, most", [("bert", 64), ("roberta", 64), ("xlnet", 512)])
+def test_texts_are_cut_at_the_positions_that_the_model_has(name: str, most: int, tmp_path: Path) -> None:
+    embedder = Embedder(save_architecture(tmp_path, name), "fp32")  # the files beside it name no length
+    assert [len(ids) for ids in embedder.encode(["word " * 700])] == [embedder.max_length] == [most]
+    assert np.isfinite(embedder.embed(["word " * 700])).all()
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,10 @@ def test_a_model_is_exported_with_its_labels_and_validated(tmp_path: Path, capsy
     assert 0 < difference < 0.5
     with pytest.raises(CpuftError, match="the folder run/onnx is not empty: give another --output, or remove"):
         export(ExportConfig(run="run"))
+    validation = Path(read_finished_run("run").train.validation_file)
+    validation.write_text(validation.read_text().replace('"label": "red"', '"label": ""', 1))
+    with pytest.raises(CpuftError, match=r"not every row of .*\.jsonl has a label: restore the labels"):
+        export(ExportConfig(run="run", output="other", validate=True))
 
 
 @pytest.mark.proof

@@ -143,8 +143,10 @@ def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
         check_predictions_file(tmp_path / "x.json", request)
     with pytest.raises(CpuftError, match="is the file of the run's predictions for its validation examples: give ano"):
         check_predictions_file(Path("y/../run") / FILE_NAME, request)
-    with pytest.raises(CpuftError, match=r"new\.csv is the file of the examples: give another --output"):
-        check_predictions_file(tmp_path / "new.csv", request)
+    for file in (request.file, "other.csv, new.csv", "n*.csv"):
+        Path("new.csv").touch()
+        with pytest.raises(CpuftError, match=r"new\.csv is one of the files that are read: give another --output"):
+            check_predictions_file(tmp_path / "new.csv", replace(request, file=file))
     check_predictions_file(tmp_path / "new.tsv", request)
 
 
@@ -395,7 +397,7 @@ def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
             {"text_columns": "txt"},
             "x.csv has no column 'txt' (its columns are",
         ),
-        ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv exists: give another --output"),
+        ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv is one of the files that are read: give"),
         ("x.jsonl", '{"text": ["a"]}\n', {}, "x.jsonl, line 1: 'text' must be one text, as in the other lines"),
     ],
 )

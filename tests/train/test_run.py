@@ -55,8 +55,10 @@ def test_a_final_checkpoint_is_written_where_the_launcher_has_to_fetch_the_run(
     keeps_final: bool, written: list[str]
 ) -> None:
     done = list[str]()
-    writer = cast(Any, SimpleNamespace(write=lambda update: done.append(f"update {update}")))
-    Checkpoints(cast(Any, None), writer, keep_final=keeps_final).write_final(9)
+    writer = SimpleNamespace(
+        write=lambda update: done.append(f"update {update}"), is_writing=False, finish=lambda: None
+    )
+    Checkpoints(cast(Any, None), cast(Any, writer), keep_final=keeps_final).write_final(9)
     assert done == written
 
 

@@ -72,6 +72,8 @@ def test_parquet_has_ids(request_: PredictConfig, monkeypatch: pytest.MonkeyPatc
         table = parquet.read_table("v.parquet")
         assert table["id"].to_pylist() == ids
         assert np.abs(np.stack(table["embedding"].to_numpy()) - wanted).max() < 1e-6
+    with pytest.raises(CpuftError, match=r"v.parquet is one of the files that are read: give another --output"):
+        write_embeddings(replace(request_, file="v.parquet", output="./v.parquet", text_columns="id", overwrite=True))
 
 
 def test_processes_return_the_windows_in_their_order(request_: PredictConfig) -> None:

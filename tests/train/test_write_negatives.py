@@ -71,7 +71,8 @@ def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsy
             {"output": "out.txt"},
             "out.txt has the ending '.txt': give an --output that ends in .csv, .tsv, .jsonl",
         ),
-        ({"output": "pairs.csv"}, "pairs.csv exists: give another --output, or replace the file with --overwrite"),
+        ({"output": "bare.csv"}, "bare.csv exists: give another --output, or replace the file with --overwrite"),
+        ({"output": "pairs.csv", "overwrite": True}, "pairs.csv is one of the files that are read: give another --out"),
         ({"text_columns": "anchor,answer"}, "pairs.csv has no column 'answer': "),
         (
             {"file": "blank.csv"},

@@ -76,11 +76,17 @@ class Checkpoints:
         self.writer = writer
         self._exchange, self._state, self._root, self._keep_final = exchange, state, root, keep_final
 
-    def _write(self, update: int, skip_if_busy: bool = False, **options: Any) -> bool:
+    def finish(self) -> None:
+        """Wait until no rank writes a checkpoint any more, also longer than --comm-timeout. Collective."""
+        with wait_for_disks():
+            if self.writer:
+                self.writer.finish()
+
+    def _write(self, update: int, **options: Any) -> bool:
         """Write this rank's checkpoint, as `CheckpointWriter.write` does, or contribute to those of other ranks: also
-        with `skip_if_busy` while its previous one is being written.
+        while its previous one is being written.
         """
-        if self.writer and not (skip_if_busy and self.writer.is_writing):
+        if self.writer and not self.writer.is_writing:
             return self.writer.write(update, **options)
         self._exchange.contribute_to_checkpoint()
         return False
@@ -98,9 +104,11 @@ class Checkpoints:
         """Begin to write a checkpoint after an update; each rank writes one or contributes to others'. Collective.
 
         It returns when the state is copied; a thread writes the copy. A writer whose previous checkpoint is not on the
-        disk yet writes none or, with `is_best`, waits for it. A full disk is a warning, not an exception.
+        disk yet writes none; with `is_best`, all ranks wait for it. A full disk is a warning, not an exception.
         """
-        self._write(update, skip_if_busy=not is_best, is_best=is_best)
+        if is_best:
+            self.finish()
+        self._write(update, is_best=is_best)
 
     def restore_best(self, update: int, world: World) -> bool:
         """Restore the weights of the best evaluation, made after this update, into the model on all ranks. Collective.
@@ -110,9 +118,7 @@ class Checkpoints:
         """
         if self._state is None:
             return False
-        with wait_for_disks():
-            if self.writer:
-                self.writer.finish()
+        self.finish()
         newest, read = find_newest_checkpoint(self._root / BEST, world, RECORD)
         if newest.update == update:
             self._state.restore(read())
@@ -129,6 +135,7 @@ class Checkpoints:
         )
         leaving = tuple(rank for rank, (_, is_so) in enumerate(causes) if is_so)
         line = InterruptedLine(update, updates, next(cause for cause, _ in causes if cause), leaving)
+        self.finish()
         with wait_for_disks():
             written = self._write(update, wait=True, last_line=line)
         if any(gather(written)):
@@ -141,4 +148,5 @@ class Checkpoints:
         from the checkpoint. With one host, `keep_final` is False: the checkpoint would be lost as well.
         """
         if self._keep_final:
+            self.finish()
             self._write(updates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import math
 import os
 import shutil
@@ -39,10 +40,17 @@ def wait_for_disks() -> Iterator[None]:
     """Let each rank wait at the context's end for all ranks, also longer than --comm-timeout. Collective."""
     # The group is made before any rank writes, because torch waits for all ranks in the default group, too.
     has_others = dist.is_initialized() and dist.get_world_size() > 1
-    group = dist.new_group(timeout=timedelta(days=_DISK_DAYS)) if has_others else None
+    group = _make_patient_group(dist.group.WORLD) if has_others else None
     yield
     if group:
         dist.barrier(group)
+
+
+@functools.cache
+def _make_patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of all ranks of `world` that waits for slow disks, one for each process: it has connections."""
+    made: dist.ProcessGroup = dist.new_group(timeout=timedelta(days=_DISK_DAYS))
+    return made
 
 
 def choose_writer_ranks(local_ranks: Sequence[int]) -> list[int]:

@@ -70,11 +70,10 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
         task = replace(task, label=_choose_score_column(train, config.label_column))
     for table in filter(None, (train, validation)):
         check_columns(table, task, _NAME_PAIRS, _NAME_SCORES)
-    notes = train.notes
     if is_scored and config.skip_unlabelled:
         train = drop_unlabelled(train, task.label)
         validation = validation and drop_unlabelled(validation, task.label)
-        notes = (*train.notes, *(validation.notes if validation else ()))
+    notes = (*train.notes, *(validation.notes if validation else ()))
     if not validation and not is_folder:
         # All rows of a query are kept for validation together, or the model has learned some of its documents.
         train, validation = split_table(train, config.validation_split, () if is_scored else task.texts[:1])

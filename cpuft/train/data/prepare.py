@@ -317,7 +317,7 @@ def _prepare_texts(config: TrainConfig) -> Path:
         config, lambda: (text for validates, text, _ in pieces() if not validates), key
     )
     layout = _choose_block_layout(config, tokenizer) if exact else _choose_masked_layout(config, tokenizer)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="texts-") as folder:
+    with explain_cache_failures(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix="texts-") as folder:
         packers = [Packer(Path(folder, name), config.max_length, *layout) for name in ("train", "validation")]
         pack(join_pieces(pieces()) if exact else pieces(), tokenizer, packers)
         packed = {"train": packers[0].finish(config.max_train_samples), "validation": packers[1].finish()}

@@ -28,6 +28,7 @@ from cpuft.train.data.sources import (
     TaskData,
     check_rows,
     drop_unlabelled,
+    has_label,
     make_examples,
     merge_options,
     read_both_files,
@@ -72,7 +73,7 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
             validation = drop_unlabelled(validation, others.label)
     if config.skip_unlabelled and columns.label:
         train = drop_unlabelled(train, columns.label)
-    notes = train.notes
+    notes = (*train.notes, *(validation.notes if validation else ()))
     if not validation:
         train, validation = split_table(train, config.validation_split, (columns.query,))
     if config.hard_negatives:
@@ -220,7 +221,8 @@ def _refuse_unordered(examples: Examples, source: str) -> None:
 def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
     """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the validation data.
 
-    Labels are pairs of a score and the number of the query; a file without scores and irrelevant documents has none.
+    Labels are pairs of a score and the number of the query; a file without irrelevant documents and without a score in
+    each row has none.
     Returned is also the task with the columns. Raises CpuftError: a file, column or row does not fit.
     """
     if not config.file:
@@ -234,7 +236,8 @@ def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainCon
     columns = _choose_columns(table, wanted, label)
     if config.id_column:
         find_column(table.columns, config.id_column, table.source)
-    if columns.label or columns.negatives:
+    is_scored = columns.label and all(has_label(row.get(columns.label, ""), task) for _, row in table.rows)
+    if columns.negatives or is_scored:
         made, task = _list_examples(table, columns, task)
         return task, number_queries(make_examples(check_rows(made, task), task, True, config.id_column))
     task = replace(task, texts=(columns.query, columns.document), label="")

@@ -338,13 +338,13 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     """
     option = "--file" if config.file else "where the run's rows are, or name them with --file"
     options = merge_options(config, train)
-    if config.file or train.validation_file:
-        split = "test" if config.file else "validation"
-        table = read_tables(config.file or train.validation_file, option, options, split)
+    if own := config.file or train.validation_file:
+        table = read_tables(own, option, options, "test" if config.file else "validation")
     else:
         table = read_tables(train.train_file, option, options)
-        if train.skip_unlabelled:
-            table = drop_unlabelled(table, _choose_label_column(table, train.label_column))
+    if train.skip_unlabelled and not config.file:
+        table = drop_unlabelled(table, _choose_label_column(table, train.label_column))
+    if not own:
         table = split_table(table, train.validation_split)[1]
     is_usual = train.label_column not in table.columns and task.label in table.columns
     label = config.label_column or _choose_label_column(table, task.label if is_usual else train.label_column)
@@ -359,7 +359,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     if config.id_column:
         find_column(table.columns, config.id_column, table.source)
     every = any if task.kind == "labels" else all
-    has_labels = label in table.columns and every(_has_text(row.get(label, "")) for _, row in table.rows)
+    has_labels = label in table.columns and every(has_label(row.get(label, ""), task) for _, row in table.rows)
     return task, make_examples(check_rows(table, task, has_labels), task, has_labels, config.id_column)
 
 
@@ -428,6 +428,11 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
 
 def _has_text(cell: Cell) -> bool:
     return bool(cell.strip()) if isinstance(cell, str) else any(map(str.strip, cell))
+
+
+def has_label(cell: Cell, task: Task) -> bool:
+    """Return whether a cell has a label to compare a prediction with: text that is none of MISSING but a class's."""
+    return _has_text(cell) and (not is_blank(cell) or str(cell).strip() in task.labels)
 
 
 def scan_rows(table: Table, task: Task) -> tuple[FileExamples, dict[str, str]]:

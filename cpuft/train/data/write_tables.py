@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from cpuft.config.table_files import OUTPUT_ENDINGS
 from cpuft.errors import CpuftError, install_command
-from cpuft.files import refuse_special, write_atomically
+from cpuft.files import refuse_input, refuse_special, write_atomically
 from cpuft.serialization import to_number
 from cpuft.train.data.labels import LABEL_SEPARATOR
 
@@ -37,14 +37,17 @@ Rows = Iterable[Sequence[Any]]
 """Rows of cells in the order of the columns."""
 
 
-def check_output(path: Path, overwrite: bool) -> None:
-    """Raise CpuftError if `path` has no known ending, is a folder, exists (no overwrite), or .parquet lacks pyarrow."""
+def check_output(path: Path, overwrite: bool, *inputs: str) -> None:
+    """Raise CpuftError if `path` has no known ending, is a folder or one of the `inputs`, exists (no overwrite), or
+    .parquet lacks pyarrow.
+    """
     if path.suffix not in OUTPUT_ENDINGS:
         raise CpuftError(
             f"{path} has the ending {path.suffix!r:.20}: give an --output that ends in {', '.join(OUTPUT_ENDINGS)}"
         )
     check_pyarrow(path)
     refuse_special(path)
+    refuse_input(path, *inputs)
     if path.exists() and not overwrite:
         raise CpuftError(f"{path} exists: give another --output, or replace the file with --overwrite")
 

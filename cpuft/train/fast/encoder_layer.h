@@ -93,9 +93,8 @@ void attention_half_forward(const AttentionHalf<T> *half, int64_t *done, int64_t
                             float factor, float eps, uint64_t score_seed, uint32_t score_threshold, float score_scale,
                             uint64_t seed, uint32_t threshold, float scale, int threads) {
     const AttentionHalf<T> &t = *half;
-    Heads g{t.score_bias, nullptr, t.places, t.places, batch, heads, heads, length, length, hidden / heads, -1, -1,
-            3 * hidden, 3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold,
-            score_scale};
+    const Heads g = encoder_heads(t, t.places, batch, heads, length, length, hidden, 3 * hidden, bias_batch, bias_head,
+                                  bias_query, factor, score_seed, score_threshold, score_scale);
     Products<T> products{threads};
     products.forward(t.x, t.packed_weight, t.packed_bias, t.packed, tokens, 3 * hidden, hidden);
     attend<T>(g, t.packed, t.packed + hidden, t.packed + 2 * hidden, t.context, threads);
@@ -111,9 +110,8 @@ void attention_half_backward(const AttentionHalf<T> *half, int64_t *done, int64_
                              int64_t bias_query, float factor, float, uint64_t score_seed, uint32_t score_threshold,
                              float score_scale, uint64_t seed, uint32_t threshold, float scale, int threads) {
     const AttentionHalf<T> &t = *half;
-    Heads g{t.score_bias, nullptr, t.places, t.places, batch, heads, heads, length, length, hidden / heads, -1, -1,
-            3 * hidden, 3 * hidden, bias_batch, bias_head, bias_query, factor, score_seed, score_threshold,
-            score_scale};
+    const Heads g = encoder_heads(t, t.places, batch, heads, length, length, hidden, 3 * hidden, bias_batch, bias_head,
+                                  bias_query, factor, score_seed, score_threshold, score_scale);
     Products<T> products{threads};
     std::vector<float> dbias(static_cast<size_t>(hidden)), dpacked_bias(static_cast<size_t>(3 * hidden));
     T *dproduct = threshold ? t.dproduct : t.dsum;

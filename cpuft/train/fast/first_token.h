@@ -102,9 +102,8 @@ void first_token_half_forward(const FirstTokens<T> *tensors, int64_t hidden, int
                               float eps, uint64_t score_seed, uint32_t score_threshold, float score_scale,
                               uint64_t seed, uint32_t threshold, float scale, int threads) {
     const FirstTokens<T> &t = *tensors;
-    Heads g{t.score_bias, nullptr, nullptr, t.places, batch, heads, heads, 1, length, hidden / heads, -1, -1,
-            hidden, hidden, bias_batch, bias_head, bias_query, factor,
-            score_seed, score_threshold, score_scale};
+    const Heads g = encoder_heads(t, nullptr, batch, heads, 1, length, hidden, hidden, bias_batch, bias_head,
+                                  bias_query, factor, score_seed, score_threshold, score_scale);
     const int64_t size = g.size, all_heads = heads * hidden;
 #pragma omp parallel num_threads(threads)
     {
@@ -181,9 +180,8 @@ void first_token_half_backward(const FirstTokens<T> *tensors, int64_t hidden, in
                                float, uint64_t score_seed, uint32_t score_threshold, float score_scale,
                                uint64_t seed, uint32_t threshold, float scale, int threads) {
     const FirstTokens<T> &t = *tensors;
-    Heads g{t.score_bias, nullptr, nullptr, t.places, batch, heads, heads, 1, length, hidden / heads, -1, -1,
-            hidden, hidden, bias_batch, bias_head, bias_query, factor,
-            score_seed, score_threshold, score_scale};
+    const Heads g = encoder_heads(t, nullptr, batch, heads, 1, length, hidden, hidden, bias_batch, bias_head,
+                                  bias_query, factor, score_seed, score_threshold, score_scale);
     const int64_t size = g.size, all_heads = heads * hidden, square = hidden * hidden;
     std::vector<float> dbias(static_cast<size_t>(hidden));
     T *dproduct = threshold ? t.dproduct : t.dsum;

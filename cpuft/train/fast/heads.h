@@ -90,6 +90,15 @@ struct Heads {
     }
 };
 
+// The heads of an encoder layer with these tensors, of which each query looks at all keys. Rows of queries, and of keys,
+// are `stride` numbers apart; `rest` are the fields after that.
+template <class Tensors, class... Rest>
+Heads encoder_heads(const Tensors &t, const int64_t *query_places, int64_t batch, int64_t heads, int64_t queries,
+                    int64_t keys, int64_t hidden, int64_t stride, Rest... rest) {
+    return {t.score_bias, nullptr, query_places, t.places, batch, heads, heads, queries, keys, hidden / heads, -1, -1,
+            stride, stride, rest...};
+}
+
 // A number of tokens, and the size of a head, padded for the products.
 template <class T> int64_t length_of(int64_t tokens) { return filled_up(tokens, COLS<T>); }
 template <class T> int64_t width_of(int64_t size) { return filled_up(size, std::max(COLS<T>, W * IN_WORD<T>)); }

@@ -161,6 +161,13 @@ def test_queries_and_documents_of_validation_are_told_apart(own_cache: None, tmp
     assert told.startswith("training on 180 examples, validating on 180 queries among 180 documents; labels: none")
 
 
+def test_it_is_said_how_both_files_are_read(tmp_path: Path) -> None:
+    rows = "".join(f"question {number}\tanswer {number}\n" for number in range(9))
+    Path("x.tsv").write_text(f'anchor\tpositive\n{rows}"open\tanswer\n')
+    data = read_pairs(TASKS["pairs"], TrainConfig(task="pairs", train_file="x.tsv", validation_file="x.tsv"))
+    assert data.notes == ("x.tsv read without quoting, because of the quotation mark in line 11",) * 2
+
+
 def test_pairs_without_a_score_may_be_left_out() -> None:
     rows = "sentence1,sentence2,score\n" + "".join(f"a {number},b {number},{number / 4}\n" for number in range(4))
     Path("x.csv").write_text(rows + "c,d,\ne,f,\n")
@@ -169,7 +176,7 @@ def test_pairs_without_a_score_may_be_left_out() -> None:
         read_pairs(TASKS[config.task], config)
     data = read_pairs(TASKS[config.task], replace(config, skip_unlabelled=True))
     assert len(data.train) == 4
-    assert data.notes[0] == "2 rows of x.csv without a label left out"
+    assert data.notes == ("2 rows of x.csv without a label left out",) * 2
     Path("x.csv").write_text("sentence1,sentence2\na,b\nc,d\n")
     with pytest.raises(CpuftError, match="name the column of the scores with --label-column"):
         read_pairs(TASKS[config.task], config)

@@ -103,6 +103,14 @@ def test_rows_with_irrelevant_documents(rows: list[dict[str, Any]], options: dic
     assert data.task.label == "relevant"
 
 
+def test_rows_without_a_score_may_be_left_out_and_are_counted_in_both_files(tmp_path: Path) -> None:
+    rows = [dict(zip(("query", "document", "label"), row)) for row in (*LABELLED, ("c", "z", ""))]
+    data = read(tmp_path, rows, skip_unlabelled=True)
+    assert list_train(data) == LABELLED
+    assert len(data.validation[""]) == len(LABELLED)
+    assert [note.partition(" of ")[0] for note in data.notes] == ["1 row"] * 2
+
+
 def test_rows_for_validation_may_have_the_other_form(tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", [{"anchor": "a", "positive": "x", "negative": "y"}])
     validation = write_csv(tmp_path / "validation.csv", ("query", "passage", "score"), list(LABELLED))
@@ -235,6 +243,9 @@ def test_rows_to_predict_keep_their_order_and_may_have_labels(tmp_path: Path) ->
     columns, found = ask(tmp_path, rows)
     assert columns == ("query", "passage")
     assert (found.texts, found.has_labels) == ([("b", "x"), ("a", "x"), ("b", "x")], False)
+    for label in ("", "nan"):
+        _, found = ask(tmp_path, [{**row, "label": 1} for row in rows[1:]] + [{**rows[0], "label": label}])
+        assert (len(found), found.has_labels) == (3, False)
     _, found = ask(tmp_path, [{**row, "label": 1} for row in rows])
     assert found.labels == [(1.0, 0.0), (1.0, 1.0), (1.0, 0.0)]
     assert found.has_labels

@@ -18,12 +18,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.demo import make_pairs
 from cpuft.train.data.labels import choose_metrics, parse_label
-from cpuft.train.data.sources import Examples, list_test_splits, parse_glue_tsv, read_data, read_glue_file, read_splits
+from cpuft.train.data.sources import (
+    Examples,
+    list_test_splits,
+    parse_glue_tsv,
+    read_data,
+    read_file_to_predict,
+    read_glue_file,
+    read_splits,
+)
 from cpuft.train.data.tables import read_table
 from tests.conftest import GLUE, needs_glue
 
@@ -595,6 +604,13 @@ def test_rows_without_a_label_are_all_counted_and_may_be_left_out(tmp_path: Path
     data = read_all(replace(config, skip_unlabelled=True))
     assert (data.train.texts, data.train.labels) == ([("text 1",), ("text 3",)], [1.0, 0.0])
     assert len(data.validation[""]) == 1
+    run = replace(config, skip_unlabelled=True)
+    _, examples = read_file_to_predict(data.task, PredictConfig(split="validation"), run)
+    assert examples == data.validation[""]
+    for labels, known in ((("0", "1"), False), (("1", "NA"), True)):
+        (tmp_path / "asked.csv").write_text(table([1, "NA"]))
+        task, asked = replace(data.task, labels=labels), PredictConfig(file=str(tmp_path / "asked.csv"))
+        assert read_file_to_predict(task, asked, run)[1].has_labels == known
     notes = read_data(replace(config, skip_unlabelled=True)).notes
     assert [note.rpartition("/")[2] for note in notes] == [
         "train.csv without a label left out",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +22,14 @@ from cpuft.train.fast.adamw import clip_gradients, use_masters
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.attention import Grid, attention
 from cpuft.train.fast.disentangled import disentangled_attention
-from cpuft.train.fast.elementwise import Mask, Norm, add_norm, dropout_add_norm, gelu, glu, masked
+from cpuft.train.fast.elementwise import NO_MASK, Mask, Norm, add_norm, dropout_add_norm, gelu, glu, masked
 from cpuft.train.fast.int8_products import multiply, quantise_rows
 from cpuft.train.fast.master_weights import MasterWeights
 from cpuft.train.fast.projection import column_sums
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 from tests.conftest import COMPILE_ONCE
 from tests.train.fast.encoders import relative_error
+from tests.train.fast.test_attention import check_whole_heads
 from tests.train.fast.test_first_token import check as check_first_token_half
 
 MASK = Mask(seed=99, threshold=6554)
@@ -161,6 +163,16 @@ def test_every_processor_s_build_gives_what_plain_torch_does(processor: str, dty
         check_first_token_half(Heads(3, 32, 0.18), Grid(5, 37), MASK, dtype)
 
 
+@pytest.mark.skipif("cooperlake" not in RUNNABLE, reason="this CPU has no AVX512_BF16")
+@pytest.mark.parametrize("size", [32, 96])
+@pytest.mark.parametrize("longest", [1, 33, 100, 256, 257])
+@pytest.mark.parametrize(("queries", "shift", "mask"), [(0, 0.0, MASK), (0, 100.0, MASK), (33, -100.0, NO_MASK)])
+def test_whole_heads_without_tiles(size: int, longest: int, queries: int, shift: float, mask: Mask) -> None:
+    """As on a CPU with AVX512_BF16 and without AMX, or with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16."""
+    with use_kernels(build_for("cooperlake")):
+        check_whole_heads(size, longest, queries, shift, mask)
+
+
 @pytest.fixture
 def compilations(tmp_path: Path) -> Iterator[Path]:
     """A file with a line for each time that the compiler ran, which copies this CPU's library instead of compiling."""
@@ -198,6 +210,15 @@ def test_a_library_that_cannot_be_loaded_is_named(compilations: Path) -> None:
     assert found is None
     assert status == f"off: {library} cannot be loaded: {library}: file too short"
     assert len(compilations.read_text()) == 1
+
+
+def test_a_library_with_a_parameter_of_an_unknown_type_is_refused(compilations: Path) -> None:
+    source, entry = compilations.parent / "other.cpp", "struct { const char *name, *letters; void *fp32, *bf16; }"
+    source.write_text(f'extern "C" {{ {entry} cpuft_kernels[] = {{{{"turn", "pzqy"}}, {{}}}}; }}')
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", compilations.parent / "made.so"], check=True)
+    found, status = kernels_module._load_own()
+    assert found is None
+    assert status.endswith(".so cannot be loaded: its kernel turn has parameters of unknown types: y, z")
 
 
 def test_a_compiler_that_fails_is_quoted(compilations: Path) -> None:

@@ -181,7 +181,8 @@ def test_another_activation_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(tmp_path: Path) -> None:
-    config = make_config(tmp_path, backend="gloo", max_steps=8, max_grad_norm=0.0, grad_compression="none")
+    exact: dict[str, Any] = {"max_grad_norm": 0.0, "grad_compression": "none", "precision": "fp32"}
+    config = make_config(tmp_path, **exact, backend="gloo", max_steps=8)
     two, weights_of_two = train_on(2, config, "two")
     one, weights_of_one = train_on(1, replace(config, batch_size=32), "one")
     assert [line.loss for line in two.steps] == pytest.approx([line.loss for line in one.steps], rel=1e-4)
