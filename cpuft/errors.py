@@ -77,7 +77,7 @@ def last_line(text: str, default: str) -> str:
 
 
 def join_last_lines(text: str, most: int = 6) -> str:
-    """Return up to `most` of the last lines with text in a program's output with " | " between them."""
+    """Return up to `most` of the last lines with text in an output, with " | " between, or "without a message"."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " | ".join(lines[-most:]) or "without a message"
 

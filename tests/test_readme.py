@@ -22,9 +22,9 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.doctor.checks import CHECKS
 from cpuft.files import write_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
+from cpuft.launch.rank_variables import plan_settings
 from cpuft.launch.run_folder import choose_run_dir
 from cpuft.launch.run_state import PHASES
-from cpuft.launch.settings import plan_settings
 from scripts.benchmarks import bench_alternatives
 from scripts.benchmarks.figures import format_contestants, format_figures, format_shares, read_figures
 from scripts.reference import format_reference

@@ -43,7 +43,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     """
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.attempt import run_attempt
-    from cpuft.launch.leases import renew_leases
+    from cpuft.launch.lease_renewal import renew_leases
     from cpuft.launch.plan import add_transfers, plan_bench
     from cpuft.launch.run_folder import choose_run_dir
 

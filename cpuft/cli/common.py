@@ -78,7 +78,7 @@ def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
     """Return the settings for threads and memory of a single rank here; values in `environ` replace cpuft's."""
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.hosts.topology import Interface, plan_placement
-    from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables
+    from cpuft.launch.rank_variables import host_settings, keep_user_values, shared_settings, user_variables
 
     facts, loopback = gather_facts((LOCAL,), Access()), Interface("lo", "127.0.0.1", "")
     ranks = plan_placement(facts[0].cores, 1, 0)

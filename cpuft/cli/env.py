@@ -22,7 +22,7 @@ def env(**values: Any) -> None:
     a shell, run: eval "$(cpuft env)"
     """
     from cpuft.hosts.cluster import gather_cluster, read_hosts
-    from cpuft.launch.settings import export_settings, plan_settings
+    from cpuft.launch.rank_variables import export_settings, plan_settings
     from cpuft.plans import format_export
 
     config = pick(LaunchConfig, values)

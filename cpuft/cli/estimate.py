@@ -17,7 +17,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import read_given_text
-from cpuft.network import parse_bit_rate
+from cpuft.network_speed import parse_bit_rate
 
 if TYPE_CHECKING:
     from cpuft.instance_types import InstanceType

@@ -32,10 +32,11 @@ from cpuft.config.train import TrainConfig
 def launch(script: tuple[str, ...], dry_run: bool, resume: str, detach: bool, **values: Any) -> None:
     """Train a model on the ranks of one or more hosts, or run your own script on them.
 
-    To train, name a --task. To run your own script, put it with its own options after two dashes: cpuft launch --np 4
-    -- train.py --lr 1e-4. The script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    in its environment, as under torchrun. Its ranks have to form one process group, or the run ends with an error; see
-    --independent. Options of the training, such as --backend or --batch-size, are not for your own script.
+    To train, name a --task; without one, it is demo. To run your own script, put it with its own options after two
+    dashes: cpuft launch --np 4 -- train.py --lr 1e-4. The script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT in its environment, as under torchrun. Its ranks have to form one process group, or the
+    run ends with an error; see --independent. Options of the training, such as --backend or --batch-size, are not for
+    your own script.
     """
     from cpuft.launch.progress_bar import choose_progress
     from cpuft.launch.run import LaunchRequest, plan_request, run_launch

@@ -96,7 +96,7 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
     from cpuft.execute import run_step
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.attempt import run_attempt
-    from cpuft.launch.leases import renew_leases
+    from cpuft.launch.lease_renewal import renew_leases
     from cpuft.launch.plan import plan_embedding
     from cpuft.launch.results import NotStoredError
     from cpuft.launch.run_folder import choose_run_dir

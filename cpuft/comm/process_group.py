@@ -53,7 +53,7 @@ class ProgressThread:
         return future
 
     def close(self, seconds: float) -> None:
-        """End the thread after the tasks put so far, and wait at most this many seconds for its end."""
+        """End the thread after the tasks put so far, and wait at most this long for its end. Later tasks never run."""
         self._queue.put(None)
         self._thread.join(seconds)
 

@@ -815,7 +815,7 @@ def _check_page_size(one: HostState, facts: HostFacts, health: Health) -> str:
 
 
 def find_kernel_builds(state: ClusterState) -> dict[str, str]:
-    """Return the build of the kernels by `HostState.name`, without hosts of which it is not known."""
+    """Return the kernels' build ("from the wheel, for AVX2") by `HostState.name`, without hosts where it is unknown."""
     return {one.name: health.kernel_build for one, _, health in state.answering if health.kernel_build}
 
 

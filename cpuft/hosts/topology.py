@@ -103,7 +103,7 @@ class RankCores:
 
 
 def parse_facts(text: str, host: str) -> HostFacts:
-    """Return the facts that `cpuft.hosts.facts` printed on a host. Raises CpuftError: `text` has another form."""
+    """Return the facts that `cpuft.hosts.facts` printed. Raises CpuftError, which names `host`: another form."""
     try:
         values = load(dict[str, Any], parse_json(text))
         cpuinfo, machine = (

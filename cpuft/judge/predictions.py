@@ -68,7 +68,7 @@ class RunPredictions:
     table: pyarrow.Table
 
     def column(self, name: str) -> Any:
-        """Return a column as a NumPy array of numbers or objects (strings and lists). KeyError: it is missing."""
+        """Return a column as a NumPy array of numbers or objects (strings; arrays for lists). KeyError: none such."""
         return self.table.column(name).to_numpy()
 
     def replace(self, table: pyarrow.Table, **about: Any) -> RunPredictions:

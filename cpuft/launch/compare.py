@@ -14,7 +14,7 @@ from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.topology import plan_placement
 from cpuft.launch.attempt import run_attempt
 from cpuft.launch.inputs import gather_missing, pack_training
-from cpuft.launch.leases import renew_leases
+from cpuft.launch.lease_renewal import renew_leases
 from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
 from cpuft.launch.progress_bar import show_progress
 from cpuft.plans import RunPlan

@@ -69,11 +69,11 @@ from cpuft.launch.inputs import (
     save_note,
 )
 from cpuft.launch.progress_bar import format_seconds
+from cpuft.launch.rank_variables import forwarded_settings, user_variables
 from cpuft.launch.resume import CHECKPOINTS, has_begun, remove_empty_run
 from cpuft.launch.run_folder import choose_run_dir, plan_claim
 from cpuft.launch.run_state import RunState, begin_state, write_state
 from cpuft.launch.script_command import plan_script
-from cpuft.launch.settings import forwarded_settings, user_variables
 from cpuft.plans import Plan, Step
 from cpuft.retry import retry
 from cpuft.serialization import load, parse_json

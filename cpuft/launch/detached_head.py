@@ -30,7 +30,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import is_locked, make_private_folder, write_text
 from cpuft.hosts.cluster import DETACHED, JOB, WORK_ROOT
 from cpuft.hosts.registry import FILE_NAME
-from cpuft.launch.leases import RENEWAL_SECONDS
+from cpuft.launch.lease_renewal import RENEWAL_SECONDS
 from cpuft.launch.run_state import LATER_START, read_state, read_usable_state
 from cpuft.serialization import load, parse_json
 from cpuft.transfer import lock_file

@@ -32,20 +32,20 @@ from cpuft.launch.inputs import (
     plan_data_copies,
     plan_sending,
 )
-from cpuft.launch.leases import RENEWAL_SECONDS
-from cpuft.launch.results import plan_partial_cleanup, plan_results
-from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun, check_newest_checkpoint
-from cpuft.launch.run_folder import plan_claim, plan_run_folder
-from cpuft.launch.run_state import begin_state
-from cpuft.launch.script_command import wrap_script
-from cpuft.launch.secret_files import plan_secrets
-from cpuft.launch.settings import (
+from cpuft.launch.lease_renewal import RENEWAL_SECONDS
+from cpuft.launch.rank_variables import (
     keep_user_values,
     plan_interfaces,
     plan_settings,
     script_settings,
     user_variables,
 )
+from cpuft.launch.results import plan_partial_cleanup, plan_results
+from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun, check_newest_checkpoint
+from cpuft.launch.run_folder import plan_claim, plan_run_folder
+from cpuft.launch.run_state import begin_state
+from cpuft.launch.script_command import wrap_script
+from cpuft.launch.secret_files import plan_secrets
 from cpuft.plans import RunPlan, Setting, Step
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
 from cpuft.rank.interruption import NOTICE_VARIABLE
@@ -110,7 +110,7 @@ def plan_run(job: Job, cluster: Cluster, resumed: ResumedRun | None = None) -> R
 
 def add_call(plan: RunPlan, call_file: str, cluster: Cluster, work: str) -> RunPlan:
     """Return the plan with a stage that copies the call of a function, this machine's `call_file`, into the run folder
-    before the ranks start: on each host that has a disk of its own, else on the head host only.
+    on the hosts, `work`, before the ranks start: on each host that has a disk of its own, else on the head host only.
     """
     names = list(cluster.hosts) if cluster.has_own_disks else [cluster.head]
     script = f"{PRIVATE}private {cluster.folder} && " if cluster.works_remotely else ""

@@ -19,7 +19,7 @@ from cpuft.launch.active_runs import lock_run
 from cpuft.launch.attempt import run_attempt
 from cpuft.launch.failures import describe_end
 from cpuft.launch.inputs import LaunchNote, list_input_paths, load_note, make_note, save_note
-from cpuft.launch.leases import renew_leases
+from cpuft.launch.lease_renewal import renew_leases
 from cpuft.launch.plan import Job, plan_fetching, plan_run
 from cpuft.launch.progress_bar import show_progress
 from cpuft.launch.restart import kill_ranks, run_with_restarts

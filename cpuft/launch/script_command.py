@@ -47,7 +47,7 @@ def name_script(command: tuple[str, ...]) -> str:
 
 
 def refuse_other_launchers(script: tuple[str, ...]) -> None:
-    """Raise CpuftError if `script` begins with torchrun, mpirun or another launcher, also as `python -m MODULE`."""
+    """Raise CpuftError if `script`, not empty, begins with torchrun, mpirun or the like, also as `python -m MODULE`."""
     name = Path(script[0]).name
     if _is_own_python(script[0]):
         arguments = list(script[1:])

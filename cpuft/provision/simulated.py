@@ -32,7 +32,7 @@ from cpuft.hosts.ssh_config import (
     format_sshd_config,
 )
 from cpuft.hosts.topology import parse_lscpu
-from cpuft.network import parse_bit_rate
+from cpuft.network_speed import parse_bit_rate
 from cpuft.plans import Plan, Setting, Step
 from cpuft.provision.base import Provider
 from cpuft.provision.cluster_files import plan_files, plan_key, plan_removal, read_files

@@ -1,7 +1,8 @@
 """`python -m cpuft.rank COMMAND ...`: check this rank's place, pin it to its cores, and run the worker to its end.
 
-The command is packed by `cpuft.argv`. The environment holds what `cpuft.launch.settings` wrote, and the launcher's own
-variables. The worker gets the names that torch knows as well: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+The command is packed by `cpuft.argv`. The environment holds what `cpuft.launch.rank_variables` wrote, and the
+launcher's own variables. The worker gets the names that torch knows as well: RANK, WORLD_SIZE, LOCAL_RANK and
+LOCAL_WORLD_SIZE.
 """
 
 from __future__ import annotations

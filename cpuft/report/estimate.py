@@ -20,7 +20,7 @@ from cpuft.compressions import (
     count_ring_passes,
 )
 from cpuft.errors import CpuftError, counted
-from cpuft.network import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
+from cpuft.network_speed import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Link, Measurement, Record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table

@@ -141,7 +141,7 @@ def compare_best_two(sweep: Sweep, results: Sequence[Result]) -> list[str]:
 
 
 def format_sweep(sweep: Sweep) -> str:
-    """Return the results of a sweep as a table with notes, the best configuration first; without any, the notes."""
+    """Return the results of a sweep as a table with notes, the best configuration first; without any, it is empty."""
     results = list_results(sweep)
     notes = [f"{describe_best(results)}.", *compare_best_two(sweep, results)] if results else []
     arrow = "larger is better" if sweep.is_maximized else "less is better"

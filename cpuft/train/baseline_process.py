@@ -37,7 +37,7 @@ class BaselineProcess:
         """Do nothing."""
 
     def end_update(self, clock: object, waited: float) -> None:
-        """Start the process after the first update, unless `is_measured`; if starting fails, `finish` tries again."""
+        """Start the process after the first update, unless `is_measured`; if that fails, later calls try again."""
         if not self._process and not self._is_measured:
             with suppress(OSError):  # the end of the run tries again
                 self._start()

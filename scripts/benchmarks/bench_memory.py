@@ -21,7 +21,7 @@ import torch
 
 from cpuft.errors import CpuftError, counted
 from cpuft.kernels import kernel_status
-from cpuft.launch.settings import memory_settings
+from cpuft.launch.rank_variables import memory_settings
 from cpuft.terminal import format_table
 from cpuft.train.fast.elementwise import gelu_and_slope
 from cpuft.train.precision import read_cpu

@@ -16,7 +16,7 @@ from pathlib import Path
 from cpuft import execute
 from cpuft.compressions import COMPRESSIONS
 from cpuft.errors import CpuftError
-from cpuft.network import parse_bit_rate
+from cpuft.network_speed import parse_bit_rate
 from cpuft.record import Record, read_record
 from cpuft.report.estimate import find_cores
 from cpuft.serialization import load, parse_json

@@ -27,7 +27,7 @@ from torch import Tensor
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.hardware import cpu_class
 from cpuft.kernels import Kernels, kernel_status, kernels_for, plain_torch
-from cpuft.launch.settings import memory_settings
+from cpuft.launch.rank_variables import memory_settings
 from cpuft.train.fast import products as fast_products
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.products import matrix_product

@@ -49,7 +49,7 @@ from cpuft.comm.watchdog import Operation, register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_coding_seconds, count_ring_passes
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.network import CPU_SECONDS_PER_BYTE, ETHERNET
+from cpuft.network_speed import CPU_SECONDS_PER_BYTE, ETHERNET
 from cpuft.record import GradientTime, LayerTimesLine, Record, read_record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import DEAD_PEER_SECONDS, detect_dead_peer

@@ -15,7 +15,7 @@ import torch
 
 from cpuft.errors import CpuftError
 from cpuft.kernels import kernels_for
-from cpuft.launch.settings import memory_settings
+from cpuft.launch.rank_variables import memory_settings
 from cpuft.train.fast.projection import linear
 from cpuft.train.model import find_model
 from scripts.benchmarks.bench_train import (

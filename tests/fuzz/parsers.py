@@ -27,11 +27,11 @@ from cpuft.errors import CpuftError
 from cpuft.hosts import registry, ssh_config, topology
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import parse_version
+from cpuft.launch.rank_variables import user_variables
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.run_state import format_state, parse_state
-from cpuft.launch.settings import user_variables
 from cpuft.launch.stack_dumps import parse_rank_dump, parse_stack
-from cpuft.network import parse_bit_rate
+from cpuft.network_speed import parse_bit_rate
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.plan import parse_ssh_from

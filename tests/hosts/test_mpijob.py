@@ -19,7 +19,7 @@ from cpuft.hosts import ssh_config
 from cpuft.hosts.cluster import find_access, read_hosts
 from cpuft.hosts.hostfile import Host, find_job_hostfile
 from cpuft.hosts.mpijob import PORT, MpiJobTransport, find_keys, sshd_command, write_ssh_config
-from cpuft.launch.settings import user_variables
+from cpuft.launch.rank_variables import user_variables
 from tests.conftest import run_shell
 from tests.hosts.test_transport import Server, make_key, serve
 

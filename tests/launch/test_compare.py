@@ -19,7 +19,7 @@ from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.topology import HostFacts
 from cpuft.launch.compare import limit_cores, list_runs_in_turn, refuse_different_precisions
-from cpuft.launch.settings import plan_settings
+from cpuft.launch.rank_variables import plan_settings
 from cpuft.record import STEP_PHASES, read_record
 from cpuft.report.comparison import compare
 from tests.conftest import make_facts, run_cpuft

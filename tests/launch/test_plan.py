@@ -19,8 +19,8 @@ from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.rank_counts import Assignment
 from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.launch.plan import Job, add_call, plan_ranks, plan_run, plan_training
+from cpuft.launch.rank_variables import plan_settings
 from cpuft.launch.resume import ResumedRun
-from cpuft.launch.settings import plan_settings
 from cpuft.plans import RunPlan, format_plan
 from tests.conftest import Golden, make_facts
 

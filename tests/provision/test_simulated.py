@@ -15,7 +15,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import Entry, format_entry, read_entry
-from cpuft.network import parse_bit_rate
+from cpuft.network_speed import parse_bit_rate
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.options import LocalConfig
 from cpuft.provision.simulated import (

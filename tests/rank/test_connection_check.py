@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cpuft.comm.watchdog import OperationRegister
-from cpuft.launch.settings import script_settings
+from cpuft.launch.rank_variables import script_settings
 from cpuft.rank import connection_check
 from cpuft.rank.connection_check import (
     ConnectionCheck,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cpuft.compressions import count_buckets, count_coding_seconds
 from cpuft.errors import CpuftError
 from cpuft.instance_types import find_instance, read_instance_types
-from cpuft.network import ETHERNET
+from cpuft.network_speed import ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Measurement, Record, ResumedLine
 from cpuft.report import estimate
 from cpuft.report.estimate import (

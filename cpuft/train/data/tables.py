@@ -203,8 +203,8 @@ def _read_json_rows(lines: Callable[[], Iterator[str]], path: Path) -> Iterator[
 
 
 def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
-    """Yield where each line that is not blank is (`chat.jsonl, line 3`), and the line, not parsed. Raises CpuftError: a
-    file cannot be read, or begins like a Parquet file or a JSON array.
+    """Yield where each line that is not blank is (`chat.jsonl, line 3`), and the line with its end, not parsed; `paths`
+    as for `split_paths`. Raises CpuftError: a file cannot be read, or begins like a Parquet file or a JSON array.
     """
     for name in split_paths(paths):
         _refuse_columnar(name, option)

@@ -12,7 +12,8 @@ from cpuft.train.fast.acceleration import keep_freed_memory
 
 def optimize_by_ipex(model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
     """Put a model into training mode, IPEX's layers into it and its fp32 masters into the optimizer, in place. Call it
-    before the exchange is made. `state_dict` stays fp32, with the same names. glibc keeps freed memory.
+    after `check_engine`, before the exchange is made. `state_dict` stays fp32, with the same names.
+    glibc keeps freed memory.
     """
     import intel_extension_for_pytorch as ipex
 

@@ -19,7 +19,7 @@ from cpuft.comm.compression.table import list_levels, resolve_compression
 from cpuft.comm.registration import BACKENDS
 from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, count_ring_passes
 from cpuft.config.train import TrainConfig
-from cpuft.network import CPU_SECONDS_PER_BYTE
+from cpuft.network_speed import CPU_SECONDS_PER_BYTE
 from cpuft.rank.world import World
 from cpuft.record import GradientSizes
 from cpuft.train.data.archive import Prepared

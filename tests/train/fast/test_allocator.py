@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.launch.settings import memory_settings
+from cpuft.launch.rank_variables import memory_settings
 
 # glibc gives the top of its heap back beyond a threshold; more than 2 GiB, because an int is what mallopt takes.
 FAULTS = """

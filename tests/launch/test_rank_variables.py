@@ -11,7 +11,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import has_efa
 from cpuft.hosts.topology import Interface, RankCores, choose_interface
-from cpuft.launch.settings import (
+from cpuft.launch.rank_variables import (
     export_settings,
     forwarded_settings,
     host_settings,

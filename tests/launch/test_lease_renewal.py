@@ -18,8 +18,8 @@ from cpuft.hosts.cluster import Access
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
-from cpuft.launch import leases
-from cpuft.launch.leases import renew_leases
+from cpuft.launch import lease_renewal
+from cpuft.launch.lease_renewal import renew_leases
 from cpuft.launch.plan import Job, plan_ranks
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, run_launch
 from cpuft.plans import RunPlan
@@ -84,7 +84,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return be_renewed(self, host, words, stdin, seconds)
 
     monkeypatch.setattr(SshTransport, "run", run)
-    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.1)
+    monkeypatch.setattr(lease_renewal, "RENEWAL_SECONDS", 0.1)
     return asked
 
 
@@ -114,7 +114,7 @@ def test_a_failed_renewal_is_reported_once_and_ends_nothing(
     run: Run, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SshTransport, "run", lambda self, host, words, seconds: run(self, host, words, "", seconds))
-    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.01)
+    monkeypatch.setattr(lease_renewal, "RENEWAL_SECONDS", 0.01)
     told = list[str]()
     with renew_leases(rent("a"), told.append):
         wait_until(lambda: bool(told))
@@ -131,7 +131,7 @@ def test_an_error_of_the_program_does_not_end_the_renewals(monkeypatch: pytest.M
             raise RuntimeError("can't start new thread")
         return [function(host) for host in hosts]
 
-    monkeypatch.setattr(leases, "try_hosts", try_hosts)
+    monkeypatch.setattr(lease_renewal, "try_hosts", try_hosts)
     told = list[str]()
     with renew_leases(rent("a"), told.append):
         wait_until(lambda: len(asked) > 1)
