@@ -36,6 +36,8 @@ _PROGRESS_SECONDS = 20.0
 _REMIND_SECONDS = 30.0
 _GRACE_SECONDS = 3.0
 """Time between SIGTERM and SIGKILL; together with what mpirun needs, all processes are gone within 5 s."""
+_held: list[int] | None = None
+"""Numbers of signals that came while a process was starting; None at other times."""
 Process = subprocess.Popen[bytes]
 Say = Callable[[str], None]
 """Tells the user a line."""
@@ -103,10 +105,12 @@ def run_step(
     has ended; OSError if the program or the step's `stdin_file` cannot be opened.
     """
     with signals_raise(takes), _input_of(step) as given:
+        _hold_signals()
         process = _start(step, environ, given, output)
         relays = [] if output else [_relay(process.stdout, sys.stdout), _relay(process.stderr, sys.stderr)]
         reason: BaseException | None = None
         try:
+            _release_signals()
             _wait([process], watch, seconds)
         except BaseException as error:
             reason = error
@@ -160,7 +164,9 @@ def _run_once(plan: Plan, stage: Sequence[Step], seconds: float, say: Say) -> li
 
         late: dict[Process, str] = {}
         try:
+            _hold_signals()
             processes += (_start(step, os.environ, *pair) for step, *pair in zip(steps, inputs, outputs))
+            _release_signals()
             _wait(processes, make_reminder(report), seconds)
         except TimeoutError as error:
             late = {process: f"\n{error}" for process in processes if process.poll() is None}
@@ -361,7 +367,9 @@ def signals_raise(takes: Callable[[int], bool] = lambda signal_number: False) ->
     received: list[int] = []
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
-        if not received and not takes(signal_number):
+        if _held is not None:
+            _held.append(signal_number)
+        elif not received and not takes(signal_number):
             received.append(signal_number)
             raise Interrupted(signal_number)
 
@@ -373,3 +381,17 @@ def signals_raise(takes: Callable[[int], bool] = lambda signal_number: False) ->
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        _release_signals()
+
+
+def _hold_signals() -> None:
+    """Let `signals_raise` wait for `_release_signals`: an exception while a process starts would lose that process."""
+    global _held
+    _held = []
+
+
+def _release_signals() -> None:
+    global _held
+    held, _held = _held, None
+    for number in held or ():
+        signal.raise_signal(number)

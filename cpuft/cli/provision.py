@@ -227,7 +227,7 @@ def image(dry_run: bool, **values: Any) -> None:
     if config.output:
         refuse_options(ImageConfig, "is for AMIs: leave it out with --output", *kinds, "recipe", "wheels")
     if config.list or config.delete:
-        refuse_options(ImageConfig, "is for a new image: leave it out", *kinds, "region")
+        refuse_options(ImageConfig, "is for a new image: leave it out", *kinds, "region", "yes")
     if config.aws or config.list or config.delete:
         _make_ami(config, dry_run)
     elif config.output:

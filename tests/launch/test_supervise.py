@@ -13,10 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cpuft import execute
 from cpuft.errors import CpuftError, Interrupted
 from cpuft.execute import run_stages, run_step
 from cpuft.hosts import ssh_config
@@ -203,6 +206,23 @@ def test_what_mpirun_starts_on_other_hosts_is_marked(is_on_host_disk: bool, name
     assert (run / "told").read_text() == f"{marked if is_on_host_disk and not name else mine}\n"
     assert ("OpenSSH" in (run / "logs/mpirun.log").read_text()) == (is_on_host_disk and not name)
     assert not os.path.lexists(marked)
+
+
+@pytest.mark.parametrize("runs_stages", [False, True], ids=["step", "stages"])
+def test_a_signal_while_a_process_starts_leaves_none(runs_stages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, started, start = Step("wait", ("sleep", "60")), list[execute.Process](), execute._open_process
+
+    def start_and_interrupt(*given: Any, **options: Any) -> execute.Process:
+        started.append(start(*given, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(execute, "_open_process", start_and_interrupt)
+    steps = Plan(stages=((step, step),))
+    run = partial(run_stages, steps, 0.0, print, "") if runs_stages else partial(run_step, step, {})
+    with pytest.raises(Interrupted):
+        run()
+    assert [process.poll() is None for process in started] == [False] * (1 + runs_stages)
 
 
 @pytest.mark.parametrize("first, last", [(TERM, 0), (0, TERM)], ids=["then stuck", "stuck before"])

@@ -230,7 +230,7 @@ def test_a_missing_permission_is_named(
     ("words", "said"),
     [
         ((), "give --output with a new directory to make a root filesystem, or --aws to make an AMI"),
-        (("--delete", "cpuft-x"), "cpuft has made no AMI 'cpuft-x' in us-east-1: there is nothing to delete"),
+        (("--delete", "cpuft-x"), "--recipe is for a new image: leave it out"),
         (
             ("--aws", "--type", "m7i.9xlarge"),
             "region us-east-1 has no instance type 'm7i.9xlarge': did you mean m7i.xlarge or m7i.8xlarge",
@@ -254,6 +254,12 @@ def test_bad_input_of_an_image_is_one_line(
     assert errors.startswith(f"cpuft: error: {said}"), errors
     assert errors.count("\n") == 1
     assert left(region) == NOTHING
+
+
+def test_an_ami_that_is_not_there_is_not_deleted(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, errors = run(capsys, "provision", "image", "--region", REGION, "--delete", "cpuft-x", "--yes")
+    assert (code, output) == (2, "")
+    assert errors == "cpuft: error: cpuft has made no AMI 'cpuft-x' in us-east-1: there is nothing to delete\n"
 
 
 def test_amis_are_listed_and_deleted_on_the_command_line(
