@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,11 @@ pytestmark = pytest.mark.usefixtures("each_way")
 SIZES = [(1, 1, 32), (33, 31, 64), (100, 80, 1088), (70, 420, 416), (1030, 96, 384), (270, 550, 2400), (40, 33, 45)]
 """Rows, columns and numbers to sum over: with and without whole tiles, and with sums that are split; for the sixth, not
 all columns of the right factor fit into the second-level cache."""
+
+
+MOST_ERROR = 4e-3 if platform.machine() == "x86_64" else 1e-2
+"""On Arm, torch's product rounds its sums to bf16 after each part: in emulation, the error grows with the square root of
+the length of the sums, from 0.0023 (416 numbers) to 0.0065 (4,800), where one rounding has 0.0017."""
 
 
 def make_factors(rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +48,7 @@ def test_products_are_those_of_fp64(
         found = matrix_product(
             given_left, given_right, added, left_transposed=transposed[0], right_transposed=transposed[1]
         )
-        assert relative_error(found, wanted) < 4e-3
+        assert relative_error(found, wanted) < MOST_ERROR
 
 
 @pytest.mark.parametrize("sizes", SIZES)
