@@ -83,13 +83,13 @@ flock -w 600 9
 [ "$(cat "$prefix/env/stamp" 2>/dev/null || true)" != "$stamp" ] || exit 0
 remove "$prefix" "$prefix/env"
 pip=$(ls "$prefix"/wheels/pip-*.whl 2>/dev/null | tail -n 1)
+python3 -m venv ${pip:+--without-pip} "$prefix/env"
+# pip accepts hashes only in a requirements file. If one pin has a hash, pip requires a hash of every pin.
+printf '%s\n' "$@" >"$prefix/env/pins.txt"
+set -- install --quiet --find-links "$prefix/wheels" -r "$prefix/env/pins.txt"
 if [ -n "$pip" ]; then
-    python3 -m venv --without-pip "$prefix/env"
-    "$prefix/env/bin/python" "$pip/pip" install --quiet --no-index --find-links "$prefix/wheels" "$@"
+    "$prefix/env/bin/python" "$pip/pip" "$@" --no-index
 else
-    python3 -m venv "$prefix/env"
-    # pip accepts hashes only in a requirements file. If one pin has a hash, pip requires a hash of every pin.
-    printf '%s\n' "$@" >"$prefix/env/pins.txt"
-    "$prefix/env/bin/python" -m pip install --quiet --find-links "$prefix/wheels" -r "$prefix/env/pins.txt"
+    "$prefix/env/bin/python" -m pip "$@"
 fi
 echo "$stamp" >"$prefix/env/stamp"

@@ -229,15 +229,17 @@ def run_probe(host: Host, access: Access, order: dict[str, Any], expression: str
 
 
 def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:
-    """Run the fixes of those findings that have one; return a line for each, "CPUFT-028 on HOST: fixed" if it worked.
-
-    Else the line ends in "the fix failed (OUTPUT)". CpuftError, and no lines: another host cannot be reached.
+    """Run the fixes of those findings that have one; return a line for each, "CPUFT-028 on HOST: fixed", or
+    "CPUFT-028 on HOST: the fix failed (REASON)".
     """
     hosts = {one.name: one.host for one in state.hosts}
     lines = []
     for finding in findings:
         if finding.fix:
-            answer = access.transport.run(hosts[finding.host], finding.fix)
-            result = f"the fix failed ({' '.join(answer.text.split())[-200:]})" if answer.exit_code else "fixed"
+            try:
+                answer = access.transport.run(hosts[finding.host], finding.fix)
+                result = f"the fix failed ({' '.join(answer.text.split())[-200:]})" if answer.exit_code else "fixed"
+            except CpuftError as error:  # what was done on others is told all the same
+                result = f"the fix failed ({error})"
             lines.append(f"{finding.code} on {finding.host}: {result}")
     return lines

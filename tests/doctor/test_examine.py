@@ -15,8 +15,9 @@ import pytest
 
 from cpuft.config.launch import LaunchConfig
 from cpuft.doctor import examine
-from cpuft.doctor.checks import find_all
-from cpuft.doctor.examine import choose_peers, examine_hosts, is_outside
+from cpuft.doctor.checks import ClusterState, HostState, find_all
+from cpuft.doctor.examine import choose_peers, examine_hosts, is_outside, run_fixes
+from cpuft.doctor.finding import Finding
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access, gather_cluster
@@ -37,6 +38,19 @@ def check(monkeypatch: pytest.MonkeyPatch, hosts: int, **health: Any) -> list[st
     said: list[str] = []
     examine.check_before_launch(cluster, said.append)
     return said
+
+
+def test_a_fix_that_cannot_be_run_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: SshTransport, host: Host, argv: Sequence[str]) -> Answer:
+        if host.name == "b":
+            raise CpuftError("b does not answer")
+        return Answer(int(host.name == "c"), "")
+
+    monkeypatch.setattr(SshTransport, "run", run)
+    state = ClusterState(tuple(HostState(Host(name)) for name in "abc"))
+    findings = [Finding(name, "", fix=("true",), code="CPUFT-028") for name in "abc"] + [Finding("a", "")]
+    results = ("a: fixed", "b: the fix failed (b does not answer)", "c: the fix failed ()")
+    assert run_fixes(findings, state, Access(SshTransport())) == [f"CPUFT-028 on {one}" for one in results]
 
 
 def test_a_single_busy_host_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

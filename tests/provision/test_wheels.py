@@ -1,5 +1,6 @@
 """The wheel of this cpuft, and the other wheels of an environment."""
 
+import ensurepip
 import errno
 import importlib.metadata
 import io
@@ -338,25 +339,20 @@ def test_pins_that_are_not_exact_or_lack_a_hash_are_refused() -> None:
 
 
 @pytest.mark.proof
-def test_pip_requires_the_hashes_of_a_users_pins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sends_pip", [False, True])
+def test_pip_requires_the_hashes_of_a_users_pins(sends_pip: bool, tmp_path: Path) -> None:
     """A folder takes the place of the package index from which a host installs."""
     write_wheel(tmp_path, "click", {})
     path = tmp_path / "click-99.0-py3-none-any.whl"
+    sent = [path, *(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl") if sends_pip else ())]
     for digest, code in ((hash_file(path), 0), ("0" * 64, 1)):
-        prefix = tmp_path / f"prefix{code}"
-        words = (
-            "sh",
-            "-c",
-            f"set -eu\n{INSTALL}",
-            "install",
-            str(prefix),
-            "stamp",
-            f"click==99.0 --hash=sha256:{digest}",
-        )
+        prefix, pin = tmp_path / f"prefix{code}", f"click==99.0 --hash=sha256:{digest}"
+        words = ("sh", "-c", f"set -eu\n{INSTALL}", "install", str(prefix), "stamp", pin)
         environ = dict(os.environ) | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
         (prefix / "wheels").mkdir(parents=True)
         (prefix / "install.lock").touch()
-        shutil.copy(path, prefix / "wheels")
+        for one in sent:
+            shutil.copy(one, prefix / "wheels")
         done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
         assert bool(done.returncode) == bool(code), done.stderr
         assert ("DO NOT MATCH THE HASHES" in done.stderr) == bool(code)
