@@ -55,6 +55,8 @@ class Slurm(Scheduler[SlurmOptions]):
             raise CpuftError("a sweep trains its runs in one job, and --array submits several jobs: leave out --array")
         if options.array and launch.resume:
             raise CpuftError(f"all jobs of --array would resume {launch.resume}: submit a job for each run instead")
+        if "/" in options.name:  # Slurm would end the job without a word
+            raise CpuftError(f"--name {options.name!r}: the log of the job has this name, so leave out '/'")
         hosts, ranks = launch.count_hosts(options.nodes)
         directives = [f"--job-name={options.name}", f"--nodes={hosts}", f"--ntasks-per-node={ranks}"]
         for name in ("partition", "account", "constraint", "time", "array"):

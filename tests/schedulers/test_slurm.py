@@ -73,6 +73,11 @@ def test_so_are_more_options(extra: str) -> None:
         render(replace(SITE, extra=extra), JOB, PROGRAM)
 
 
+def test_a_name_that_is_a_path_is_refused() -> None:
+    with pytest.raises(CpuftError, match=r"^--name 'a/b': the log of the job has this name, so leave out '/'$"):
+        render(replace(SITE, name="a/b"), JOB, PROGRAM)
+
+
 def test_more_options_without_an_end() -> None:
     with pytest.raises(CpuftError, match=r"^--extra cannot be read \(No closing quotation\): write '--name=value"):
         render(replace(SITE, extra="--a='b"), JOB, PROGRAM)
