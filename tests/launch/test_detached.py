@@ -563,7 +563,7 @@ def test_a_detached_comparison_and_a_detached_sweep_bring_their_reports(cluster:
 @pytest.mark.proof
 @needs_root
 def test_a_lost_head_host_is_told_with_the_command_that_resumes(cluster: Simulated) -> None:
-    run = start(cluster, "lost", *TEXTS, *QUIET, "--max-steps", "2000", "--checkpoint-every", "1")
+    run = start(cluster, "lost", *TEXTS, *QUIET, "--max-steps", "800", "--checkpoint-every", "1")
     wait_for_step(cluster, run, 10)
     cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "1")
     lost = cluster.cpuft("attach", run)
@@ -576,7 +576,7 @@ def test_a_lost_head_host_is_told_with_the_command_that_resumes(cluster: Simulat
     resumed = cluster.cpuft(*resume.split()[1:], "--train-file", "book.txt", "--model", "tiny", "--no-check")
     assert resumed.returncode == 0, resumed.stderr
     record = read_record(str(cluster.folder / "lost"))
-    assert (len(record.steps), [line.step > 0 for line in record.resumptions]) == (2000, [True])
+    assert (len(record.steps), [line.step > 0 for line in record.resumptions]) == (800, [True])
 
 
 def wait_for_update(cluster: Simulated) -> None:
