@@ -51,13 +51,13 @@ def compile_kernels(folder: Path) -> None:
     """Write the kernels for every class of CPUs into `folder`."""
     # Build tools need not have the folder of setup.py in their path.
     sys.path.insert(0, str(Path(__file__).parent.absolute()))
-    from cpuft.compiler import MACHINES, compile_targets, find_compiler
+    from cpuft.compiler import EMULATED_SECONDS, MACHINES, compile_targets, find_compiler
 
     compiler = find_compiler(os.environ)
     if compiler is None:
         sys.exit("a release needs a C++ compiler: install g++ (Debian: apt-get install g++)")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in compile_targets(compiler, MACHINES[MACHINE]).items():
+    for name, content in compile_targets(compiler, MACHINES[MACHINE], EMULATED_SECONDS).items():
         if not isinstance(content, bytes):
             sys.exit(f"a release needs all kernels, and {name} is missing: {content}")
         (folder / name).write_bytes(content)

@@ -45,6 +45,8 @@ IN_PACKAGE = Path(cpuft.__file__).parent / "train" / "fast" / "compiled"
 FOLDERS = (IN_PACKAGE, Path(cpuft.__file__).parents[1] / PACKAGE)
 """Where kernels that were compiled in advance are looked for. Who can write there can change cpuft itself."""
 _COMPILE_SECONDS = 300.0
+EMULATED_SECONDS = 3600.0
+"""Limit for a compiler that an emulator may run, as when an image is built for another architecture."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> Non
     _run(compiler, [*options, *FLAGS, str(SOURCES[0]), "-o", str(library)])
 
 
-def _run(compiler: str, arguments: Sequence[str]) -> None:
+def _run(compiler: str, arguments: Sequence[str], seconds: float = _COMPILE_SECONDS) -> None:
     try:
-        subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
+        subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True, timeout=seconds)
     except (OSError, subprocess.SubprocessError) as error:
         raise CpuftError(f"{compiler} could not build the kernels: {last_line_of(error)}") from None
 
@@ -113,17 +115,17 @@ def last_line_of(error: Exception) -> str:
     return last_line(str(getattr(error, "stderr", None) or error), "")
 
 
-def compile_target(compiler: str, target: Target) -> bytes:
+def compile_target(compiler: str, target: Target, seconds: float = _COMPILE_SECONDS) -> bytes:
     """Compile the kernels for a class of CPUs and return the shared library, which runs on hosts without a compiler.
 
     The library names no OpenMP library, because a host without a compiler may have none but torch's own. Whoever loads
     it must have loaded torch's OpenMP library before, with its symbols for all (`cpuft.kernels.Kernels`). Raises
-    CpuftError: the compiler fails, takes more than 300 s, or is not GCC.
+    CpuftError: the compiler fails, takes more than `seconds`, or is not GCC.
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
         flags = [flag for flag in FLAGS if flag != "-shared"]
-        _run(compiler, [*target.options, *flags, "-c", str(SOURCES[0]), "-o", compiled])
+        _run(compiler, [*target.options, *flags, "-c", str(SOURCES[0]), "-o", compiled], seconds)
         _run(compiler, ["-shared", "-s", compiled, "-o", library])
         content = Path(library).read_bytes()
     if b"__kmpc_" in content:
@@ -131,12 +133,14 @@ def compile_target(compiler: str, target: Target) -> bytes:
     return content
 
 
-def compile_targets(compiler: str, targets: Sequence[Target] = TARGETS) -> dict[str, bytes | CpuftError]:
+def compile_targets(
+    compiler: str, targets: Sequence[Target] = TARGETS, seconds: float = _COMPILE_SECONDS
+) -> dict[str, bytes | CpuftError]:
     """Return each target's library, or the CpuftError of its compilation (not raised), by the library's file name."""
 
     def attempt(target: Target) -> bytes | CpuftError:
         try:
-            return compile_target(compiler, target)
+            return compile_target(compiler, target, seconds)
         except CpuftError as error:
             return error
 
