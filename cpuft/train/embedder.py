@@ -18,6 +18,7 @@ from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.fast.acceleration import patch_model
 from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE
+from cpuft.train.fast.packed_weights import PackedWeights
 from cpuft.train.model import count_positions, describe_load_failure, load_weights, read_config
 from cpuft.train.precision import autocast, read_cpu
 
@@ -95,6 +96,7 @@ class Embedder:
         self.model.requires_grad_(False)
         patch_model(self.model, self.precision, first_token=False)
         self._models = [self.model]
+        self._packed = PackedWeights()
 
     @property
     def dimensions(self) -> int:
@@ -157,7 +159,7 @@ class Embedder:
         """Return the embeddings of tokenised texts, fp32, (texts, dimensions), by this object's model or a copy of it.
         `ids` (int64) and `mask` (1 for tokens, 0 for padding at the end) are (texts, length).
         """
-        with torch.inference_mode(), autocast(self.precision):
+        with torch.inference_mode(), self._packed, autocast(self.precision):
             hidden = (model or self.model)(input_ids=ids, attention_mask=mask).last_hidden_state
         return finish_embeddings(self.form, pool(self.form.pooling, hidden, mask))
 

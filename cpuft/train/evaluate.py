@@ -18,6 +18,7 @@ from cpuft.record import EvaluationLine
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
 from cpuft.train.data.recipe import LOWER_IS_BETTER
+from cpuft.train.fast.packed_weights import PackedWeights
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.precision import autocast
 from cpuft.train.ranks import broadcast_value, gather_to_first
@@ -141,7 +142,7 @@ def predict_batches(
     predict: Callable[[Batch], Predictions], objective: Objective, tokens: Tokens, batches: Iterable[Indices]
 ) -> list[BatchPredictions]:
     """Call `predict` with each batch, without gradients; return (numbers of the examples, result) for each."""
-    with torch.inference_mode():
+    with torch.inference_mode(), PackedWeights():
         return [(examples, predict(objective.make_batch(tokens, examples))) for examples in batches]
 
 

@@ -1,7 +1,8 @@
 """How fast cpuft computes embeddings, compared with SentenceTransformer.encode, in turn and on the same cores.
 
 Each of the two has a process of its own with as many threads as the other. sentence-transformers computes with each of
-the given batch sizes once, and then with the fastest one. Started by scripts/bench-embed.
+the given batch sizes once, and then with the fastest one. `--against unpacked` compares with cpuft itself, when each
+product prepares its weights. Started by scripts/bench-embed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from cpuft.errors import CpuftError
 
-OWN, PEER = "cpuft", "sentence-transformers"
+OWN, PEER, UNPACKED = "cpuft", "sentence-transformers", "unpacked"
 _LEAST_CHARACTERS = 20
 
 
@@ -39,7 +40,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--peer-precision", default="fp32", choices=("fp32", "bf16"), help="number format of sentence-transformers"
     )
-    parser.add_argument("--child", default="", choices=("", OWN, PEER), help=argparse.SUPPRESS)
+    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16"), help="number format of cpuft")
+    parser.add_argument("--against", default=PEER, choices=(PEER, UNPACKED), help="what cpuft is compared with")
+    parser.add_argument("--child", default="", choices=("", OWN, PEER, UNPACKED), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -63,19 +66,22 @@ def read_texts(paths: Sequence[Path], count: int) -> list[str]:
     return found
 
 
-def make_encoder(name: str, model: str, peer_precision: str) -> Callable[[list[str], int], Any]:
+def make_encoder(name: str, options: argparse.Namespace) -> Callable[[list[str], int], Any]:
     """Load the model; return the function that embeds texts, given a batch size (0: its own choice)."""
-    if name == OWN:
+    if name != PEER:
         from cpuft.train.embedder import Embedder
+        from cpuft.train.fast import packed_weights
 
-        embedder = Embedder(model)
+        if name == UNPACKED:
+            packed_weights._MOST_ROWS = 0
+        embedder = Embedder(options.model, options.precision)
         return lambda texts, batch_size: embedder.embed(texts, batch_size=batch_size)
     from sentence_transformers import SentenceTransformer
 
     from cpuft.train.embedding_form import find_embedding_model
 
-    settings = {"dtype": "bfloat16" if peer_precision == "bf16" else "float32"}
-    peer = SentenceTransformer(find_embedding_model(model), device="cpu", model_kwargs=settings)
+    settings = {"dtype": "bfloat16" if options.peer_precision == "bf16" else "float32"}
+    peer = SentenceTransformer(find_embedding_model(options.model), device="cpu", model_kwargs=settings)
     return lambda texts, batch_size: peer.encode(texts, batch_size=batch_size, show_progress_bar=False)
 
 
@@ -85,7 +91,7 @@ def run_child(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(options.threads)
     texts = read_texts(options.texts, options.count)
-    encode = make_encoder(options.child, options.model, options.peer_precision)
+    encode = make_encoder(options.child, options)
     for line in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
         encode(texts, int(line))
@@ -129,19 +135,21 @@ def run(options: argparse.Namespace) -> None:
 
     texts = read_texts(options.texts, options.count)
     print(f"{read_cpu().model}, {platform.machine()}, {options.threads} threads each, {len(texts)} texts", flush=True)
-    print(f"{PEER} computes in {options.peer_precision}", flush=True)
-    own, peer = Contestant(OWN), Contestant(PEER)
+    name, sizes = options.against, options.batch_sizes if options.against == PEER else "0"
+    if name == PEER:
+        print(f"{PEER} computes in {options.peer_precision}", flush=True)
+    own, peer = Contestant(OWN), Contestant(name)
     try:
         own.turn(0)
-        trials = {int(size): peer.turn(int(size))[0] for size in options.batch_sizes.split(",")}
+        trials = {int(size): peer.turn(int(size))[0] for size in sizes.split(",")}
         best = min(trials, key=lambda size: trials[size])
-        print(", ".join(f"{PEER} with batches of {size}: {seconds:.1f} s" for size, seconds in trials.items()))
+        print(", ".join(f"{name} with batches of {size}: {seconds:.1f} s" for size, seconds in trials.items()))
         rounds = [(own.turn(0), peer.turn(best)) for _ in range(options.rounds)]
     finally:
         own.close()
         peer.close()
     speeds = [median(len(texts) / turns[place][0] for turns in rounds) for place in (0, 1)]
-    print(f"{OWN}: {speeds[0]:.1f} texts/s, {PEER} with batches of {best}: {speeds[1]:.1f} texts/s")
+    print(f"{OWN}: {speeds[0]:.1f} texts/s, {name} with batches of {best}: {speeds[1]:.1f} texts/s")
     print(format_ratios("texts per second", [peers[0] / owns[0] for owns, peers in rounds]))
     print(format_ratios("texts per CPU second", [peers[1] / owns[1] for owns, peers in rounds]))
 

@@ -20,6 +20,7 @@ from cpuft.train.fast.frozen import FrozenLinear, FrozenWeight, frozen_linear
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 from cpuft.train.fast.gradient_places import take_place
 from cpuft.train.fast.int8_products import MIN_ROWS, multiply, quantise_rows
+from cpuft.train.fast.packed_weights import multiply_packed, uses_packed_weights
 from cpuft.train.fast.products import gelu_product, matrix_product, slope_product
 
 
@@ -229,7 +230,10 @@ def _project(
     x: Tensor, layers: Sequence[Any], int8: bool, forward_pass: ForwardPass = ForwardPass.ONLY, adds_bias: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of `layers` side by side, and `x`, as `PackedLinear.branch` does."""
-    weight, bias = _find_weight(layers), _find_bias(layers) if adds_bias else None
+    bias = _find_bias(layers) if adds_bias else None
+    if uses_packed_weights(x) and all(type(layer) is nn.Linear for layer in layers):
+        return multiply_packed(x, [layer.weight for layer in layers], bias), x
+    weight = _find_weight(layers)
     if all(map(is_plain, layers)):
         if isinstance(weight, FrozenWeight):
             return frozen_linear(x, weight, bias, forward_pass), x
@@ -259,8 +263,11 @@ def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass
 
 
 def can_feed_forward(inner: Any, outer: Any, x: Tensor) -> bool:
-    """Return whether `feed_forward` can compute two layers: both torch.nn.Linear, with kernels for `x` and `inner`."""
-    return type(inner) is nn.Linear and type(outer) is nn.Linear and kernels_for(x, inner.weight) is not None
+    """Return whether `feed_forward` can compute two layers: both torch.nn.Linear, with kernels for `x` and `inner`. It
+    does not use packed weights.
+    """
+    fits = type(inner) is nn.Linear and type(outer) is nn.Linear and not uses_packed_weights(x)
+    return fits and kernels_for(x, inner.weight) is not None
 
 
 def feed_forward(x: Tensor, inner: nn.Linear, outer: nn.Linear, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
