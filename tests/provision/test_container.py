@@ -112,7 +112,7 @@ class Builder:
         )
         subprocess.run(["rm", "-rf", *unneeded], cwd=self.folder, check=True)
         subprocess.run(["tar", "-C", "root", "-cf", "base/base.tar", "."], cwd=self.folder, check=True)
-        # qemu has no process_vm_readv, which MPICH uses otherwise, and threads that wait actively take most of its time.
+        # qemu has no process_vm_readv, which MPICH uses otherwise, and waiting threads would take most of its time.
         variables = "ENV MPIR_CVAR_CH4_CMA_ENABLE=0 OMP_WAIT_POLICY=passive\n" if self.is_emulated else ""
         (self.folder / "base" / "Containerfile").write_text(f"FROM scratch\nADD base.tar /\n{variables}")
         tag = f"--tag=docker.io/library/{BASE}"
@@ -203,8 +203,8 @@ def builder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Builder]
 @needs_root
 @pytest.mark.timeout(4 * 3600)
 def test_an_image_trains_as_any_user(builder: Builder, tmp_path: Path) -> None:
-    """Needs buildah, and qemu for the other architecture. Two ranks train as a user without a name or a home, also from a launcher over a worker's sshd;
-    another version of cpuft is one small layer.
+    """Needs buildah, and qemu for the other architecture. Two ranks train as a user without a name or a home, also from
+    a launcher over a worker's sshd; another version of cpuft is one small layer.
     """
     source = tmp_path / "source"
     names = ("ami", "cpuft", "scripts/install", "setup.cfg", "setup.py", "README.md", ".containerignore")
