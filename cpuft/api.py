@@ -96,7 +96,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the trained model by name, such as accuracy; {} without an evaluation. CpuftError: no record."""
+        """Metrics of the saved model, such as {"accuracy": 0.86}; {} without an evaluation. CpuftError: no record."""
         return self.record.metrics
 
     def load_model(self) -> Any:
@@ -247,7 +247,7 @@ def launch(
     Raises
     ------
     CpuftError: an option is wrong, the function or its arguments cannot be pickled, the run cannot be made, or this is
-        not called in the main thread.
+        not called in the main thread. Also if a signal other than Ctrl-C ended the run.
     RankError: a rank failed; the text has its traceback.
     KeyboardInterrupt: Ctrl-C ended the run. All ranks have ended.
     """
@@ -309,10 +309,11 @@ def compare(
 
 
 def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
-    """Return the values of the given options by name, converted and checked as those of the command line.
+    """Return the values of the given options by name (with underscores), as the types of their fields in `configs`.
 
-    A list becomes a text with commas, and None leaves an option out. Of fields of the same name in several `configs`,
-    the first counts. Raises CpuftError: an option is unknown or not valid, or two exclude each other.
+    Values are checked as on the command line: 2 and "2" are the same. A list becomes a text with commas, None leaves an
+    option out, and options that are not given get no default. Of fields of the same name in several `configs`, the
+    first counts. Raises CpuftError: an option is unknown or not valid, or two exclude each other.
     """
     fields: dict[str, tuple[dataclasses.Field[Any], type]] = {}
     for config in configs:
@@ -396,7 +397,7 @@ def _launch_function(
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Return the pickle of (function, args, kwargs); CpuftError: a part cannot be pickled, or cloudpickle is missing.
 
-    With a function of a module that is not in site-packages goes what it uses of that module: hosts need no copy of it.
+    It holds the code that the function uses of its module, unless that is installed: hosts need no copy of the module.
     """
     with requires("train", "a function needs cloudpickle"):
         import cloudpickle
@@ -470,7 +471,6 @@ def _execute(request: LaunchRequest, on_planned: Callable[[], object] = lambda: 
 
 def _describe_failure(code: int, run_dir: str, cluster: Cluster, line: str = "") -> CpuftError:
     """Return the error of a run that ended with an exit code other than 0; `line` is its closing line.
-
     KeyboardInterrupt is raised if Ctrl-C asked the ranks to stop and they have saved a checkpoint.
     """
     if code == RESUMABLE and line:
@@ -494,7 +494,6 @@ def _describe_failure(code: int, run_dir: str, cluster: Cluster, line: str = "")
 
 @contextmanager
 def _raise_for_python() -> Iterator[None]:
-    """Raise CpuftError or KeyboardInterrupt where the command line would end the program."""
     try:
         yield
         return
@@ -510,7 +509,6 @@ def _raise_for_python() -> Iterator[None]:
 
 
 def _check_thread() -> None:
-    """Raise CpuftError outside the main thread, where Python allows no signal handlers."""
     if threading.current_thread() is not threading.main_thread():
         raise CpuftError("cpuft handles Ctrl-C while it waits for a run: call it in the main thread of the program")
 
@@ -519,8 +517,8 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
     """Write examples to predict as JSON lines, and return the names of their text columns.
 
     These are ("text",) for texts, ("tokens",) for lists of words, ("text1", "text2") for tuples of two texts, and ()
-    for dicts, which have names of their own, and no rows. Raises CpuftError: rows are of different or of other kinds,
-    or a value is of no type of JSON.
+    for dicts, which have names of their own, and without rows. What is in lists and tuples is not checked. Raises
+    CpuftError: rows are of different or of other kinds, or a value is of no type of JSON.
     """
     columns: tuple[str, ...] = ()
     if all(isinstance(row, Mapping) for row in rows):
@@ -544,7 +542,9 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
 
 
 def read_predicted_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return for each of `count` examples the dict that `Run.predict` describes; {} if the file has no line for it."""
+    """Return for each of `count` examples a dict as `Run.predict` does; {} if it has no line in this file of
+    predictions.
+    """
     found: list[dict[str, Any]] = [{} for _ in range(count)]
     for row in map(json.loads, path.read_text(encoding="utf-8").split("\n")[:-1]):
         one, prediction = found[row["index"]], row["prediction"]

@@ -25,7 +25,7 @@ def module_command(python: str, module: str) -> tuple[str, ...]:
 
 
 def run_module() -> None:
-    """Run the module that `sys.argv[1]` names as `__main__`, with the arguments after it, for `module_command`."""
+    """Run the module that `sys.argv[1]` names as `__main__`, and take that word out of `sys.argv`."""
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
@@ -50,8 +50,8 @@ def _quote(word: str) -> str:
 
 def pack_argv(argv: Sequence[str]) -> tuple[str, ...]:
     """Return a command line with the same number of arguments, of which mpirun takes none for its own, such as a `:`.
-
-    Plain words, --options and a first `-m` stay; others become `json:` and their JSON text. `unpack_argv` undoes this.
+    Plain words, --options and a first `-m` stay; others, such as `-x` and `:`, become `json:` and their JSON text, such
+    as `json:":"`. `unpack_argv` undoes this.
     """
     begin = 1 if list(argv[:1]) == ["-m"] else 0
     return (*argv[:begin], *(arg if _is_safe(arg) else _MARK + json.dumps(arg) for arg in argv[begin:]))

@@ -93,7 +93,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell line by which this Python installs extras of setup.cfg; "train" adds CPU_INDEX to it."""
+    """Return the shell line with which pip installs this version or checkout of cpuft with extras, such as "train"."""
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
     is_checkout = (package.parent / "setup.cfg").is_file()
@@ -125,8 +125,8 @@ NO_MORE_PROCESSES = (
 
 
 def explain_os_error(error: OSError) -> CpuftError | None:
-    """Return, without raising it, the error to report for a full disk, another problem with a path or the limit of
-    processes; None if a file is missing and for other errors.
+    """Return, without raising it, the error to report for a full disk, a path that cannot be used or written, a deleted
+    working folder or the limit of processes; None for other errors, such as a missing file.
     """
     path = str(error.filename2 or error.filename or "a file")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -154,7 +154,9 @@ _ABOUT_AS_SIMILAR = 0.1
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return advice on an unknown name: "did you mean int8?", else "choose one of a, b" (sorted, 20 at most)."""
+    """Return advice on an unknown name: "did you mean a or b?" with those of `known` that are most similar; if none
+    is, "choose one of a, b", sorted, 20 at most.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     likeness = [difflib.SequenceMatcher(None, other, name).ratio() for other in close]

@@ -68,7 +68,6 @@ def run_command(
     command: Sequence[str], seconds: float, stdin: str = "", environ: Mapping[str, str] | None = None
 ) -> Answer:
     """Run a command, with this process's environment unless given, wait for it, and return its exit code and output.
-
     The exit code is 127 if there is no such program, 126 if it cannot be started or takes longer than `seconds` (its
     output is lost then), and -N if signal N ended it.
     """
@@ -242,7 +241,7 @@ def open_memory_file() -> IO[bytes]:
 
 
 def path_of(file: IO[bytes]) -> str:
-    """Return a path by which this process can open a file of `open_memory_file` again."""
+    """Return a path of a file of `open_memory_file`, by which processes on this host can open it until it is closed."""
     return f"/proc/{os.getpid()}/fd/{file.fileno()}" if sys.platform == "linux" else file.name
 
 
@@ -263,7 +262,6 @@ def _relay(source: IO[bytes] | None, stream: TextIO) -> threading.Thread:
 
 
 def _write_text(stream: TextIO, text: str) -> None:
-    """Write a text and flush it; characters that the stream's encoding lacks are written as escapes."""
     try:
         stream.write(text)
     except UnicodeEncodeError as error:
@@ -303,7 +301,9 @@ def start_process(command: Sequence[str], environ: Mapping[str, str], streams: i
 def start_with_log(
     command: Sequence[str], environ: Mapping[str, str], path: str, folder: str | None = None, stays: bool = False
 ) -> Process:
-    """Start as `start_process`, in `folder`, with the output at the end of `path`; if it `stays`, without SIGTERM."""
+    """Start a process as `start_process` does, in `folder` (by default this process's), with /dev/null as input and its
+    output appended to the file `path`, which may be missing. If it `stays`, it gets no SIGTERM when this thread ends.
+    """
     with open(path, "ab") as log:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         return _open_process(command, environ, stays, cwd=folder, **streams)

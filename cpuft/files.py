@@ -43,10 +43,9 @@ def describe_lfs_pointer(path: Path, begin: bytes) -> str:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield the path of an empty file beside `path`, which replaces `path` if the block raises nothing.
-
-    A link to a file is replaced, not its target; folders, devices, pipes, sockets and links to them are refused
-    (CpuftError). Missing folders above `path` are made, and the file gets the permissions of a new one.
+    """Yield the path of an empty file beside `path`, which replaces `path` if the block raises nothing. A link to a
+    file is replaced, not its target; folders, devices, pipes, sockets and links to them are refused (CpuftError).
+    Missing folders above `path` are made, and the file gets the permissions of a new one.
     """
     refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +61,9 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_folder_atomically(folder: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `folder` if the block raises nothing; CpuftError: a file or full folder is there."""
+    """Yield an empty folder beside `folder`, which becomes `folder` if the block raises nothing and else is removed.
+    Raises CpuftError: anything but an empty folder is at `folder`, or one of its parents is a file.
+    """
     refuse_filled(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -132,8 +133,8 @@ def read_raw(path: Path) -> str:
 
 
 def split_paths(text: str) -> list[str]:
-    """Return [text] if it exists, else the stripped paths between commas, also empty ones; of patterns (*.csv) the
-    sorted matches, if any.
+    """Return [text] if that path exists, else the stripped paths between commas, so [""] for "". In place of a pattern
+    (*.csv) come its sorted matches; a pattern without matches stays.
     """
     if os.path.exists(text):
         return [text]
@@ -142,7 +143,9 @@ def split_paths(text: str) -> list[str]:
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return the files at and below a path, sorted, without __pycache__. CpuftError: a link is broken or circular."""
+    """Return the regular files at or below a path, in alphabetical order, without __pycache__; links are followed.
+    Raises CpuftError: a link is broken or circular; FileNotFoundError: nothing is at the path.
+    """
     try:
         return [Path(one.path) for one in walk(str(path), path.name) if one.kind == FILE]
     except TransferError as error:
@@ -175,13 +178,15 @@ def is_locked(path: str | Path) -> bool:
 
 
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:
-    """Return a command that removes `paths` with all they contain, and fails at the first that is not below `root`."""
+    """Return the argv, for a host with sh, that removes `paths` with all they contain, and skips missing ones. It fails
+    at the first path that leads out of `root`, is `root`, or contains the user's home.
+    """
     return ("sh", "-c", f'{REMOVE}remove "$@"', "remove", root, *paths)
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/cpuft (CpuftError: relative). If unset, return ~/.cache/cpuft, or if that is read-only
-    /var/tmp/cpuft-cache-UID.
+    """Return $XDG_CACHE_HOME/cpuft (CpuftError: relative). If unset or empty, return ~/.cache/cpuft, or if that cannot
+    be written /var/tmp/cpuft-cache-UID. Nothing is made.
     """
     own = environ.get("HOME") or os.path.expanduser("~")  # a user without a name, who has no home, gets "~"
     home = environ.get("XDG_CACHE_HOME") or f"{'' if own == '~' else own}/.cache"
@@ -200,7 +205,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def make_private_folder(folder: Path, advice: str) -> Path:
-    """Make a folder of mode 700, or give one this mode; return it. CpuftError: it fails, or others may write to it."""
+    """Make a folder with mode 700, and missing ones above it, or give an existing folder this mode; return it. Raises
+    CpuftError, ending with `advice`: this fails, or `check_private_folder` refuses the folder.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):

@@ -52,9 +52,8 @@ class Cpu(NamedTuple):
 
 
 def parse_cpuinfo(text: str, machine: str) -> Cpu:
-    """Return model and flags of the first CPU in the text of /proc/cpuinfo.
-
-    A CPU without a model name is called `machine` (as in uname -m): Arm has only numbers of its designer and its part.
+    """Return model and flags of the first CPU in the text of /proc/cpuinfo. A CPU without a model name is called
+    `machine` (as in uname -m): Arm has only numbers of its designer and its part.
     """
     lines = [line.partition(":") for line in text.splitlines()]
     found = {name.strip(): value.strip() for name, _, value in reversed(lines)}
@@ -79,7 +78,7 @@ def compiler_target(max_isa: str, flags: Collection[str]) -> str:
 
 
 def list_deciding(flags: Collection[str]) -> list[str]:
-    """Return the DECIDING_FLAGS among these flags of a CPU, as a record has them."""
+    """Return those of DECIDING_FLAGS, in their order, that are among these flags of a CPU."""
     return [flag for flag in DECIDING_FLAGS if flag in flags]
 
 
@@ -108,8 +107,8 @@ class Precision:
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """Return the precision of a run: `wanted`, of which "auto" is bf16 if the CPU multiplies it, else fp32. Raises
-    CpuftError: "bf16" without `emulate` on a CPU that does not multiply it.
+    """Return the precision of a run. `wanted` is one of PRECISIONS; "auto" gives bf16 if the CPU multiplies it, else
+    fp32, with and without `emulate`. Raises CpuftError: "bf16" without `emulate` on a CPU that does not multiply it.
     """
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":

@@ -41,7 +41,9 @@ def format_run_memory(memory: RunMemory) -> tuple[str, ...]:
 
 
 def split_run_memory(arguments: Sequence[str]) -> tuple[RunMemory | None, list[str]]:
-    """Return the memory that `format_run_memory` passed, else None, and the other arguments in their order."""
+    """Return the memory that an argument of `format_run_memory` has, None without one, and the other arguments in their
+    order. Raises ValueError: the argument is broken.
+    """
     found = [arg.removeprefix(_MEMORY_FLAG) for arg in arguments if arg.startswith(_MEMORY_FLAG)]
     others = [arg for arg in arguments if not arg.startswith(_MEMORY_FLAG)]
     return (load(RunMemory, parse_json(found[-1])) if found else None), others

@@ -170,7 +170,6 @@ def _load_own() -> tuple[Kernels | None, str]:
 
 
 def _locate_library(compiler: str, processor: str = "native") -> Path:
-    """Return the path at which `build` stores the library of kernels; the file need not be there."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     name = hash_sources(*native_options(processor), version, _processor())
     return cache_folder(os.environ) / f"kernels-{name}.so"
@@ -201,10 +200,8 @@ def _processor() -> str:
 
 def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
     """Return the kernels if all tensors (one or more) are on the CPU and all bf16 or all fp32; else None: use plain
-    torch.
-
-    None, too, if there are no kernels (see `kernel_status`). The first call in a process builds them if necessary,
-    which takes up to five minutes. `torch.empty(0)` asks for the kernels alone.
+    torch. None, too, if there are no kernels (see `kernel_status`). The first call in a process builds them if
+    necessary, which takes up to five minutes. `torch.empty(0)` asks for the kernels alone.
     """
     first = tensors[0]
     if first.dtype not in KERNEL_TYPES or any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
@@ -213,9 +210,8 @@ def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
 
 
 def kernel_status() -> str:
-    """Return "on" if the kernels are used; else "off: " and the reason, such as "off: CPUFT_KERNELS=0".
-
-    Like `kernels_for`, the first call in a process builds the kernels if necessary. It never raises for a failed build.
+    """Return "on" if the kernels are used; else "off: " and the reason, such as "off: CPUFT_KERNELS=0". Like
+    `kernels_for`, the first call in a process builds the kernels if necessary. It never raises for a failed build.
     """
     return (_override or _load())[1]
 

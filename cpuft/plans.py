@@ -126,7 +126,6 @@ def format_comment(text: str) -> str:
 
 def format_plan(plan: Plan, folder: str = "") -> str:
     """Return a bash script that does what the plan does, prints each step as it begins, and has each setting's reason.
-
     Steps of the same stage run in the background at the same time. The failure of a step ends the script with the
     step's exit code. Relative paths begin in `folder`; by default, where the script is run.
     """
@@ -162,7 +161,6 @@ def _format_stdin(text: str) -> str:
 
 
 def _format_command(command: tuple[str, ...]) -> str:
-    """Return the command with line breaks before flags and `:`, so that a person can read it."""
     text, width = "", 0
     for word in map(shlex.quote, command):
         if text and width + len(word) > 100 and (word.startswith("-") or word == ":"):

@@ -38,8 +38,9 @@ class GradientSizes:
     """Mean number of different tokens in one update, by the number of ranks."""
 
     def count_tokens(self, ranks: int) -> float:
-        """Return the number of different tokens in an update of this many ranks; 0 if nothing is known. A power law
-        (Heaps' law) is used between known numbers of ranks and above them; below, the value of the smallest one.
+        """Return the number of different tokens in an update of this many ranks, not rounded; 0 if nothing is known. A
+        power law (Heaps' law) is used between known numbers of ranks and above them; below, and if one is known, its
+        value.
         """
         known = sorted((int(size), count) for size, count in self.tokens.items())
         if not known:
@@ -430,7 +431,6 @@ class Writer:
 
 def parse_lines(text: str, path: str) -> list[Line]:
     """Return the lines of a record; a broken last line without a newline is left out, as a killed process leaves it.
-
     Raises CpuftError: another line is broken or of another version of the format; the message has its number.
     """
     lines = text.split("\n")
@@ -472,7 +472,9 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def parse_measurements(text: str, path: str) -> list[Measurement]:
-    """Return the measurements in the text of a comm.jsonl of `cpuft bench comm`; CpuftError: it is no such text."""
+    """Return the measurements in the text of a comm.jsonl of `cpuft bench comm`, without those of links between hosts.
+    Raises CpuftError, which names `path`: it is no such text.
+    """
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
         raise CpuftError(
@@ -519,7 +521,7 @@ class EarlierMeasurements:
 
 
 def read_measurements(header: Header) -> EarlierMeasurements:
-    """Return the choices of a run's first start, which measured them; the backend is "" if it was not chosen."""
+    """Return the ranks and choices of a run's first start; backend is "" if --backend named it, or for one rank."""
     was_given = header.options.get("backend") != "auto" or header.world_size == 1
     backend = "" if was_given else header.backend
     return EarlierMeasurements(header.world_size, backend, header.gradients, header.precision)

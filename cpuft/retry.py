@@ -18,7 +18,8 @@ def retry(
     may_help: Callable[[CpuftError], bool] = lambda error: error.is_transient,
 ) -> T:
     """Return what a function returns. While it raises a CpuftError for which `may_help` is true, it is called again
-    after each of the pauses in seconds, which `say` gets with the error; the last error is raised.
+    after each of the pauses in seconds, before which `say` gets "5 s: THE ERROR". Other errors are raised at once, as
+    is the one after the last pause.
     """
     for pause in pauses:
         try:

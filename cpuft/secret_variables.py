@@ -43,7 +43,7 @@ def may_be_secret(name: str, value: str) -> bool:
 
 
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the secret variables for ranks on other hosts: Hugging Face, W&B, MLflow, and proxies with a password."""
+    """Return the variables of Hugging Face, W&B, MLflow and proxies that `may_be_secret`, which ranks on hosts get."""
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 
@@ -57,10 +57,9 @@ def mask_secrets(text: str, environ: Mapping[str, str], *others: str) -> str:
 
 
 def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
-    """Return the secret variables that the launcher has sent to one process of this host, and remove their file.
-
-    {} if the file `$CPUFT_SENT-PROCESS` cannot be opened, as for a printed plan that is run by hand, or if another user
-    owns it. Raises CpuftError: the file is damaged.
+    """Return the secret variables that the launcher has sent to one process of this host, and remove their file. {} if
+    the file `$CPUFT_SENT-PROCESS` cannot be opened, as for a printed plan that is run by hand, or if another user owns
+    it. Raises CpuftError: the file is damaged.
     """
     path = f"{environ.get(SECRETS_PREFIX) or '/nowhere'}-{process}"
     try:

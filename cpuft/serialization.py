@@ -24,7 +24,7 @@ def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
 
 
 def to_number(text: str) -> float:
-    """Return the number that a text is, nan if it is no number."""
+    """Return the number that a text is for Python ("1e3", " 2 ", "inf"), nan if it is no number."""
     try:
         return float(text)
     except ValueError:
@@ -32,15 +32,16 @@ def to_number(text: str) -> float:
 
 
 def find_control(text: str, allowed: str = "") -> str:
-    """Return the first control character or line separator of `text` that is not in `allowed`; "" if there is none.
-
-    A line break in the value of an option would begin another line of a file for another program, such as ssh_config.
+    """Return the first control character or line separator of `text` that is not in `allowed`; "" if there is none. A
+    line break in the value of an option would begin another line of a file for another program, such as ssh_config.
     """
     return next((c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp") and c not in allowed), "")
 
 
 def parse_json(text: str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text, NaN and Infinity as numbers, objects by `make_object`, or raise ValueError."""
+    """Return the value of a JSON text, with NaN and Infinity as floats, and objects as dicts or as what `make_object`
+    returns for their (name, value) pairs. Raises ValueError: it is no JSON, or nested too deep.
+    """
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RecursionError:
@@ -48,7 +49,7 @@ def parse_json(text: str, make_object: Callable[[list[tuple[str, Any]]], Any] | 
 
 
 def format_json(value: Any) -> str:
-    """Return the indented JSON text of a value, with null for NaN and infinity, which JSON does not have."""
+    """Return a value as JSON, indented by 2, without a newline at the end, and with null for NaN and infinity."""
 
     def replace(one: Any) -> Any:
         if isinstance(one, dict):

@@ -91,5 +91,5 @@ TEXT_KINDS = ("masked", *DECODER_KINDS)
 
 
 def find_task(name: str, causal: bool = False) -> Task:
-    """Return the task of --task; CAUSAL for "text" if `causal`. Raises KeyError for an unknown name."""
+    """Return the task of --task; CAUSAL in place of "text" for a decoder (`causal`). KeyError: the name is unknown."""
     return CAUSAL if causal and name == "text" else TASKS[name]

@@ -37,10 +37,9 @@ class _ProtectedFile(io.FileIO):
 
 
 def protect_streams() -> None:
-    """Replace standard output and error by streams whose writes never fail; `check_stdout` tells about errors.
-
-    Call this before any file is opened: if a standard stream is closed, the next file would get its number and its
-    output. Streams that are not the interpreter's own any more, as under pytest, stay as they are.
+    """Replace standard output and error by streams whose writes never fail; `check_stdout` tells about errors. Call
+    this before any file is opened: if a standard stream is closed, the next file would get its number and its output.
+    Streams that are not the interpreter's own any more, as under pytest, stay as they are.
     """
     for number in range(3):
         try:
@@ -71,7 +70,7 @@ def check_stdout() -> None:
 
 
 def print_message(line: str) -> None:
-    """Print a line of cpuft on standard error at once."""
+    """Print "cpuft: LINE" on standard error at once."""
     print(f"cpuft: {line}", file=sys.stderr, flush=True)
 
 
@@ -83,9 +82,7 @@ _LONGEST_INTERVAL = 10_000
 
 def detect_dead_peer(connection: socket.socket, seconds: float = DEAD_PEER_SECONDS) -> None:
     """Make the kernel end a TCP connection `seconds` after the other host is gone (tcp(7)); reads then raise an
-    OSError.
-
-    `seconds` is rounded up to a multiple of 7, because the kernel sends the first of four probes after three sevenths.
+    OSError. `seconds` is rounded up to a multiple of 7: the kernel sends the first of four probes after three sevenths.
     """
     interval = min(math.ceil(seconds / 7), _LONGEST_INTERVAL)
     limits = (("KEEPIDLE", 3 * interval), ("KEEPINTVL", interval), ("KEEPCNT", 4), ("USER_TIMEOUT", 7000 * interval))

@@ -171,7 +171,9 @@ def parse_trackers(text: str) -> list[str]:
 
 
 def check_trackers(text: str, environ: Mapping[str, str]) -> None:
-    """Raise CpuftError if a tracker in the list is unknown, is not installed, or lacks an environment variable."""
+    """Raise CpuftError if a tracker in a list with commas is unknown or not installed, or is mlflow while `environ` has
+    no MLFLOW_TRACKING_URI. Nothing is raised for "".
+    """
     for name in parse_trackers(text):
         if importlib.util.find_spec(name) is None:
             raise CpuftError(f"the tracker {name} is not installed: {install_command(name)}")
@@ -200,7 +202,9 @@ def values_of(line: Line) -> dict[str, float]:
 
 
 def make_tracked_run(header: Header, folder: Path) -> TrackedRun:
-    """Return a TrackedRun with the name of `folder`, and a key of the header, which stays when the run is restarted."""
+    """Return a TrackedRun with the name of `folder`, a hash of the header as its key, and as its options those of the
+    header and ranks, hosts ("h1, h2"), cpu, precision and version_PACKAGE.
+    """
     versions = {f"version_{name}": version for name, version in header.versions.items()}
     more = {"ranks": header.world_size, "hosts": ", ".join(header.hosts), "cpu": header.cpu_model}
     return TrackedRun(
@@ -212,7 +216,9 @@ def make_tracked_run(header: Header, folder: Path) -> TrackedRun:
 
 
 def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
-    """Send the lines of a record, from its header on, to the named trackers, and finish them; raise their errors."""
+    """Send the lines of a record, from its header on, to trackers by their names in TRACKERS, and finish these at the
+    end. Evaluations and the footer count to the last update. Raises whatever the trackers' libraries raise.
+    """
     trackers: list[Tracker] = []
     step = 0
     for line in lines:
@@ -228,7 +234,9 @@ def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
 
 
 def send_record(run: str, names: Sequence[str]) -> None:
-    """Send the record of an ended run to trackers. Raises CpuftError: there is none, it is broken, a tracker fails."""
+    """Send the record in the run folder `run`, as it is now, to the trackers of these names. Raises CpuftError: the
+    folder has no record, the record is broken, or a tracker fails.
+    """
     path = Path(run) / FILE_NAME
     try:
         lines = parse_lines(path.read_text(encoding="utf-8", errors="replace"), str(path))
@@ -242,7 +250,9 @@ def send_record(run: str, names: Sequence[str]) -> None:
 
 
 def follow(path: Path) -> Iterator[Line]:
-    """Yield the lines of a record as they are written; the footer, for which it waits without a limit, is the last."""
+    """Yield the lines of a record as they are written; the footer, for which it waits without a limit, is the last.
+    Raises FileNotFoundError: there is no record yet; CpuftError: a line is broken.
+    """
     with path.open("rb") as file:
         rest = b""
         while True:

@@ -107,11 +107,10 @@ class Block(NamedTuple):
 def walk(
     path: str, name: str = "", follow: bool = True, above: "tuple[tuple[int, int], ...]" = ()
 ) -> "Iterator[FileEntry]":
-    """Yield what is at a path (only with a `name`, with which all names begin) and below it, in alphabetical order.
-
-    With `follow`, links are followed, and compiled modules (__pycache__) and special files are left out. `above` is for
-    the recursion: device and inode of each folder above. Raises TransferError: a link leads to nothing, or to a folder
-    that contains it. Raises OSError: something cannot be read.
+    """Yield an entry for what is at a path and for all below it, in alphabetical order, each folder before its content.
+    Names begin with `name`; if that is "", the path itself has no entry. With `follow`, links are followed, and
+    compiled modules (__pycache__) and special files are left out; without, all are named, with their kind. `above` is
+    for the recursion. Raises TransferError: a link leads to nothing, or to a folder that contains it; or OSError.
     """
     try:
         state = os.stat(path) if follow else os.lstat(path)
@@ -147,7 +146,9 @@ def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[FileEntry]":
 
 
 def hash_blocks(entries: "Sequence[FileEntry]") -> "Iterator[tuple[Block, bytes]]":
-    """Yield each block of the files among the entries, with its SHA-256. Raises TransferError: a file has changed."""
+    """Yield each block of the files among the entries, with the 32 bytes of its SHA-256. Reads them at `entry.path`.
+    Raises TransferError: a file has another size or time than its entry.
+    """
 
     def read(batch: "list[Block]") -> "list[tuple[Block, bytes]]":
         return [(block, _hash(_read_block(block))) for block in batch]
@@ -157,8 +158,7 @@ def hash_blocks(entries: "Sequence[FileEntry]") -> "Iterator[tuple[Block, bytes]
 
 def make_checksum(entries: "Sequence[FileEntry]", digests: "Sequence[bytes]") -> str:
     """Return 24 hexadecimal digits for the names, executable bits and contents of files, and for names of folders.
-
-    `digests` has the SHA-256 of all blocks in their order.
+    `entries` are files and folders alone, and `digests` are those of `hash_blocks`, in their order.
     """
     found = [[_to_wire(one.name), one.kind, one.size, one.mode & 0o111 * (one.kind == FILE)] for one in entries]
     return _hash(json.dumps(found).encode() + b"".join(digests)).hex()[:24]
@@ -224,7 +224,7 @@ class Stream:
         self._written, self._flushed_at = bytearray(), time.monotonic()
 
     def read(self, size: int) -> bytes:
-        """Return exactly `size` bytes, or raise LostError."""
+        """Return exactly `size` bytes; LostError: the stream ended before, or nothing came for 60 s."""
         data = self._source.read(size)
         if len(data) < size:
             raise LostError("the connection ended before the last file")
@@ -248,13 +248,13 @@ class Stream:
                 self.read(_SMALL)
 
     def write(self, data: bytes) -> None:
-        """Write soon: small pieces together, and at least once a second, so that the other side sees progress."""
+        """Write bytes: at once if 64 KiB have come together or a second has passed since the last time, else later."""
         self._written += data
         if len(self._written) >= _SMALL or time.monotonic() - self._flushed_at > 1:
             self.flush()
 
     def flush(self) -> None:
-        """Write what `write` has collected."""
+        """Write what `write` has collected; LostError: the other side is gone, or takes nothing for 60 s."""
         left, self._written = memoryview(self._written), bytearray()
         while left:
             left = left[self._target.write(left) or 0 :]
@@ -306,7 +306,7 @@ class _Pipe(io.RawIOBase):
 
 
 def open_stream(source: "int | io.RawIOBase", target: int) -> Stream:
-    """Return a stream that reads from a descriptor or a file, and writes to another descriptor."""
+    """Return a stream that reads from a descriptor or a file, and writes to a descriptor; both become non-blocking."""
     return Stream(_Pipe(source) if isinstance(source, int) else source, _Pipe(target))
 
 
@@ -448,11 +448,10 @@ def receive(
     """Receive files and folders into `part`, which may have some of an earlier try. Return the files and folders that
     have come, and what else the sender has, which it does not send.
 
-    Files get at most mode 755 and at least 600, folders at least 700; owners are not restored. `checksum` is what
-    `make_checksum` must return of all that has come; empty if nobody knows it. With `syncs`, all is on the disk at the
-    end. Raises TransferError: the connection was lost, or a block is damaged. Raises
+    What else is in `part` is removed. Files get at most mode 755 and at least 600, folders at least 700; owners are not
+    restored. `checksum` is what `make_checksum` must return of all that has come; empty if nobody knows it. With
+    `syncs`, all is on the disk at the end. Raises TransferError: the connection was lost, or a block is damaged. Raises
     RefusedError: a path leads out of the folder or is there twice, this is no transfer, or the checksum is wrong.
-    Raises OSError: a file cannot be written.
     """
     found = _read_list(stream)
     entries = [one._replace(path=os.path.join(part, one.name)) for one in found if one.kind in (FILE, FOLDER)]
@@ -521,7 +520,6 @@ def _from_wire(name: str) -> str:
 
 
 def _check_names(entries: "Sequence[FileEntry]") -> "dict[str, str]":
-    """Return the kind of each path, of the folders above it too."""
     kinds: dict[str, str] = {}
     named: set[str] = set()
     for entry in entries:
@@ -542,7 +540,6 @@ def _check_names(entries: "Sequence[FileEntry]") -> "dict[str, str]":
 
 
 def _prune(part: str, kinds: "dict[str, str]") -> None:
-    """Remove what an earlier try has left and this one has not."""
     for folder, folders, files in os.walk(part, topdown=False):
         for name, kind in (*((name, FILE) for name in files), *((name, FOLDER) for name in folders)):
             path = os.path.join(folder, name)
@@ -586,8 +583,9 @@ def sync(path: str) -> None:
 
 
 def store(part: str, folder: str, entries: "Sequence[FileEntry]", is_bundle: bool) -> None:
-    """Move `part` to `folder`: as a whole if that is new, else each file by itself, because a run may be reading them.
-    For a bundle, its files and their sizes are noted beside it, in `folder`.files, for `has_bundle`.
+    """Move `part` to `folder`: as a whole if that is missing or empty, else each file of `entries` by itself, which may
+    replace another. Without entries nothing is moved. For a bundle, files and sizes are noted beside it, in the file
+    `folder`.files, for `has_bundle`.
     """
     if is_bundle:
         with open(part + ".list", "w") as file:
@@ -621,7 +619,6 @@ def has_bundle(folder: str) -> bool:
 
 
 def _make_private(folder: str) -> None:
-    """Make a folder that only this user can open, or accept one."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     state = os.lstat(folder)
@@ -634,7 +631,6 @@ def _make_private(folder: str) -> None:
 
 
 def _answer() -> Stream:
-    """Return the stream to the side that started this process."""
     stream = open_stream(0, 1)
     stream.write(_MAGIC)
     stream.flush()
@@ -642,8 +638,9 @@ def _answer() -> Stream:
 
 
 def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
-    """Receive files into a place: this user's private folder, a folder below it, and for a bundle its checksum. Raises
-    what `receive` raises, and TransferError: another user can open a folder that must be private.
+    """Receive files into `place`: (this user's private folder, which may be missing, the folder below it that gets the
+    files, and for a bundle its checksum). Raises what `receive` raises, and TransferError: others can open a private
+    one.
     """
     root, folder, checksum = (*place, "")[:3]
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):
@@ -691,7 +688,6 @@ def _send_checkpoints(folder: str, *have: str) -> None:
 
 
 def _find_missing(root: str, *folders: str) -> None:
-    """Print which bundles are missing or lack files."""
     for private in (root, os.path.join(root, "inputs")):
         if os.path.lexists(private):
             _make_private(private)
@@ -725,7 +721,6 @@ def _keep_bundles(folder: str, *used: str) -> None:
 
 
 def _read_commands() -> bytes:
-    """Return the command lines of all processes."""
     found = []
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline", "rb") as file:

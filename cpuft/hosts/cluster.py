@@ -66,12 +66,14 @@ class Access:
         return ("sh", "-c", script, self.python, *arguments)
 
     def transfer_command(self, *words: str) -> tuple[str, ...]:
-        """Return the argv with which a host is the other side of `transfer.connect`; `words`: role and arguments."""
+        """Return the argv with which a host is the other side of `transfer.connect`. `words` are a role in
+        `transfer.ROLES` and its arguments, such as ("send-run", FOLDER, LEFT_OUT).
+        """
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_module(self, host: Host, module: ModuleType, *words: str, seconds: float = 60.0) -> Answer:
         """Run a module that imports the standard library alone on a host, which needs no cpuft, with `words` as its
-        arguments, and return its answer. Raises as `Transport.run`.
+        arguments, for at most `seconds`, and return its answer, whatever the exit code is. Raises as `Transport.run`.
         """
         program = Path(str(module.__file__)).read_text(encoding="utf-8")
         return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program, seconds)
@@ -147,7 +149,9 @@ class Cluster:
         return f"{self.folder}/{self.name_folder(run_dir)}"
 
     def name_folder(self, run_dir: str) -> str:
-        """Return "ID/NAME", a run's folder below `folder` on its hosts, from its run state, else a new one."""
+        """Return "ID/NAME", a run's folder below `folder` on its hosts: as the run state in `run_dir` says, else a new
+        one with 12 hexadecimal digits and the name of `run_dir`, which stays the same for this cluster.
+        """
         name = os.path.basename(run_dir).encode(errors="replace").decode()
         # The launcher elsewhere, which moved the command here, has chosen the id.
         places = "|".join(map(re.escape, (self.folder, os.path.realpath(self.folder))))
@@ -163,11 +167,15 @@ class Cluster:
         return (folder,) if run_dir.startswith(f"{moved}/") else (folder, moved)
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the argv that runs `argv` on a host from here: by ssh or srun with `works_remotely`, else as it is."""
+        """Return the argv that runs `argv` on the host of this name: by ssh or srun with `works_remotely`, else
+        unchanged.
+        """
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
     def transfer_on(self, host: str, *words: str) -> tuple[str, ...]:
-        """Return the argv with which `transfer.connect` starts the other side on a host (`Access.transfer_command`)."""
+        """Return the argv by which `transfer.connect` starts the other side on a host, with the words of
+        `transfer_command`.
+        """
         return self.command_on(host, self.access.transfer_command(*words))
 
     @property
@@ -192,7 +200,9 @@ class Cluster:
         return self.works_remotely and not self.access.entry.shares_files
 
     def sent_file(self, work: str, index: int) -> str:
-        """Return the path, before "-NAME", of files sent to processes on `assignments[index]`, of the run in `work`."""
+        """Return the beginning of the path, before "-NAME", of each secret file for a process on the host of
+        `assignments[index]`; `work` is the run folder there.
+        """
         mark = hash_text(work, 12)
         return f"{self.folder}/{mark}.sent/{index}"
 
@@ -213,7 +223,7 @@ class Cluster:
 
 
 def read_host_folder(run_dir: str) -> str:
-    """Return "ID/NAME" of a run's folder on its hosts, by the run state in its folder here; "" if that is unusable."""
+    """Return "ID/NAME" of a run's folder on its hosts, by the run state in `run_dir` here; "" if that is unusable."""
     try:
         values = load(dict[str, Any], parse_json(Path(run_dir, STATE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -222,10 +232,9 @@ def read_host_folder(run_dir: str) -> str:
     return name if re.fullmatch(r"[0-9a-f]{12}/(?!\.\.?$)[^/\0]+", name) else ""
 
 
-def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
-    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None without these, or if
-    the hostfile is no cluster's. Raises CpuftError: both options are given, there is no such cluster, or an entry
-    cannot be used.
+def _find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
+    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None if it is no such
+    cluster.
     """
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
@@ -242,7 +251,7 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     """Return the hosts of the cluster, hostfile, MPIJob or Slurm job of the run, the head host first, else LOCAL alone.
     Raises CpuftError: they cannot be read or found, or --only-hosts does not fit them.
     """
-    entry = find_entry(config, os.environ)
+    entry = _find_entry(config, os.environ)
     hostfile = entry.hostfile if entry else config.hostfile or find_job_hostfile(os.environ)
     if hostfile:
         hosts = read_hostfile(hostfile)
@@ -266,7 +275,7 @@ def find_access(config: LaunchConfig) -> Access:
     Slurm job in `os.environ` says, else by the user's own ssh. In an MPIJob, its ssh files are written.
     Raises CpuftError: both --cluster and --hostfile are given, or --ssh-config, entry or job cannot be used.
     """
-    entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
+    entry, of_job = _find_entry(config, os.environ), find_job_hostfile(os.environ)
     # The head host, which may see this file, works in another folder.
     ssh_config = config.ssh_config and os.path.abspath(os.path.expanduser(config.ssh_config))
     if ssh_config and not os.path.exists(ssh_config):
@@ -326,7 +335,6 @@ def gather_cluster(
 
 
 def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None:
-    """Raise CpuftError when two names are the same host: their ranks would run on the same cores."""
     for host, identity in zip(hosts, identities):
         first = hosts[identities.index(identity)]
         if first is not host:
@@ -336,7 +344,7 @@ def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None
 
 
 def refuse_both_architectures(machines: Mapping[str, str]) -> None:
-    """Raise CpuftError if hosts (name -> architecture) differ: their MPI and kernels do not work together."""
+    """Raise CpuftError if hosts (name -> architecture, not {}) differ: their MPI and kernels do not work together."""
     first, own = next(iter(machines.items()))
     for name, machine in machines.items():
         if machine != own:

@@ -21,7 +21,7 @@ _PRELOADS = ("tcmalloc", "tcmalloc_minimal", "jemalloc", "iomp5")
 
 
 def read_interfaces() -> dict[str, str]:
-    """Return interface name -> IPv4 address of the interfaces that have one; only Linux tells them."""
+    """Return {"lo": "127.0.0.1", ...}, interfaces that have an IPv4 address; {} on other systems than Linux."""
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -37,7 +37,7 @@ def read_interfaces() -> dict[str, str]:
     return addresses
 
 
-def read_route(target: str) -> str:
+def _read_route(target: str) -> str:
     """Return the local IPv4 address from which `target` (name or address) is reached; "" without a route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -82,7 +82,6 @@ def _lscpu() -> str:
 
 
 def _cpu_quota() -> float:
-    """Return the number of cores that the control group allows (v2, then v1); 0 for no limit."""
     if share := os.environ.get("CPUFT_CPU_QUOTA"):  # the part of a run that shares this machine with others
         return float(share)
     quota, _, period = _read_text("/sys/fs/cgroup/cpu.max").partition(" ")
@@ -143,7 +142,7 @@ def gather(targets: list[str]) -> dict[str, object]:
         "memory_free": read_free_memory(),
         "memory_left": read_memory_left(),
         "interfaces": read_interfaces(),
-        "routes": {target: read_route(target) for target in targets},
+        "routes": {target: _read_route(target) for target in targets},
         "free_port": find_free_port(),
         "libraries": {name: path for name in _PRELOADS if (path := _find_library(name))},
         "uid": os.geteuid(),

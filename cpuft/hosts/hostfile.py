@@ -140,7 +140,9 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def find_job_hostfile(environ: Mapping[str, str]) -> str:
-    """Return the path of an MPIJob's hostfile, which may be missing, in the job's launcher; "" in any other process."""
+    """Return the path of an MPIJob's hostfile, which may be missing, if this process is in the job's launcher
+    (K_MPI_JOB_ROLE is "launcher"); "" in any other process.
+    """
     if environ.get("K_MPI_JOB_ROLE") != "launcher":
         return ""
     return next((environ[name] for name in _MPIJOB_VARIABLES if environ.get(name)), "/etc/mpi/hostfile")

@@ -50,7 +50,8 @@ def parse_version(path: str, text: str) -> MpiImplementation:
 
 
 def find_mpi(head: Host, wanted: str, python: str, transport: Transport) -> MpiImplementation:
-    """Return what starts the ranks, as it is found on the head host: --mpirun (`wanted`), or the first that exists.
+    """Return what starts the ranks, as it is found on the head host: --mpirun (`wanted`, a path or a name in PATH), or
+    if that is "" the first that exists of mpirun beside `python`, mpirun, and in a Slurm job srun.
 
     On a login node with an allocation (salloc) it is srun, because the job's hosts may not reach back here. Intel MPI's
     and MPICH's mpirun is a shell script that passes no signals on: where mpiexec.hydra is beside it, `path` is that.

@@ -87,8 +87,8 @@ def find_keys() -> Path:
 
 
 def write_ssh_config(keys: Path, folder: Path) -> str:
-    """Write ssh's files for hosts whose host key is the key in `keys`; return the path `folder`/ssh_config. Raises
-    CpuftError: there is no such key, or others may write to `folder`.
+    """Write ssh's files for hosts whose host key is id_rsa.pub in `keys` to `folder`, made with mode 700; return the
+    path `folder`/ssh_config. Raises CpuftError: there is no such key, or others may write to `folder`.
     """
     try:
         kind, key = (keys / "id_rsa.pub").read_text(encoding="utf-8").split()[:2]
@@ -109,7 +109,7 @@ def write_ssh_config(keys: Path, folder: Path) -> str:
 
 
 def sshd_command(folder: Path) -> tuple[str, ...]:
-    """Return the argv of a worker's ssh server on port 2222, with the files that `write_ssh_config` wrote."""
+    """Return the argv of a worker's ssh server on port 2222, with the files of `write_ssh_config` in `folder`."""
     # StrictModes: /var/tmp may be a mounted folder that others may write to.
     return ssh_config.sshd_command(
         f"{folder}/id_rsa", PORT, StrictModes="no", AuthorizedKeysFile=f"{folder}/authorized_keys"

@@ -19,10 +19,9 @@ class Assignment:
 
 
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
-    """Distribute `np` ranks over hosts, in the order of the hostfile; hosts that get none are left out.
-
-    `ppn` is the number of ranks on each host, 0 for as even as possible. A host takes its `slots`, else the smaller of
-    its `cores` (by name) and `max_slots`; with none of these, any number. Raises CpuftError: the ranks do not fit.
+    """Distribute `np` ranks over hosts, in the order of the hostfile; hosts that get none are left out. `ppn` is the
+    number of ranks on each host, 0 for as even as possible. A host takes its `slots`, else the smaller of its `cores`
+    (by name) and `max_slots`; with none of these, any number. Raises CpuftError: the ranks do not fit.
     """
     limits = {host.name: (cores.get(host.name, 0), host.max_slots) for host in hosts}
     slots = {host.name: host.slots or min(filter(None, limits[host.name]), default=0) for host in hosts}
@@ -61,7 +60,9 @@ def choose_ranks(hosts: tuple[Host, ...], np: int, ppn: int, facts: Mapping[str,
 
 
 def describe_ranks(assignments: Sequence[Assignment], facts: Sequence[HostFacts], ppn: int) -> str:
-    """Return the line that says why there are so many ranks, where the user gave no number; `facts` are in order."""
+    """Return the line "cpuft: 4 ranks on 2 hosts, one for each NUMA node; --np sets another number", for ranks whose
+    number the user did not give. `ppn` is --ppn or 0, and `facts` are in the order of `assignments`.
+    """
     where = f"{ppn} on each host" if ppn else "one for each NUMA node"
     if any(one.ranks < its.numa_nodes for one, its in zip(assignments, facts)) and not ppn:
         where = "no more than their slots"

@@ -124,9 +124,7 @@ def _has_private_group(found: os.stat_result) -> bool:
 
 
 def _find_unmapped() -> int:
-    """Return the user id that stands for root and all others in a user namespace that maps only this user, as in
-    containers without root (Apptainer); else -1.
-    """
+    """Return the id of all other users in a user namespace that maps only this one (Apptainer); else -1."""
     try:
         maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
         overflow = int(Path("/proc/sys/fs/overflowuid").read_text())
@@ -226,13 +224,15 @@ def _unknown(name: str, known: list[str], advice: str = "") -> CpuftError:
 
 
 def list_names(root: Path) -> list[str]:
-    """Return the names of all clusters of a registry, sorted; empty if `root` does not exist."""
+    """Return the names of all clusters of a registry, sorted; [] if `root` does not exist. No entry is read."""
     names = sorted(path.parent.name for path in root.glob(f"*/{FILE_NAME}"))
     return [name for name in names if _NAME.fullmatch(name)]
 
 
 def find_by_hostfile(roots: tuple[Path, ...], hostfile: str) -> Entry | None:
-    """Return the entry of the cluster that has this hostfile, else None. Raises CpuftError: an entry cannot be used."""
+    """Return the entry of the cluster whose hostfile this path is, links followed, else None. Raises CpuftError: an
+    entry that was read before it cannot be used.
+    """
     wanted = str(Path(hostfile).resolve())
     entries = (read_entry(root, name) for root in roots for name in list_names(root))
     return next((entry for entry in entries if str(Path(entry.hostfile).resolve()) == wanted), None)

@@ -84,7 +84,7 @@ def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
 
 def read_job_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts of the Slurm job in which this process runs, this one first and then in Slurm's order, with the
-    job's tasks as slots if it asked for any. Raises CpuftError: scontrol fails.
+    job's tasks as slots if it asked for any, else 0. Raises CpuftError: scontrol fails; KeyError: this is no job.
     """
     names = _query_slurm(("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])).split()
     has_tasks = {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys()

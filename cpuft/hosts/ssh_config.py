@@ -177,9 +177,7 @@ def _split_paths(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def _read_config(path: str, changed: int) -> paramiko.SSHConfig:
-    """Return a client configuration, which is parsed again only if the file has changed: for each host, it would take
-    quadratic time.
-    """
+    """Return a client configuration, parsed again only if the file has changed: that takes long for many hosts."""
     import paramiko
 
     config = paramiko.SSHConfig()
@@ -297,8 +295,8 @@ def _format_bastion(name: str, login: Login) -> str:
 
 
 def format_shared_key_config(alias: str, key: str, known_hosts: str, port: int) -> str:
-    """Return the text of an ssh_config for any host, with paths of the client's private key and of `known_hosts`.
-    `alias` is the name under which `known_hosts` has the one host key of all hosts.
+    """Return the text of an ssh_config for any host on this `port`, with the paths `key` of the client's private key
+    and `known_hosts`. `alias` is the name under which `known_hosts` has the one host key of all hosts.
     """
     return (
         f"Host *\n  Port {port}\n  HostKeyAlias {alias}\n  IdentityFile {key}\n  IdentitiesOnly yes\n"
@@ -365,8 +363,8 @@ def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> t
 
 
 def prepare_sshd() -> None:
-    """Make what sshd needs in a container: as root the folder /run/sshd, else a name of the user. Raises CpuftError:
-    there is no sshd, or no name.
+    """Make what sshd needs in a container: a name of the user (`find_user`), and as root the folder /run/sshd. Raises
+    CpuftError: there is no /usr/sbin/sshd, or the user gets no name.
     """
     if not os.path.exists(_SSHD):
         raise CpuftError(f"there is no {_SSHD}: use a container image that has openssh-server")
@@ -376,8 +374,8 @@ def prepare_sshd() -> None:
 
 
 def format_sshd_config(address: str, directory: str, own_home: bool) -> str:
-    """Return the text of sshd_config for a simulated host, whose keys are in `directory`. With a home of its own, the
-    host accepts the keys in its ~/.ssh/authorized_keys, too.
+    """Return the text of sshd_config for a simulated host that listens on `address`, whose keys are in the folder
+    `directory`. With a home of its own, the host accepts the keys in its ~/.ssh/authorized_keys, too.
     """
     text = Path(__file__).with_name("sshd_config.in").read_text(encoding="utf-8")
     return text.format(address=address, directory=directory, also=" .ssh/authorized_keys" if own_home else "")

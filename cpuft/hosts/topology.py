@@ -81,8 +81,8 @@ class HostFacts:
 
 
 def spread_cores(hosts: Sequence[HostFacts]) -> list[tuple[Core, ...]]:
-    """Return the cores of each host: on one machine different ones, as long as there are any. Containers with a CPU
-    quota see all cores of their machine, and each would begin with the first one.
+    """Return the cores of each host, as many as `HostFacts.cores`: on one machine (`boot_id`) different ones, as long
+    as there are any. Containers with a CPU quota see all cores of their machine, and would begin with the same one.
     """
     taken: dict[str, set[tuple[int, ...]]] = {}
     found = []
@@ -103,7 +103,7 @@ class RankCores:
 
 
 def parse_facts(text: str, host: str) -> HostFacts:
-    """Return the facts that `cpuft.hosts.facts` printed. Raises CpuftError, which names `host`: another form."""
+    """Return the facts in what `cpuft.hosts.facts` printed; CpuftError, which names `host`: it has another form."""
     try:
         values = load(dict[str, Any], parse_json(text))
         cpuinfo, machine = (
@@ -140,7 +140,7 @@ def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
 
 def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[int, str]:
     """Return (number of cores that each rank leaves to communication workers, reason as a phrase for the user): an
-    eighth, rounded down, at most 4; 0 for one rank and for gloo.
+    eighth of `cores_per_rank`, rounded down, at most 4; 0 for one rank and for the backend "gloo".
     """
     if ranks == 1:
         return 0, "a single rank sends nothing"
@@ -154,10 +154,9 @@ def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[in
 
 
 def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tuple[RankCores, ...]:
-    """Return the cores of each rank on one host, in the order of the local ranks.
-
-    All ranks get equal numbers of cores, and if the ranks divide evenly over the NUMA nodes, all of a rank's are on one
-    node. If there are more ranks than cores, they share cores. Raises CpuftError: `comm_cores` leave a rank no core.
+    """Return the cores of each rank on one host, in the order of the local ranks. All ranks get equal numbers of cores,
+    and if the ranks divide evenly over the NUMA nodes, all of a rank's are on one node. If there are more ranks than
+    cores, they share cores. Raises CpuftError: `comm_cores` leave a rank no core.
     """
     cpus = [core.threads[0] for core in cores]
     if ranks > len(cpus):
@@ -212,8 +211,9 @@ class Interface:
 
 
 def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
-    """Return the interface by which a host reaches `target`, one of the keys of `routes`, or the interface `wanted`.
-    Raises CpuftError: there is no such interface, or it is one that other hosts cannot reach.
+    """Return the interface `wanted`, or if that is "" the one by which a host reaches `target`, one of the keys of
+    `routes`. Raises CpuftError: there is no such interface with an address, or (not for `wanted`) it is one that other
+    hosts cannot reach, such as lo or docker0.
     """
     if wanted:
         if wanted not in facts.interfaces:

@@ -154,7 +154,6 @@ class Transport(ABC):
 
     def find_unreachable(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
         """Return the names of the hosts that do not answer within `seconds`, or cannot be asked; raise no CpuftError.
-
         All hosts are asked at the same time, and this machine always answers. Over ssh only the key exchange is tried,
         so that a host that would refuse the login answers, too. The attribute `unreachable` is updated for `names`.
         """
@@ -337,7 +336,6 @@ def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClie
 
 
 def _log_in_to_bastions(login: Login, config_path: str, stack: ExitStack) -> paramiko.SSHClient | None:
-    """Return a session with the last bastion before a host; None without bastions."""
     # paramiko's threads log tracebacks of errors that are reported in one line here.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)
     bastion: paramiko.SSHClient | None = None
@@ -394,7 +392,7 @@ def _try_to_log_in(
 
 def _load_host_keys(client: paramiko.SSHClient, paths: Iterable[str], name: str) -> None:
     """Let a client accept the keys that files in the form of known_hosts have for one name. paramiko's `load_host_keys`
-    compares every line with all before it, in every session: N * N * N comparisons for one question to N hosts.
+    takes N * N * N comparisons for one question to N hosts.
     """
     from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
     from paramiko.ssh_exception import SSHException
@@ -425,7 +423,6 @@ def _matches(name: str, patterns: str) -> bool:
 
 
 def _has_key() -> bool:
-    """Return whether this user has a private key where ssh looks for one, or an agent that holds one."""
     import paramiko
 
     if any(os.path.exists(os.path.expanduser(f"~/.ssh/id_{kind}")) for kind in ("ed25519", "ecdsa", "rsa")):
@@ -464,7 +461,6 @@ def _open_stream(login: Login, bastion: paramiko.SSHClient | None, seconds: floa
 
 
 def _refuse_unknown_keys(host: Host) -> paramiko.MissingHostKeyPolicy:
-    """Return a policy for paramiko that raises HostError for a host whose key is in no known_hosts file."""
     import paramiko
 
     class Refusal(paramiko.MissingHostKeyPolicy):
@@ -482,7 +478,6 @@ def _refuse_unknown_keys(host: Host) -> paramiko.MissingHostKeyPolicy:
 
 @contextmanager
 def _raise_host_errors(host: Host, seconds: float = ssh_config.CONNECT_SECONDS) -> Iterator[None]:
-    """Raise what paramiko and sockets raise inside as a HostError of its kind."""
     import paramiko
 
     try:

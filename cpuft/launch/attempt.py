@@ -66,7 +66,8 @@ class AttemptOrder:
 def run_attempt(
     plan: RunPlan, run_dir: str, cluster: Cluster, time_limit: float, say: Say, request: StopRequest | None = None
 ) -> int:
-    """Carry out a plan, wherever its head host is, wait for its end, and return the exit code.
+    """Carry out a plan, wherever its head host is, wait for its end, and return the exit code. `run_dir` is on this
+    machine; `time_limit` is that of the ranks in seconds, 0 for none.
 
     The code is 0 if the run succeeded, 75 if it was interrupted or a host was lost, otherwise that of the worst rank; 2
     if another head host rejects the options or data or the time limit passes there. Meanwhile the run is registered as
@@ -74,9 +75,9 @@ def run_attempt(
     them, and then this program (SystemExit).
 
     Raises HeadHostLostError: another head host, or the connection to it, was lost. Raises NotStoredError: the results
-    could not be stored here or, if the run has finished, not be fetched. Raises CpuftError: the attempt could not
-    begin, or on this machine options or data were rejected or the time limit passed. Raises RuntimeError: a step on
-    this machine that prepares the examples failed.
+    could not be stored here or, if the run has finished, not be fetched. Raises LaterStartError: another launcher has
+    started the run again. Raises CpuftError: the attempt could not begin, or on this machine options or data were
+    rejected or the time limit passed. Raises RuntimeError: a step on this machine that prepares the examples failed.
     """
     work = cluster.work_dir(run_dir)
     state, request = begin_state(cluster, run_dir, plan.owner), request or StopRequest()

@@ -33,9 +33,7 @@ class PlannedRun:
 
 
 def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
-    """Return the training options for a run with `ranks` ranks. Weak scaling keeps the batch of each rank, and strong
-    scaling the global batch of the run with the fewest ranks.
-    """
+    """Return the options of a run: weak scaling keeps the batch of each rank, strong scaling the global batch."""
     if scaling == "weak":
         return train
     if train.batch_size * fewest % ranks:
@@ -61,8 +59,8 @@ def list_runs_in_turn(numbers: tuple[int, ...], comparison: CompareConfig) -> li
 
 
 def limit_cores(clusters: Mapping[int, Cluster]) -> dict[int, Cluster]:
-    """Return the clusters, by their number of ranks, with as many cores for each rank as the rank with fewest has in
-    the cluster with most ranks. Raises CpuftError: that cluster has several hosts.
+    """Return the clusters, by their number of ranks, with `most_cores` set to the cores of the rank with fewest in the
+    cluster with most ranks. Raises CpuftError: that cluster has several hosts.
     """
     largest = clusters[max(clusters)]
     if len(largest.assignments) > 1:
@@ -96,10 +94,11 @@ def plan_comparison(
     progress: str,
     environ: Mapping[str, str],
 ) -> list[PlannedRun]:
-    """Plan all runs of a comparison in the order of `list_runs_in_turn`; `numbers` must ascend. Asks the hosts for
-    facts and missing files, and changes nothing. With strong scaling, the batch size of `train` is that of a rank in
-    the run with the fewest ranks. Each seed is a round, from `train.seed` on. Raises CpuftError: options contradict
-    each other, or a host cannot be used.
+    """Plan all runs of a comparison, each in a folder of its own in `run_dir`, in the order of `list_runs_in_turn`;
+    `numbers` must ascend. Asks the hosts for facts and missing files, and changes nothing. With strong scaling, the
+    batch size of `train` is that of a rank in the run with the fewest ranks. Each seed is a round, from `train.seed`
+    on. `progress` is "bar" or "lines". Raises CpuftError: options contradict each other, a global batch does not divide
+    among the ranks, or a host cannot be used.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")
@@ -146,8 +145,8 @@ def plan_comparison(
 
 def run_comparison(planned: Sequence[PlannedRun], progress: str, time_limit: float, say: Say) -> tuple[int, PlannedRun]:
     """Carry out one run or more, one after another; return the exit code of the last run that was started, and that
-    run. The first run that fails is the last one. `time_limit` is that of each run, in seconds; 0 for none. Raises
-    what `run_attempt` raises: CpuftError (also HeadHostLostError and NotStoredError) and RuntimeError.
+    run. The first run that fails is the last one. `time_limit` is that of each run, in seconds; 0 for none. `say` gets
+    "LABEL:" before each run. Raises what `run_attempt` raises.
     """
     with renew_leases(planned[0].cluster.access, say):
         for run in planned:

@@ -118,7 +118,7 @@ class Head:
     """The options that name its cluster or hostfile, for commands in messages."""
 
     def action(self, *words: str) -> tuple[str, ...]:
-        """Return the argv that carries out an action of `detached_head` on the host, to be run there."""
+        """Return the argv, to be run on the host, of an action of `detached_head`; `words`: its name and arguments."""
         return self.access.with_settings(*module_command(self.access.python, MODULE), *words)
 
     def from_here(self, command: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,7 +127,9 @@ class Head:
         return (*prefix, make_shell_line(command)) if prefix else command
 
     def ask(self, *words: str) -> str:
-        """Carry out an action on the host; return its output. Raises CpuftError: the action failed, or no answer."""
+        """Carry out an action (`words` as for `action`) on the host, and return its output. Raises CpuftError: the
+        action failed, or the host does not answer within 60 s.
+        """
         answer = self.access.transport.run(self.host, self.action(*words), seconds=_ANSWER_SECONDS)
         if answer.exit_code:
             reason = last_line(answer.errors, f"exit code {answer.exit_code}")
@@ -167,7 +169,7 @@ def refuse_jobs(config: LaunchConfig, environ: Mapping[str, str]) -> None:
 
 
 def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
-    """Raise CpuftError if the head host does not answer, cannot run this version of cpuft, or lacks `packages`."""
+    """Raise CpuftError if the head host does not answer, or lacks this version of cpuft or a module of `packages`."""
     name, python = head.host.name, head.access.python
     command = head.access.with_settings(python, "-c", FROM_STDIN, *packages)
     answer = head.access.transport.run(head.host, command, _EXAMINE)
@@ -197,8 +199,9 @@ def plan_move(
     environ: Mapping[str, str],
 ) -> tuple[Order, tuple[Bundle, ...]]:
     """Return what is moved to the head host, and the files that it needs there. Reads these files, and sends nothing.
-    `values` are the options that the user gave, by name; `run_dir` is the run folder on this machine. Raises
-    CpuftError: the script does not exist, or a file cannot be sent.
+    `verb` is that of the command, such as "launch", `values` are the options that the user gave, by name and typed,
+    `script` the words of a script's command or (), and `run_dir` is the run folder on this machine. Raises CpuftError:
+    the script does not exist, or a file cannot be sent.
     """
     identity = secrets.token_hex(6)
     settings = {one.name: one.value for one in forwarded_settings(user_variables(environ), ())}
@@ -237,7 +240,6 @@ def plan_move(
 
 def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str]]:
     """Return the name of the cluster's entry, and the texts of its files in a detached run's folder on the head host.
-
     Ports and users of the hostfile are left out, as mpirun on the head host does not know them either.
     """
     access = cluster.access
@@ -360,7 +362,6 @@ class Detached:
         return f"continue it with {shlex.join(command)}"
 
     def _translate(self, text: str) -> str:
-        """Return a text of the head host with this machine's paths."""
         for path, name in {self.order.run_dir: self.run_dir or self.order.run_dir, **self.order.names}.items():
             text = text.replace(path, name)
         return text
@@ -383,7 +384,6 @@ class Detached:
                 execute.stop_processes([process])
 
     def _claim(self) -> None:
-        """Make the run folder here if the run was started on another machine, so that it can be resumed here."""
         if not read_host_folder(self.run_dir):
             Path(self.run_dir).mkdir(parents=True, exist_ok=True)
             identity, _, name = self.order.claimed.partition("/")
@@ -419,7 +419,9 @@ class Detached:
 
 
 def list_heads(config: LaunchConfig) -> list[Head]:
-    """Return the hosts of `config` as possible head hosts. Raises CpuftError: its cluster or hostfile is unusable."""
+    """Return the hosts of `config` as possible head hosts, the first one of the hostfile first, or this machine alone.
+    Raises CpuftError: its cluster or hostfile is unusable.
+    """
     access, options = find_access(config), list_place_options(config)
     return [Head(host, access, options) for host in read_hosts(config)]
 
@@ -532,9 +534,9 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
 
 
 def list_run_cells(head: Head, one: Description) -> tuple[str, ...]:
-    """Return what `cpuft runs` shows: id, verb, name of the run folder, host, "3 h ago", state, results. The state is
-    the phase of an active run ("running" before the first), "ended, exit code N" or "lost". Results are
-    "MACHINE:FOLDER" if they were fetched, "on HOST" while they can be fetched, else "".
+    """Return what `cpuft runs` shows: id, verb, name of the run folder, host, "95 s ago" or "3 h 05 min ago", state,
+    results. The state is the phase of an active run ("running" before the first), "ended, exit code N" or "lost".
+    Results are "MACHINE:FOLDER" if they were fetched, "on HOST" while they can be fetched, else "".
     """
     state = one.phase if one.phase and one.state == RUNNING else one.state
     state += f", exit code {one.code}" if one.state == ENDED else ""

@@ -113,7 +113,6 @@ class Description:
 
 def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
     """Return the words before a command that is to run on after the logout of a user: () or those of systemd-run.
-
     `kills` says whether logind ends a user's processes at logout (KillUserProcesses), and `lingers` whether it keeps
     this user's service manager. Raises CpuftError: logind ends the processes, and does not keep the service manager.
     """
@@ -193,7 +192,6 @@ class _EventLog:
 
 
 def _keep(folder: Path) -> None:
-    """Run the command to its end, write its events, and pass requests on to it as signals."""
     order = _read_order(folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # scripts start what runs in the background with SIGINT ignored
     with (folder / _ALIVE).open("w") as lock:
@@ -231,9 +229,7 @@ def _keep(folder: Path) -> None:
 
 
 def _is_continued_elsewhere(order: Order, root: Path) -> bool:
-    """Return whether another launcher has started the run later, whose results it will have. A script may exit with the
-    same code by itself.
-    """
+    """Return whether a later start by another launcher will have the results. A script may exit with the same code."""
     try:
         own, theirs = read_state(order.run_dir), read_state(str(root / order.claimed))
     except CpuftError:  # nobody can tell: the results stay
@@ -296,7 +292,6 @@ def _describe(folder: Path) -> Description:
 
 
 def _list(root: Path) -> Iterator[str]:
-    """Yield what is known about each detached run of this host as JSON."""
     for path in sorted(root.glob(f"*/{_ORDER}"), key=lambda path: path.stat().st_mtime):
         with suppress(OSError, ValueError):  # removed or damaged meanwhile
             if _read_order(path.parent).host == socket.gethostname():
@@ -315,13 +310,14 @@ def _claim(folder: Path, who: str) -> None:
 
 
 def _note_fetched(folder: Path, where: str) -> None:
-    """Note where the results are now, and remove them here."""
     write_text(folder / _FETCHED, where)
     shutil.rmtree(folder / "run", ignore_errors=True)
 
 
 def main() -> None:
-    """Carry out the action in `sys.argv`: `start`, `list`, or one with a detached run's id and perhaps a word."""
+    """Carry out the action in `sys.argv`: start (an Order and secrets are on standard input, as JSON), list, or keep,
+    follow, claim, fetched, stop or forget with a detached run's id and perhaps a word. Exits with 2 after a CpuftError.
+    """
     action, *words = sys.argv[1:]
     root = Path(WORK_ROOT, f"cpuft-{os.geteuid()}", DETACHED)
     acts: dict[str, Callable[..., object]] = {"keep": _keep, "claim": _claim, "fetched": _note_fetched}

@@ -102,13 +102,16 @@ def list_error_logs(logs: Path) -> list[Path]:
 
 
 def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
-    """Return what `find_failures` returns for an attempt's error logs, sorted by their last change; [] without one."""
+    """Return what `find_failures` returns for the error logs in the folder `logs`, sorted by their last change; []
+    without a log. `hosts` has the host of each rank.
+    """
     oldest_first = sorted(list_error_logs(logs), key=lambda path: path.stat().st_mtime_ns)
     return find_failures([path.read_text(errors="replace") for path in oldest_first], hosts)
 
 
 def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
-    """Return the failed ranks, whose errors have a failure line of `cpuft.rank`, the most likely cause first.
+    """Return the failed ranks, whose `errors` (the text of each log) have a failure line of `cpuft.rank`, the most
+    likely cause first.
 
     Ranks that others waited for come first, then failures in the order of `errors` (put the rank that became silent
     first at the beginning), then ranks that lost a connection, and last those that waited in vain. `hosts` is by rank.
@@ -153,7 +156,7 @@ def _describe_early_end(failures: list[Failure]) -> str:
 
 def describe_lost(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
     """Return one line for each unreachable host, by name, and then for each rank on another host that others waited for
-    in vain, unless this rank has itself failed: its own error output explains more.
+    in vain, unless this rank has itself failed: its own error output explains more. `hosts` has the host of each rank.
     """
     lines = []
     for name in sorted(unreachable):
@@ -215,7 +218,9 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
 
 
 def explain_exit(code: int, text: str = "") -> tuple[str, str]:
-    """Return how a rank ended, such as "killed by SIGKILL", and what to do, or "". `text` is its standard error."""
+    """Return how a rank ended, such as "exit code 1", "killed by signal 11" or "out of memory", and what to do, or ""
+    if that is not known. `code` is 128 + N for signal N, and `text` is the rank's standard error.
+    """
     ended = f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}"
     different, error = f"{ended}, because ranks passed different sizes to a collective operation", _last_error(text)
     causes = (
@@ -234,7 +239,6 @@ def _is_signal(code: int) -> bool:
 
 
 def _last_error(text: str) -> str:
-    """Return the text from the last traceback or cpuft.comm error on; the whole text if there is none."""
     start = max(text.rfind(beginning) for beginning in ("Traceback (most recent call last)", _COMM_ERROR))
     return text[max(start, 0) :]
 
@@ -259,7 +263,8 @@ def find_interruption(run_dir: str) -> InterruptedLine | None:
 
 
 def describe_end(code: int, run_dir: str, hosts: tuple[str, ...], plan: RunPlan) -> tuple[int, str]:
-    """Return the exit code of a launch and its closing message: "run: RUN_DIR" after 0, "" after a failure.
+    """Return the exit code of a launch and its closing message: "run: RUN_DIR" after 0, "" after a failure. `hosts` has
+    the host of each rank.
 
     After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75, else "". A
     code of 75 becomes 1 (with "") if the run cannot be resumed, for example because it ended before its record began.

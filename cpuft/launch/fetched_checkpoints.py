@@ -40,8 +40,8 @@ def choose_copy_seconds(checkpoint_every: float) -> float:
 
 
 def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Iterable[HostCopy]) -> tuple[Bundle, ...]:
-    """Return bundles for the head host of the newest checkpoint here and of the best one. Empty if the ranks work in
-    this machine's folders, or a host of the cluster has a checkpoint that is as new as the newest here.
+    """Return bundles for the head host, whose run folder is `work`, of the newest checkpoint here and of the best one;
+    () if the ranks work in this machine's folders, or a host of the cluster has a checkpoint as new as the newest here.
     """
     newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in cluster.hosts)])
     if not cluster.works_remotely or find_newest_update(run_dir) <= newest:
@@ -56,7 +56,9 @@ def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Ite
 
 
 def check_copy(run_dir: str) -> tuple[int, str]:
-    """Return (update of the newest checkpoint here, "") if its files have the right checksums, else (0, the reason)."""
+    """Return (update of the newest checkpoint here, "") if its files have the right checksums, else (0, the reason).
+    Another process reads all of them, for ten minutes at most.
+    """
     folder = find_checkpoint_here(run_dir)
     if folder is None:
         return 0, "no checkpoint had been copied yet"
@@ -90,7 +92,6 @@ class CheckpointCopier:
         return [path for path in found if path]
 
     def _remove_older(self) -> None:
-        """Remove all copies but the newest checkpoint and the best one."""
         for newest in self._list_copies():
             for path in newest.parent.iterdir():
                 if path.is_dir() and path != newest and path.name != BEST:

@@ -63,7 +63,9 @@ class Bundle:
 
 
 def list_input_paths(train: TrainConfig, options: Collection[str] = TRAINING_INPUTS) -> set[str]:
-    """Return the absolute paths of existing local files and folders that `options` of the training options name."""
+    """Return the absolute paths of the existing local files and folders that options of the training name: `options`,
+    by default all that may name one. Names of the hub and other missing paths are left out.
+    """
     names = [name for option in TRAINING_INPUTS if option in options for name in split_paths(getattr(train, option))]
     return {str(path) for name in names if name and (path := Path(name).absolute()).exists()}
 
@@ -85,14 +87,17 @@ class LaunchNote:
 
 
 def make_note(config: LaunchConfig, paths: Iterable[str]) -> LaunchNote:
-    """Return the note of a launch with these options, which names these paths of files."""
+    """Return the note of a launch with these options, whose paths become absolute, and with `paths`, sorted as they
+    are.
+    """
     files = (path and os.path.abspath(os.path.expanduser(path)) for path in (config.hostfile, config.ssh_config))
     return LaunchNote(tuple(sorted(paths)), config.cluster, *files)
 
 
 def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> None:
-    """Note what the user named for a run, or remove the note if `note` is empty. Errors are ignored. The note is beside
-    the registry of clusters ($CPUFT_STATE), not in the run folder, whose content comes from a host.
+    """Note what the user named for the run in `run_dir`, an absolute path, or remove the note if `note` is empty.
+    Errors are ignored. The note is beside the registry ($CPUFT_STATE), because a host writes the content of the run
+    folder.
     """
     with suppress(CpuftError, OSError):
         path = _note_file(run_dir, environ)
@@ -104,7 +109,7 @@ def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> Non
 
 
 def load_note(run_dir: str, environ: Mapping[str, str]) -> LaunchNote:
-    """Return what `save_note` noted for a run; an empty note if there is none that can be read and trusted."""
+    """Return what `save_note` noted for this `run_dir`; an empty note if there is none that can be read and trusted."""
     with suppress(CpuftError, OSError, ValueError):
         path = _note_file(run_dir, environ)
         check_private_folder(path.parent)
@@ -224,7 +229,6 @@ def _split_option(argument: str) -> tuple[str, str]:
 
 
 def _find_modules(script: Path) -> tuple[Path, ...]:
-    """Return the script, and the modules and packages that it may import from its own folder."""
     packages = {path.parent for path in script.parent.glob("*/__init__.py")}
     # Emacs marks a file that is edited by a link to nowhere, .#train.py.
     modules = {path for path in script.parent.glob("*.py") if path.exists()}

@@ -26,9 +26,10 @@ def plan_mpirun(
     logs: str,
     iface: str,
 ) -> tuple[str, ...]:
-    """Return the command that starts the ranks of each host; the head host's group is the first. The output of rank N
-    goes to LOGS/rank-N.out and .err, or with Open MPI to LOGS/JOB/rank.N/stdout and stderr. Raises CpuftError: Open MPI
-    would take a part of `logs` for options.
+    """Return the argv that starts `command` as the ranks of each host, with the `shared` settings and those of its
+    group; the head host's group is the first. The output of rank N goes to LOGS/rank-N.out and .err, or with Open MPI
+    to LOGS/JOB/rank.N/stdout and stderr. `iface` is a network interface, which srun ignores. Raises CpuftError: Open
+    MPI would take a part of `logs`, which has ":" or ",", for options.
     """
     if mpi.name == "srun":
         return _plan_srun(mpi.path, groups, shared, command, logs)
@@ -103,9 +104,9 @@ can do. Intel MPI's number was seen with 2021.18, Open MPI's is the radix of its
 def mpirun_settings(
     mpi: MpiImplementation, ssh_options: tuple[str, ...], as_root: bool, bootstrap: str = "", hosts: int = 1
 ) -> tuple[Setting, ...]:
-    """Return the environment of mpirun itself: how it reaches the other hosts, and the permission to run as root.
-    `bootstrap` is "slurm" if srun starts mpirun's proxies, "" for ssh. Raises CpuftError: one of `ssh_options` contains
-    white space, and there are several hosts.
+    """Return the environment of mpirun itself: how it reaches the other hosts, and for Open MPI the permission to run
+    as root. `bootstrap` is "slurm" if srun starts mpirun's proxies, "" for ssh with `ssh_options`; `hosts` is the
+    number of hosts. Raises CpuftError: one of `ssh_options` contains white space, and there are several hosts.
     """
     settings = _SLURM.get(mpi.name, ()) if bootstrap == "slurm" else ()
     if ssh_options:

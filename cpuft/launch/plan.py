@@ -74,10 +74,9 @@ class Job:
 
 
 def plan_run(job: Job, cluster: Cluster, resumed: ResumedRun | None = None) -> RunPlan:
-    """Plan a job on these hosts: a new run, or with `resumed` its next attempt.
-
-    Reads the input files here, and asks the hosts which of them they lack. Changes nothing. Raises CpuftError: options
-    do not fit, files or hosts cannot be used, or the newest checkpoint would not be used.
+    """Plan a job on these hosts: a new run, or with `resumed` its next attempt. Reads the input files here, and asks
+    the hosts which of them they lack. Changes nothing. Raises CpuftError: options do not fit, files or hosts cannot be
+    used, or the newest checkpoint would not be used.
     """
     run_dir, config, environ = job.run_dir, job.config, job.environ
     work = cluster.work_dir(run_dir)
@@ -138,10 +137,9 @@ def add_transfers(
     host_copies: Iterable[HostCopy] = (),
     prepared_hosts: Collection[str] = (),
 ) -> RunPlan:
-    """Return the plan with what is sent to the hosts, what is fetched, and what is removed from the hosts.
-
-    `missing` is the answer of `gather_missing`, `run_dir` is on this machine, and `host_copies` are those of earlier
-    attempts. `prepared_hosts` have the prepared examples. Raises CpuftError: files to send are no longer here.
+    """Return the plan with what is sent to the hosts, what is fetched, and what is removed from the hosts. `missing` is
+    the answer of `gather_missing`, `run_dir` is on this machine, and `host_copies` are those of earlier attempts.
+    `prepared_hosts` have the prepared examples. Raises CpuftError: files to send are no longer here.
     """
     work = cluster.work_dir(run_dir)
     copies = plan_data_copies(cluster, work, prepared_hosts) if plan.prepare else ()
@@ -249,7 +247,6 @@ def find_run_precision(cluster: Cluster, train: TrainConfig, environ: Mapping[st
 def _describe_host_memory(
     cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], independent: bool
 ) -> tuple[str, ...]:
-    """Return the argument that tells the preparation how much memory the hosts have; () if that is unknown."""
     hosts = []
     for assignment, facts in zip(cluster.assignments, cluster.facts):
         free = min(facts.memory_free, facts.memory_left) if facts.memory_left >= 0 else facts.memory_free
@@ -261,7 +258,9 @@ def _describe_host_memory(
 def plan_bench(
     cluster: Cluster, config: LaunchConfig, bench: BenchConfig, work: str, environ: Mapping[str, str]
 ) -> RunPlan:
-    """Plan to measure backends into WORK/comm.jsonl. Raises CpuftError: an option is wrong, or there is one rank."""
+    """Plan to measure backends into WORK/comm.jsonl, where `work` is the run folder as the ranks see it. Raises
+    CpuftError: an option is wrong, or `config.np` is below 2.
+    """
     list_bench_cases(bench)
     if config.np < 2:
         raise CpuftError("bench comm measures the links between ranks: start two or more, e.g. --np 2")
@@ -293,7 +292,6 @@ def plan_embedding(
 
 
 def _preparation_settings(cluster: Cluster, work: str, environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings of a step on the head host that prepares a run, before its ranks start."""
     secrets = plan_secrets(cluster, work, environ)[0][0] if cluster.works_remotely else ()
     return (*_settings_on_hosts(cluster), *secrets)
 
@@ -355,7 +353,6 @@ def plan_ranks(
 
 
 def _find_notice(place: str) -> str:
-    """Return the place of an interruption notice: a URL or "" unchanged, a file as absolute path."""
     scheme, colons, _ = place.partition("://")
     if not colons:
         return place and os.path.abspath(place)
@@ -379,7 +376,6 @@ def _plan_notes(
     per_host: tuple[tuple[Setting, ...], ...],
     other_notes: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Return what the user should know: where the ranks run, and each setting with its reason."""
     notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
     kept = sorted({one.name for settings in (shared, *per_host) for one in settings if one.from_user})
     notes += [f"variables kept as you set them: {', '.join(kept)}"] if kept else []

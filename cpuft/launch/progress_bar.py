@@ -25,7 +25,7 @@ def is_notebook() -> bool:
 
 
 def choose_progress() -> str:
-    """Return how a training shows its progress: "bar" if a person watches and tqdm is installed, else "lines"."""
+    """Return "bar" for a training's progress if this is a terminal or notebook and tqdm is installed, else "lines"."""
     is_watched = sys.stderr.isatty() or is_notebook()
     return "bar" if is_watched and importlib.util.find_spec("tqdm") else "lines"
 

@@ -71,7 +71,6 @@ def plan_settings(
 def _plan_placements(
     cluster: Cluster, config: LaunchConfig, backend: str
 ) -> tuple[tuple[tuple[RankCores, ...], ...], str]:
-    """Return which cores each rank of each host uses, and why communication got as many cores as it did."""
     comm_cores, reason = choose_comm_cores(cluster.cores_per_rank, config.np, backend)
     if config.comm_cores >= 0:
         comm_cores, reason = config.comm_cores, "as you set with --comm-cores"
@@ -81,8 +80,8 @@ def _plan_placements(
 
 
 def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
-    """Return each host's interface: `wanted`, or if that is "" the one to the other hosts, or "lo" for a single host.
-    Raises CpuftError: a host has no such interface.
+    """Return each host's interface: `wanted` (a name such as "eth0"), or if that is "" the one to the other hosts, or
+    "lo" for a single host. Raises CpuftError: a host has no such interface with an IPv4 address.
     """
     if len(cluster.facts) == 1 and not wanted:
         return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)
@@ -131,7 +130,6 @@ def script_settings(np: int, independent: bool) -> tuple[Setting, ...]:
 
 
 def _choose_provider(hosts: tuple[HostFacts, ...]) -> Setting:
-    """Choose the libfabric provider with which MPI and oneCCL communicate between hosts."""
     if len(hosts) > 1 and all(facts.efa for facts in hosts):
         return Setting("FI_PROVIDER", "efa", "every host has an EFA adapter, its driver and its library")
     reason = "works on every network; set it to efa, verbs or psm3 if the hosts support that"
@@ -139,7 +137,6 @@ def _choose_provider(hosts: tuple[HostFacts, ...]) -> Setting:
 
 
 def _fabrics_settings(hosts: tuple[HostFacts, ...]) -> tuple[Setting, ...]:
-    """Return the settings with which Intel MPI and oneCCL use shared memory, or not."""
     if len(hosts) == 1:
         fabrics, shared, reason = "shm", "1", "one host: ranks communicate through shared memory"
     elif len({facts.boot_id for facts in hosts}) < len(hosts):
@@ -210,7 +207,9 @@ step touches more pages of 4 KB than a CPU remembers, and a virtual machine look
 
 
 def memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return settings: preload an allocator and Intel's OpenMP if found, keep freed memory, and ask for huge pages."""
+    """Return settings: preload the first allocator that `libraries` (name -> path) has of tcmalloc, tcmalloc_minimal
+    and jemalloc, and Intel's OpenMP (iomp5) if it is there; keep freed memory, and ask for huge pages.
+    """
     allocator = next((name for name in ("tcmalloc", "tcmalloc_minimal", "jemalloc") if name in libraries), "")
     preload = [libraries[name] for name in (allocator, "iomp5") if name in libraries]
     # PyTorch's c10/core/alignment.h and c10/core/impl/alloc_cpu.cpp: for blocks of 2 MiB and more.
@@ -254,7 +253,7 @@ def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings, with the user's value and a reason where `environ` has another value; CPUFT_* stay."""
+    """Return the settings, with the user's value (`from_user`) where `environ` has another one; CPUFT_* stay."""
     kept = []
     for one in settings:
         value = environ.get(one.name, one.value)
@@ -265,9 +264,9 @@ def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) 
 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Return, sorted by name, the user's variables for MPI, oneCCL, OpenMP and similar libraries that ranks get besides
-    our settings. Those that may be secret are left out, because the values are visible on command lines, and names that
-    no shell can set.
+    """Return, sorted by name, the variables of `environ` with prefixes of MPI, oneCCL, OpenMP, Hugging Face and
+    trackers, such as OMP_, that ranks get besides `ours`. Those that may be secret are left out, because the values are
+    visible on command lines, and names that no shell can set.
     """
     known = {setting.name for setting in ours}
     return tuple(

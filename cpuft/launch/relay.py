@@ -210,7 +210,6 @@ class _Link:
 
 
 def _feed(order: RelayOrder, link: _Link, is_alone: bool) -> None:
-    """Send the files to the first host of a tree, which can answer if it is alone."""
     try:
         found = transfer.walk_names(order.folder, order.names)
         transfer.send(link.open_stream(), found, is_alone)
@@ -223,7 +222,7 @@ def _feed(order: RelayOrder, link: _Link, is_alone: bool) -> None:
 
 
 def _make_certificate() -> str:
-    """Return a new private key and a certificate for it, which it has signed itself, as PEM."""
+    """Return a new private key and a certificate that it has signed itself, as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -286,7 +285,6 @@ def receive(given: io.BufferedReader) -> None:
 
 @contextmanager
 def _connect(place: RelayPlace, certificate: str) -> Iterator[io.BufferedReader]:
-    """Open the stream of the host that serves this one."""
     context = _make_context(ssl.PROTOCOL_TLS_CLIENT, certificate)
     plain = socket.create_connection((place.parent, place.port), timeout=_CONNECT_SECONDS)
     with context.wrap_socket(plain) as connection, connection.makefile("rb") as stream:
@@ -335,7 +333,9 @@ class _PassedOn(io.RawIOBase):
 
 
 def main() -> None:
-    """Send, or with the argument `receive` receive. Exits with 1 after a failure, with 255 if only ssh failed."""
+    """Send what a `RelayOrder` on standard input says, as JSON, or with the argument `receive` receive. Exits with 1
+    after a failure, with 255 if only ssh failed.
+    """
     if sys.argv[1:] == ["receive"]:
         from cpuft.rank.process import end_with_parent  # which Windows cannot import
 

@@ -175,15 +175,14 @@ class RestartPolicy:
 
 
 def _identify_error(failure: Failure) -> str:
-    """Return the exit code and the last traceback of a rank, without memory addresses."""
     start = failure.text.rfind(_TRACEBACK)
     traceback = failure.text[start:].strip() if start >= 0 else ""
     return f"{failure.code} {re.sub('0x[0-9a-f]+', '0x', traceback)}"
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
-    """Return --max-restarts, by default 3 on several hosts and 0 on one; 0 for a training whose engine is not torch,
-    which has no checkpoints.
+    """Return the number of restarts that a job may have: `config.max_restarts`, by default (-1) 3 on several hosts and
+    0 on one; 0 for a training whose engine is not torch, which has no checkpoints.
     """
     config = job.config
     if not job.script and job.train.engine != "torch":
@@ -192,7 +191,9 @@ def find_limit(job: Job, cluster: Cluster) -> int:
 
 
 def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str], ranks: int, update: int) -> str:
-    """Return "restart 1 of 3: REASON; 4 ranks on a, b continue after update 40" ("start from the beginning" for 0)."""
+    """Return "restart 1 of 3: REASON; 4 ranks on a, b continue after update 40", and for an `update` of 0 or less
+    "start from the beginning, because no checkpoint had been saved yet" at its end.
+    """
     plural = "s" * (ranks == 1)
     start = f"continue{plural} after update {update}"
     if update <= 0:
@@ -274,7 +275,6 @@ def run_with_restarts(
 
 
 def _time_left(job: Job, begun: float) -> float:
-    """Return the seconds left of the time limit; 0 for no limit."""
     limit = job.config.time_limit
     left = limit - (time.monotonic() - begun)
     if limit and left < 1:
@@ -417,7 +417,6 @@ def clean_up_left_out_hosts(run_dir: str, plan: RunPlan, last: Cluster, remainin
 
 
 def _fetch_if_finished(run_dir: str, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
-    """Fetch the run if it had finished on the head host and only the connection was lost; return whether it was."""
     if not cluster.works_remotely or cluster.access.transport.find_unreachable([cluster.head]):
         return False
     copies: Sequence[HostCopy] = ()

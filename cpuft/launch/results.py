@@ -54,7 +54,7 @@ class NotStoredError(CpuftError):
 
 
 def describe_left(hosts: Iterable[str]) -> str:
-    """Return the line that names hosts that keep files of the run because they do not answer."""
+    """Return the line "cpuft: HOSTS did not answer ...", with sorted names, about hosts that keep files of the run."""
     names = ", ".join(sorted(hosts))
     return (
         f"cpuft: {names} did not answer at the end of the run: the run's files stay there, and cpuft doctor reports "
@@ -63,7 +63,7 @@ def describe_left(hosts: Iterable[str]) -> str:
 
 
 def may_be_fetched(error: CpuftError) -> bool:
-    """Return whether results that could not be fetched may be fetched later."""
+    """Return whether another try may fetch the results: False for NotStoredError, True for any other error."""
     return not isinstance(error, NotStoredError)
 
 
@@ -85,7 +85,9 @@ def plan_results(
 
 
 def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
-    """Plan to remove the run from all hosts, except its checkpoints. Each step prints the name of the newest one."""
+    """Plan to remove a run, but not its checkpoints, from all hosts. Each step prints the newest one's name,
+    UPDATE.RANK.
+    """
     secrets = os.path.dirname(cluster.sent_file(work, 0))
     command = ("sh", "-c", _REMOVE_ALL_BUT_CHECKPOINTS, "remove_all_but_checkpoints", cluster.folder, secrets, work)
     kinds = {name: "head" if name == cluster.head else "" for name in cluster.hosts}
@@ -241,7 +243,6 @@ def fetch(run_dir: Path, command: Sequence[str], refuses_earlier: bool = False) 
 
 
 def _store(part: Path, run_dir: Path, refuses_earlier: bool) -> None:
-    """Move what has come to its place."""
     here, there = read_usable_state(run_dir), read_usable_state(part)
     is_own = there is not None and read_host_folder(str(part)) == read_host_folder(str(run_dir))
     is_earlier = is_own and here and there and there.owner < here.owner
@@ -273,12 +274,10 @@ def _merge(part: Path, target: Path) -> None:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether `path` is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _free_name(path: Path, mark: str) -> Path:
-    """Return NAME, the mark, and the first number from 1 that makes a name which is not taken."""
     number = 1
     while os.path.lexists(taken := path.with_name(f"{path.name}{mark}{number}")):
         number += 1

@@ -210,7 +210,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
 def gather_host_copies(
     hosts: Sequence[Host], access: Access, run_dir: str
 ) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
-    """Return what hosts have of this machine's run in `run_dir`, and the errors of those that do not answer."""
+    """Return what hosts have of the run whose folder here is `run_dir`, and errors of those that do not answer."""
     folder = read_host_folder(run_dir)
 
     def ask(host: Host) -> HostCopy:
@@ -223,7 +223,7 @@ def gather_host_copies(
 
 
 def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
-    """Parse the output of `describe_run` with its newest whole state. CpuftError, with `errors` in it: another text."""
+    """Return what `describe_run` printed, with its newest whole state; CpuftError, with `errors` in it: another text."""
     try:
         values = load(dict[str, Any], parse_json(output))
         texts = load(list[str], values.pop("states", []))
@@ -270,7 +270,7 @@ def find_newest_update(run_dir: str, host_copies: Iterable[HostCopy] = ()) -> in
 
 
 def find_checkpoint_here(run_dir: str, part: str = "") -> Path | None:
-    """Return the newest checkpoint here, damaged or not, or with "best" the best evaluation's; None without one."""
+    """Return the folder of the newest checkpoint here, damaged or not; of the best with "best"; None without one."""
     folder = Path(run_dir, CHECKPOINTS, part)
     names = os.listdir(folder) if folder.is_dir() else []
     found = [name for name in names if _CHECKPOINT.fullmatch(name)]
@@ -278,13 +278,13 @@ def find_checkpoint_here(run_dir: str, part: str = "") -> Path | None:
 
 
 def has_begun(run_dir: str) -> bool:
-    """Return whether the run folder on this machine has more than the run state."""
+    """Return whether the run folder on this machine has more than the run state; False if there is no such folder."""
     return any(path.name != STATE_FILE for path in Path(run_dir).glob("*"))
 
 
 def remove_empty_run(run_dir: str) -> None:
-    """Remove a run folder that holds nothing but the notes of a failed attempt, unless a host has checkpoints of the
-    run, and leave any other folder as it is. Never raises OSError.
+    """Remove a run folder that holds nothing but plan.sh, the run state and an empty folder logs, unless a host has
+    checkpoints of the run, and leave any other folder as it is. Never raises OSError.
     """
     logs, own = Path(run_dir, "logs"), ("plan.sh", STATE_FILE)
     with suppress(OSError, CpuftError):

@@ -120,7 +120,6 @@ def plan_request(
 
 
 def _take_folder(wanted: str, name: str, locks: ExitStack | None) -> str:
-    """Return the path of a new run's folder (`choose_run_dir`), locked in `locks`."""
     run_dir = choose_run_dir(wanted, name)
     if locks:
         locks.enter_context(lock_run(run_dir))

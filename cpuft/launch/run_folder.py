@@ -73,7 +73,9 @@ def _find_unused_name(beginning: str) -> str:
 
 
 def plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None) -> Step:
-    """Return the step that makes the head host's run folder. Earlier logs become logs-N, or are removed if fetched."""
+    """Return the step that makes the run folder `run_dir` of the head host, with a folder logs. It fails if the folder
+    of a new run exists; of a `resumed` run, earlier logs become logs-N, or are removed if they were fetched.
+    """
     script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.works_remotely else ""
     if resumed and resumed.fetched_from == cluster.head:
         script = f'{REMOVE}{script}remove {cluster.folder} "$1/logs" "$1"/logs-* && '

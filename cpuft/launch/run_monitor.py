@@ -126,7 +126,6 @@ class RunMonitor:
             raise NotStartedError(f"no rank started within {self.start_limit:.0f} s")
 
     def _find_suspicion(self, now: float, ends: Sequence[bytes]) -> str:
-        """Return why a host may be lost; empty for no reason."""
         if self._misses_heartbeat(now):
             return "no rank gives a heartbeat"
         ranks = len(self.hosts)
@@ -157,7 +156,6 @@ class RunMonitor:
         self.transport.unreachable.intersection_update(known)  # a host that was only busy goes on
 
     def _ask_hosts(self) -> set[str]:
-        """Ask all hosts, and return the names of those that do not answer."""
         return self.transport.find_unreachable(sorted(set(self.hosts)))
 
     def has_started(self) -> bool:
@@ -165,7 +163,6 @@ class RunMonitor:
         return self.started > 0 or any(log.stat().st_size for log in list_error_logs(self.logs))
 
     def _misses_heartbeat(self, now: float) -> bool:
-        """Whether ranks that gave heartbeats have stopped to do so."""
         with suppress(OSError):
             heartbeat = (self.logs.parent / HEARTBEAT_FILE).stat().st_mtime_ns
             if heartbeat != self.heartbeat:

@@ -204,9 +204,7 @@ class StateWriter:
             write_state(self._run_dir, self.state)
 
     def end(self, code: int, reason: str = "") -> int:
-        """Store how the attempt ended: FINISHED for 0, INTERRUPTED for 75 and 128 + a signal, else FAILED.
-        Return `code`.
-        """
+        """Store how the attempt ended: FINISHED for 0, INTERRUPTED for 75 and 128 + N, else FAILED. Return `code`."""
         phase = FINISHED if not code else INTERRUPTED if code == RESUMABLE or code > 128 else FAILED
         if phase == FINISHED:
             self.note(checkpoints={})

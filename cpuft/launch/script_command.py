@@ -38,7 +38,7 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def name_script(command: tuple[str, ...]) -> str:
-    """Return the name of the run of a user's script: "train" for train.py, train.sh and `-m package.train`."""
+    """Return the name of a run by its `plan_script` command: "train" for train.py, train.sh and `-m package.train`."""
     if command[0] != sys.executable or len(command) == 1:
         return Path(command[0]).stem
     if command[1] == "-m" and len(command) > 2:
@@ -63,9 +63,7 @@ def refuse_other_launchers(script: tuple[str, ...]) -> None:
 
 
 def _is_own_python(program: str) -> bool:
-    """Whether a program is the interpreter that runs cpuft, so that `python train.py` means `train.py`. A bare `python`
-    or `python3` counts as that one, because it may be another one, or missing, on other hosts.
-    """
+    """Whether a program is the Python that runs cpuft. A bare `python` counts as that: hosts may have none."""
     if program in ("python", "python3"):
         return True
     found = shutil.which(program) or ""
@@ -75,10 +73,9 @@ def _is_own_python(program: str) -> bool:
 
 
 def wrap_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
-    """Return Python's arguments that run a script under cpuft's checks: ("-m", "cpuft.rank.script", "train.py").
-
-    With `wrap`, the script also gets the fast path. `python` is the one that runs the ranks; a command that does not
-    run a Python script by it is returned unchanged. Raises CpuftError: `wrap` is given for such a command.
+    """Return Python's arguments that run a script under cpuft's checks: ("-m", "cpuft.rank.script", "train.py"). With
+    `wrap`, the script also gets the fast path. `python` is the one that runs the ranks; a command that does not run a
+    Python script by it is returned unchanged. Raises CpuftError: `wrap` is given for such a command.
     """
     if len(command) < 2 or command[0] != python or not (command[1] == "-m" or command[1].endswith(".py")):
         if wrap:

@@ -166,7 +166,7 @@ def format_rank_dump(dump: RankDump) -> str:
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
     """Return the frames of the main thread from faulthandler's text, innermost first: of the thread that got the
-    signal, else of the oldest one, which is last.
+    signal, else of the oldest one, which is last; () without frames.
     """
     blocks = re.split(r"\n(?=(?:Current )?[Tt]hread 0x)", text)
     main = next((block for block in blocks if block.startswith("Current thread")), blocks[-1])
@@ -358,7 +358,6 @@ def _diagnose_by_stacks(dumps: Sequence[RankDump]) -> str:
 
 
 def _find_minority(dumps: Sequence[RankDump], ranks: Sequence[int], kind: Callable[[RankDump], Hashable]) -> set[int]:
-    """Return the ranks that differ from more than half of the ranks; none if there is no such majority."""
     kinds = {rank: kind(dumps[rank]) for rank in ranks}
     ((most, count),) = Counter(kinds.values()).most_common(1)
     return {rank for rank in ranks if kinds[rank] != most} if 2 * count > len(ranks) else set()
@@ -377,7 +376,6 @@ def _blame(dumps: Sequence[RankDump], culprits: set[int], waiting: set[int]) -> 
 
 
 def _describe(dump: RankDump) -> str:
-    """Return what a rank is doing that others wait for."""
     location = f"at {dump.location}" if dump.location else "at an unknown line, because it shows no Python stack"
     if dump.state in ("T", "t"):
         last = "".join(

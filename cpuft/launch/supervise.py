@@ -91,8 +91,8 @@ def run_as_head_host(
     transport: Transport,
     request: StopRequest | None = None,
 ) -> int:
-    """Carry out `make`, `prepare` and `ranks` of a plan with this machine as the head host, keep the run state up to
-    date, and return the exit code.
+    """Carry out `make`, `prepare` and `ranks` of a plan with this machine as the head host, keep the run state in the
+    run folder `work` up to date, and return the exit code. `time_limit` is that of the ranks in seconds, 0 for none.
 
     It is 75 if the ranks ended to be resumed, or a host was lost during the preparation or without a failure of a rank;
     else that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the preparation fails
@@ -213,7 +213,6 @@ def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit:
 
 def _mark_processes(step: Step, run_dir: Path, owner: int) -> dict[str, str]:
     """Return variables for mpirun by which `cpuft.rank.kill` finds it and what it starts, even before there are ranks.
-
     On other hosts, Hydra's proxies have no variables of the run, but those of Intel MPI have the name of mpirun's ssh
     program on their command line. So in a run folder on a host's own disk, mpirun gets such a program of its own.
     """

@@ -53,8 +53,8 @@ def compute_digest(content: bytes) -> str:
 
 
 def read_call(run_dir: str, digest: str) -> tuple[CallHeader, bytes]:
-    """Return header and pickle, not loaded, of a run's call. Raises CpuftError: the file cannot be read, is another
-    user's or has not the SHA-256 `digest`, or another version of Python wrote the pickle.
+    """Return header and pickle, not loaded, of a run's call (RUN_DIR/function/call). Raises CpuftError: the file cannot
+    be read, is another user's or has not the SHA-256 `digest`, or another version of Python wrote the pickle.
     """
     path = Path(run_dir, CALL_FILE)
     content = _read_own(path)
@@ -71,7 +71,7 @@ def read_call(run_dir: str, digest: str) -> tuple[CallHeader, bytes]:
 
 
 def write_result(run_dir: str, rank: int, signed: bytes) -> None:
-    """Write what `sign_result` returned for a rank into the run's folder, readable by this user only."""
+    """Write what `sign_result` returned for a rank to RUN_DIR/function/result-RANK, readable by this user only."""
     path = _result_path(run_dir, rank)
     with write_atomically(path) as beside:
         beside.chmod(0o600)
@@ -79,7 +79,7 @@ def write_result(run_dir: str, rank: int, signed: bytes) -> None:
 
 
 def sign_result(key: str, rank: int, pickled: bytes) -> bytes:
-    """Return the pickle of a rank's result with its signature in front: 32 bytes, for this rank only."""
+    """Return the pickle of a rank's result after its 32-byte signature by `key` (hexadecimal), for this rank only."""
     return _sign(key, rank, pickled) + pickled
 
 

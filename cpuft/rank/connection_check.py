@@ -93,7 +93,7 @@ class ConnectionCheck:
         """Number of the last operation of each channel before the first step; None if the ranks train together."""
 
     def note_group(self, size: int, store: Any = None) -> None:
-        """Note that a default process group was formed over torch's `store`; the largest one counts."""
+        """Note that a default process group of `size` ranks was formed over torch's `store`; the largest one counts."""
         if size >= self.group_size:
             self.group_size, self._store = size, store
 
@@ -268,7 +268,7 @@ def _count_mpi_ranks() -> int:
 
 
 def refuse_nccl(backend: object) -> None:
-    """Raise RefusedScriptError if `backend` names NCCL without gloo and there is no GPU. torch must be imported."""
+    """Raise RefusedScriptError if `backend` (None: torch's default) names NCCL without gloo and there is no GPU."""
     torch = sys.modules["torch"]
     name = str(backend or "").lower()
     if "nccl" in name and "gloo" not in name and not torch.cuda.is_available():
@@ -282,14 +282,16 @@ _current: ConnectionCheck | None = None
 
 
 def describe_steps(has_ended: bool) -> str:
-    """Return `format_steps` for this process with its line break; "" if its steps are not counted."""
+    """Return `format_steps` for this process with its line break; "" if its steps are not counted (`make_check`)."""
     if not _current:
         return ""
     return f"{format_steps(parse_world(os.environ), socket.gethostname(), has_ended, _current.steps)}\n"
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
-    """Return the check for this rank; None with one rank, or unless CPUFT_CHECK_CONNECTED is 1."""
+    """Return the check for this rank, also for `describe_steps`; None for WORLD_SIZE 1 or if CPUFT_CHECK_CONNECTED is
+    not 1.
+    """
     global _current
     size = environ.get("WORLD_SIZE", "1")
     _current = (
@@ -301,7 +303,7 @@ def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
 
 
 def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
-    """Return module name -> function that is called with the imported module and patches it."""
+    """Return by name of module the function that is to be called once with the imported module, and patches it."""
     lightning = functools.partial(_use_all_ranks, check=check)
     return {
         "torch.optim.optimizer": lambda module: module.register_optimizer_step_pre_hook(check.before_step),
@@ -371,9 +373,7 @@ def _train_on_cpus(training_args: Any) -> None:
 
 def _use_all_ranks(connector: Any, check: ConnectionCheck) -> None:
     """Let `devices="auto"` of Lightning's Trainer and Fabric, which means one process on CPUs, mean one for each rank.
-
-    Lightning multiplies `devices` by `num_nodes` (1 by default) and wants WORLD_SIZE. Another number becomes the advice
-    of the check, because Lightning then trains each rank by itself or fails.
+    Another number becomes the advice of the check, because Lightning then trains each rank by itself or fails.
     """
     for name in ("_AcceleratorConnector", "_Connector"):
         if found := getattr(connector, name, None):

@@ -46,7 +46,6 @@ def _read(path: str) -> str:
 
 
 def _is_locked(path: str) -> bool:
-    """Return whether the supervisor of the run holds the lock, which the kernel releases when it ends."""
     import fcntl  # the launcher imports this file on Windows, too
 
     try:

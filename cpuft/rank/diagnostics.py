@@ -76,8 +76,8 @@ _reporter: _Reporter | None = None
 
 
 def start_reporting(source: OperationSource | None = None, reports_waits: bool = False) -> None:
-    """Let this process's stacks and operations be dumped from now on; later calls may change the `source`. With
-    `reports_waits`, this process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
+    """Let this process's stacks and operations be dumped from now on; later calls may change the `source` (None: no
+    change). With `reports_waits`, this process asks a supervisor for a diagnosis when it has waited for 20 s.
     """
     global _reporter
     _reporter = _reporter or _Reporter()
@@ -88,14 +88,15 @@ def start_reporting(source: OperationSource | None = None, reports_waits: bool =
 
 
 def read_operations() -> Mapping[str, Any]:
-    """Return what this process's source of operations returns; {} before `start_reporting`."""
+    """Return what this process's source of operations returns (`OperationSource`); {} before `start_reporting`."""
     return _reporter.source() if _reporter else {}
 
 
 def wait_for_stack_dump(text: str = "", error: BaseException | None = None) -> None:
-    """Write `text` to standard error after waiting in vain for other ranks. If there is a supervisor, wait until it has
-    dumped the stacks and ends this rank, at most MAX_WAIT_SECONDS. The traceback of `error`, which ended the wait, is
-    reported, and if it is one of torch's gloo, so is the operation that was started last.
+    """Write `text`, which ends with a line break, to standard error after waiting in vain for other ranks. If there is
+    a supervisor, wait until it has dumped the stacks and ends this rank, at most 25 s; else return at once. The
+    traceback of `error`, which ended the wait, is reported, and if it is of torch's gloo, the operation that was
+    started last, too.
     """
     is_supervised = bool(os.environ.get(SUPERVISED_VARIABLE)) and _reporter is not None
     os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())
@@ -136,9 +137,8 @@ def dump_recorder() -> dict[str, Any] | None:
 
 def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
     """Return the flight recorder's entries: `pending` has unfinished operations, `progress` by channel the highest
-    (number, name), and `last` the operation that was started last, or none. `now` is in nanoseconds since 1970.
-
-    A channel is "the world" (the default process group) or "group NAME", with ", between two" for two ranks.
+    (number, name), and `last` the operation that was started last, or none. `now` is in nanoseconds since 1970. A
+    channel is "the world" (the default process group) or "group NAME", with ", between two" for two ranks.
     """
     pending, progress, last = [], dict[str, tuple[int, str]](), list[dict[str, Any]]()
     for entry in found.get("entries", ()):

@@ -24,8 +24,9 @@ _POLL_SECONDS = 0.02
 
 
 def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, dict[str, str]]:
-    """Return process number -> environment of a run's workers on this host, the children of its `cpuft.rank` processes.
-    Simulated hosts on this machine differ in CPUFT_HOSTNAME. `proc` is where procfs is mounted.
+    """Return by process number the environment of a run's workers on this host, the children of its `cpuft.rank`
+    processes. `run_dir` is compared as a text with CPUFT_RUN_DIR, and `hostname` with CPUFT_HOSTNAME, in which
+    simulated hosts on this machine differ. `proc` is where procfs is mounted.
     """
     found = {}
     for name in filter(str.isdecimal, os.listdir(proc)):
@@ -74,11 +75,10 @@ def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
 
 
 def _has_written(pid: int, path: str, size: int, threads: list[str]) -> bool:
-    """Return whether stacks were written after the first `size` characters, and the handler has ended.
-
-    The kernel blocks the signal in the thread that runs its handler, a moment after the signal stops being pending. So
-    only once the file has grown does a signal that is not blocked mean that the handler has ended. Threads other than
-    `threads`, such as those of MPI, may block it for ever.
+    """Return whether stacks were written after the first `size` characters, and the handler has ended. The kernel
+    blocks the signal in the thread that runs its handler, a moment after the signal stops being pending. So only once
+    the file has grown does a signal that is not blocked mean the handler's end. Threads but `threads` may block it for
+    ever.
     """
     return len(_read(path)) > size and not any(_find_masks(pid, thread) for thread in threads)
 
@@ -91,7 +91,6 @@ def _find_masks(pid: int, thread: str) -> list[str]:
 
 
 def _find_memory_files(pid: int) -> dict[str, str]:
-    """Return the rank's files in memory: name -> path where they can be opened."""
     found = {}
     folder = f"/proc/{pid}/fd"
     for name in _list_folder(folder):

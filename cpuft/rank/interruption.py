@@ -64,7 +64,9 @@ def is_interrupted() -> bool:
 
 
 def describe_cause(environ: Mapping[str, str]) -> str:
-    """Return what told this rank to stop: the request's signal, "the notice PLACE on HOST" or "SIGUSR1 on HOST"."""
+    """Return what told this rank to stop: the signal's name that the request holds, such as "SIGTERM", else "the notice
+    PLACE on HOST" if a notice is set up, else "SIGUSR1 on HOST".
+    """
     if request := _read_request(_find(environ, REQUEST_FILE)):
         return request
     notice = environ.get(NOTICE_VARIABLE, "")

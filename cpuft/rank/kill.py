@@ -22,8 +22,8 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: "int | No
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
     These are processes with exactly `CPUFT_RUN_DIR=run_dir`, mpirun's processes above them, those whose command line
-    names the ssh program of the run's mpirun, and the run's detached command, but none of starts after `owner`, nor
-    this process and its own parents. [] if `run_dir` is "". `proc` is where procfs is mounted.
+    names the ssh program of the run's mpirun, and the run's detached command, but none of starts with a number above
+    `owner`, nor this process and its own parents. [] if `run_dir` is "". `proc` is where procfs is mounted.
     """
     if not run_dir:
         return []
@@ -72,7 +72,6 @@ def _belongs_to(name: str, proc: str, uid: int) -> bool:
 
 
 def _read(path: str) -> bytes:
-    """Return a file's content, or nothing if the process has ended or is not this user's."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -81,7 +80,7 @@ def _read(path: str) -> bytes:
 
 
 def kill_processes(run_dir: str, owner: int) -> "list[int]":
-    """Send SIGKILL to the run's processes on this host, which `find_processes` finds; return their numbers."""
+    """Send SIGKILL to the run's processes on this host (`find_processes`); return the numbers of the killed ones."""
     killed = []
     for pid in find_processes(run_dir, owner):
         with contextlib.suppress(ProcessLookupError, PermissionError):

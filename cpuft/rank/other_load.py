@@ -30,14 +30,14 @@ class OtherLoad:
         return time.monotonic(), count_busy_ticks(lines, self._names) / os.sysconf("SC_CLK_TCK"), time.process_time()
 
     def measure_share(self) -> float:
-        """Return the share of the threads' time that others took, 0 to 1; 0 in the first second, or if unknown."""
+        """Return the share of the threads' time that others took, 0 to 1; 0.0 in the first second, or if unknown."""
         passed, busy, own = (now - then for now, then in zip(self._read(), self._start))
         return min(max((busy - own) / (passed * len(self._names)), 0.0), 1.0) if passed > _LEAST_SECONDS else 0.0
 
 
 def count_busy_ticks(lines: Collection[str], names: Collection[str]) -> int:
-    """Return the ticks that the hardware threads of these names, such as cpu0, were busy since the start of the system,
-    or that other guests had them, from the lines of /proc/stat.
+    """Return the ticks (usually 10 ms) that the hardware threads of these names, such as "cpu0", were busy since the
+    start of the system, or that other guests had them, all together, from the lines of /proc/stat.
     """
     busy = 0
     for name, *words in (line.split() for line in lines if line.startswith("cpu")):

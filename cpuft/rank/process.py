@@ -52,8 +52,8 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
 
 def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
-    """Return the hardware threads of a local rank from CPUFT_CORES, such as "0,1;2,3"; () without an entry. Raises
-    CpuftError: they are no numbers.
+    """Return the hardware threads of a local rank from CPUFT_CORES: (2, 3) for rank 1 of "0,1;2,3"; () without an
+    entry. Raises CpuftError: they are no numbers.
     """
     ranks = text.split(";")
     if not text or local_rank >= len(ranks):
@@ -65,7 +65,6 @@ def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
 
 
 def _check_place(world: World, environ: Mapping[str, str], hostname: str) -> None:
-    """Check that the rank runs where the plan put it, with the version of cpuft that made the plan."""
     planned = environ.get("CPUFT_WORLD_SIZE", "")
     if planned and planned != str(world.size):
         raise CpuftError(
@@ -87,7 +86,9 @@ def _check_place(world: World, environ: Mapping[str, str], hostname: str) -> Non
 
 
 def refuse_later_start(environ: Mapping[str, str]) -> None:
-    """Raise CpuftError if the run's state on this host has a later start: a frozen mpirun may start ranks late."""
+    """Raise CpuftError if state.json in or beside CPUFT_RUN_DIR has a later start than CPUFT_OWNER; nothing if these or
+    the state are missing. A frozen mpirun may start ranks late.
+    """
     run_dir, owner = environ.get("CPUFT_RUN_DIR", ""), environ.get(OWNER_VARIABLE, "")
     for folder in (run_dir, os.path.dirname(run_dir)) if owner.isdecimal() else ():
         with contextlib.suppress(OSError, ValueError), open(f"{folder}/state.json", encoding="utf-8") as file:
@@ -98,10 +99,9 @@ def refuse_later_start(environ: Mapping[str, str]) -> None:
 
 
 def abort_job(environ: Mapping[str, str], code: int) -> None:
-    """Tell Hydra to end all ranks and exit with `code`, which it does not by itself for a rank without MPI_Init.
-
-    Hydra is told when it has read what this process printed, because it drops the rest. Without Hydra nothing happens,
-    and srun ends the other ranks by itself. Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
+    """Tell Hydra to end all ranks and exit with `code`, which it does not by itself for a rank without MPI_Init. Hydra
+    is told when it has read what this process printed, because it drops the rest. Without Hydra nothing happens, and
+    srun ends the other ranks by itself. Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
     """
     if environ.get("PMI_FD", "").isdecimal() and not is_started_by_srun(environ):
         with contextlib.suppress(OSError):
@@ -154,14 +154,16 @@ def _start_program(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 
 
 def _count_memory_kills() -> int:
-    """Return how many processes the kernel has killed because memory ran out, on the host or, where a container hides
-    that, in this control group; -1 if nothing counts them. Source: mm/oom_kill.c and mm/memcontrol.c.
+    """Return how many processes the kernel has killed because memory ran out, on the host or else in this control
+    group; -1 if nothing counts them. Source: mm/oom_kill.c and mm/memcontrol.c.
     """
     return next((count for path in list_memory_counters() if (count := _read_kills(path)) >= 0), -1)
 
 
 def list_memory_counters(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[str]:
-    """Return the paths that may count processes killed for memory: /proc/vmstat, then those of own control groups."""
+    """Return files that may count processes killed for memory, also missing ones: /proc/vmstat, then own control
+    groups'.
+    """
     paths = ["/proc/vmstat"]
     with contextlib.suppress(OSError), open(groups, encoding="utf-8") as file:
         for line in file:
@@ -180,12 +182,12 @@ def _read_kills(path: str) -> int:
 
 
 def find_shared_memory(process: int) -> set[str]:
-    """Return the paths of a process's shared memory, which libfabric names PID:N:N (prov/shm)."""
+    """Return the paths of the shared memory of a process, given by number, that libfabric names /dev/shm/PID:N:N."""
     return set(glob.glob(f"/dev/shm/{process}:*"))
 
 
 def remove_shared_memory(process: int) -> None:
-    """Remove the shared memory (64 MB) that libfabric's shm provider leaves of a process without exit handlers."""
+    """Remove the shared memory (64 MB) that libfabric's shm provider leaves of this process number, which has ended."""
     for path in find_shared_memory(process):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -205,7 +207,7 @@ def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> 
 
 
 def raise_open_files_limit(most: int = 65536) -> None:
-    """Raise the soft limit of open files to at least `most`, or to the hard limit: a rank connects to all others."""
+    """Raise the soft limit of open files to `most`, or to the hard limit if that is lower; a higher one stays."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if 0 <= hard < most else max(soft, most), hard))
 
@@ -223,7 +225,7 @@ def format_steps(world: World, hostname: str, has_succeeded: bool, steps: int) -
 
 
 def parse_steps(text: str) -> tuple[int, bool, int] | None:
-    """Return (rank, whether its script ended normally, optimizer steps) of the last `format_steps` line, or None."""
+    """Return (rank, whether its script ended normally, optimizer steps) of the last `format_steps` line, else None."""
     found = re.findall(rf"^{STEPS_MARK} rank (\d{{1,9}}) on \S+ (ended|failed) after (\d{{1,9}})$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1] == "ended", int(found[-1][2])) if found else None
 

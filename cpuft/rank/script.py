@@ -60,8 +60,9 @@ def run_script(
     refusals: tuple[type[Exception], ...] = (RefusedScriptError,),
     check: ConnectionCheck | None = None,
 ) -> int:
-    """Run a script, or with `-m` a module, as `__main__` in this process, and return its exit code, which is also 2 if
-    `check` finds at the end that the ranks were not connected. Exceptions are reported (`report_exception`).
+    """Run a script, or a module with its name after "-m", as `__main__` in this process with the other words of `argv`
+    as arguments, and return its exit code, which is also 2 if `check` finds at the end that the ranks were not
+    connected. Exceptions are reported (`report_exception`).
     """
     code = _run_script(argv, refusals, check)
     if check and not code:
@@ -178,10 +179,9 @@ def _patch_process_groups(distributed_c10d: Any, check: ConnectionCheck | None) 
 
 
 def restrict_stores(rendezvous: Any) -> None:
-    """Let the stores of torch.distributed.rendezvous listen only on their own address, and be found there at once.
-
-    The other ranks wait up to 10 s for it. If the address is a name, which may mean the loopback interface on its own
-    host, or no address of this host, the store listens on all interfaces. Calling this again changes nothing.
+    """Let the stores of torch.distributed.rendezvous listen only on their own address, and be found there at once. The
+    other ranks wait up to 10 s for it. If the address is a name, which may mean the loopback interface on its own host,
+    or no address of this host, the store listens on all interfaces. Calling this again changes nothing.
     """
     own = rendezvous.TCPStore
 
@@ -241,7 +241,9 @@ def keep_forever(thing: object) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process as Python does, with its threads, exit handlers and buffers, but do not finalize Python."""
+    """Wait for the process's threads, run exit handlers and write buffers, as at the end of Python, and end the process
+    without finalizing Python. MPI is finalized if `code` is 0.
+    """
     if code and (backend := sys.modules.get("cpuft.comm.backends.mpi")):
         atexit.unregister(backend._finalize)  # it would wait for ranks that wait for this one
     threading._shutdown()  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ def parse_world(environ: Mapping[str, str]) -> World:
 
 
 def is_started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this rank, and not an mpirun in a Slurm job, which also sets a local rank."""
+    """Return whether srun started this rank, and not an mpirun in a Slurm job, which sets MPI_LOCALRANKID."""
     return "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ
 
 
@@ -79,7 +79,7 @@ def _count_tasks(text: str, node: str) -> str:
 
 
 def world_variables(world: World) -> dict[str, str]:
-    """Return the variables that torch, the Hugging Face Trainer and Accelerate read, with the numbers as text."""
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as texts, for torch, the Trainer and Accelerate."""
     return {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),

@@ -68,7 +68,6 @@ EXEMPT = {
     "read_predictions": "PyArrow reads it",
     "read_result": "a file whose signature is checked first",
     "read_recorder": "what torch tells in this process",
-    "read_route": "a system call",
     "read_dataset": "a data set that the library datasets has loaded",
     "read_glue_file": "parse_glue_tsv",
     "read_user_files": "read_data",
