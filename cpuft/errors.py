@@ -93,7 +93,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell line with which pip installs this version or checkout of cpuft with extras, such as "train"."""
+    """Return the shell line `PYTHON -m pip install -c CONSTRAINTS cpuft[EXTRAS]==VERSION`, or in a checkout with -e and
+    its path; for the extra "train", with CPU_INDEX as a further index.
+    """
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
     is_checkout = (package.parent / "setup.cfg").is_file()

@@ -52,8 +52,8 @@ class Cpu(NamedTuple):
 
 
 def parse_cpuinfo(text: str, machine: str) -> Cpu:
-    """Return model and flags of the first CPU in the text of /proc/cpuinfo. A CPU without a model name is called
-    `machine` (as in uname -m): Arm has only numbers of its designer and its part.
+    """Return name, with family and model number behind it in parentheses, and flags of the first CPU in the text of
+    /proc/cpuinfo. A CPU without a name, as Arm's, is called `machine` (as in uname -m).
     """
     lines = [line.partition(":") for line in text.splitlines()]
     found = {name.strip(): value.strip() for name, _, value in reversed(lines)}

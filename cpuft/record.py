@@ -39,8 +39,7 @@ class GradientSizes:
 
     def count_tokens(self, ranks: int) -> float:
         """Return the number of different tokens in an update of this many ranks, not rounded; 0 if nothing is known. A
-        power law (Heaps' law) is used between known numbers of ranks and above them; below, and if one is known, its
-        value.
+        power law (Heaps' law) is used between two known numbers of ranks and above them; else the nearest one's value.
         """
         known = sorted((int(size), count) for size, count in self.tokens.items())
         if not known:

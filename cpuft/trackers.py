@@ -186,7 +186,9 @@ def check_trackers(text: str, environ: Mapping[str, str]) -> None:
 
 
 def values_of(line: Line) -> dict[str, float]:
-    """Return what trackers get: train/... of a step, eval/... of an evaluation, run/... of a footer; {} of others."""
+    """Return what trackers get of a line: train/loss, train/learning_rate and train/samples_per_second of a step,
+    eval/METRIC of an evaluation, and three values of a footer, such as run/train_seconds; {} of others.
+    """
     if isinstance(line, StepLine):
         rate = line.samples / line.step_seconds if line.step_seconds else 0.0
         return {"train/loss": line.loss, "train/learning_rate": line.learning_rate, "train/samples_per_second": rate}

@@ -231,7 +231,7 @@ class Stream:
         return data
 
     def skip_noise(self) -> None:
-        """Read what a login shell printed before the other side's program begins; LostError after 64 KiB of it."""
+        """Read what a login shell printed before the other side's program; LostError: 64 KiB, or the stream's end."""
         line, noise = b"", b""
         while not line.endswith(_MAGIC):
             noise += line
@@ -639,8 +639,7 @@ def _answer() -> Stream:
 
 def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
     """Receive files into `place`: (this user's private folder, which may be missing, the folder below it that gets the
-    files, and for a bundle its checksum). Raises what `receive` raises, and TransferError: others can open a private
-    one.
+    files, and for a bundle its checksum). Raises as `receive`, and TransferError: others can open a private folder.
     """
     root, folder, checksum = (*place, "")[:3]
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):

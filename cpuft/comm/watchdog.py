@@ -354,7 +354,7 @@ class CollectiveWatchdog:
 def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
     """Write the explanation and end this process; if all ranks hang, after the supervisor has dumped all stacks."""
     # This is cpuft.rank's line, too: mpirun may end cpuft.rank before it can write it.
-    line = describe_steps(has_ended=False)
+    line = describe_steps(has_succeeded=False)
     line += format_failure(parse_world(os.environ), socket.gethostname(), RESUMABLE, missing)
     with contextlib.suppress(OSError):
         if is_hang:

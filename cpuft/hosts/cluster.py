@@ -167,15 +167,11 @@ class Cluster:
         return (folder,) if run_dir.startswith(f"{moved}/") else (folder, moved)
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the argv that runs `argv` on the host of this name: by ssh or srun with `works_remotely`, else
-        unchanged.
-        """
+        """Return the argv that runs `argv` on a host, given by name, by ssh or srun with `works_remotely`, else `argv`."""
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
     def transfer_on(self, host: str, *words: str) -> tuple[str, ...]:
-        """Return the argv by which `transfer.connect` starts the other side on a host, with the words of
-        `transfer_command`.
-        """
+        """Return the argv by which `transfer.connect` starts the other side on a host; `words`: see `transfer_command`."""
         return self.command_on(host, self.access.transfer_command(*words))
 
     @property
@@ -233,9 +229,7 @@ def read_host_folder(run_dir: str) -> str:
 
 
 def _find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
-    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None if it is no such
-    cluster.
-    """
+    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None for other hosts."""
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
     if not config.cluster and not config.hostfile:

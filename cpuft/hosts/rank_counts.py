@@ -60,8 +60,8 @@ def choose_ranks(hosts: tuple[Host, ...], np: int, ppn: int, facts: Mapping[str,
 
 
 def describe_ranks(assignments: Sequence[Assignment], facts: Sequence[HostFacts], ppn: int) -> str:
-    """Return the line "cpuft: 4 ranks on 2 hosts, one for each NUMA node; --np sets another number", for ranks whose
-    number the user did not give. `ppn` is --ppn or 0, and `facts` are in the order of `assignments`.
+    """Return the line "cpuft: 4 ranks on 2 hosts, one for each NUMA node; --np sets another number". The reason is "2
+    on each host" with `ppn`, or else "no more than their slots" if these limited a host. `facts` are in the same order.
     """
     where = f"{ppn} on each host" if ppn else "one for each NUMA node"
     if any(one.ranks < its.numa_nodes for one, its in zip(assignments, facts)) and not ppn:

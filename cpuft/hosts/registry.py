@@ -214,7 +214,7 @@ def _check_entry(entry: Entry, directory: Path) -> None:
 
 
 def carries_mark(text: str) -> bool:
-    """Return whether the first line of a text says that `cpuft provision` wrote it, and so may replace or remove it."""
+    """Return whether a text's first line has "made by cpuft provision", in any case: cpuft may remove such a file."""
     return _MARK in text.partition("\n")[0].lower()
 
 

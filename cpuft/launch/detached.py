@@ -432,8 +432,8 @@ def list_place_options(config: LaunchConfig) -> tuple[str, ...]:
 
 
 def list_known_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
-    """Return [`config`] if it names hosts, else one config for each place of noted detached runs that still exists,
-    sorted, or [`config`] if there is none.
+    """Return [`config`] if it names a cluster or hostfile; else, sorted, a config for each that was named when a noted
+    detached run was started, and still exists, or if there is none [`config`].
     """
     if config.cluster or config.hostfile:
         return [config]

@@ -110,11 +110,11 @@ def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
 
 
 def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
-    """Return the failed ranks, whose `errors` (the text of each log) have a failure line of `cpuft.rank`, the most
-    likely cause first.
+    """Return the failed ranks, those whose error log (`errors` are texts) has a failure line of `cpuft.rank`, the most
+    likely cause first. `hosts` has the host of each rank.
 
     Ranks that others waited for come first, then failures in the order of `errors` (put the rank that became silent
-    first at the beginning), then ranks that lost a connection, and last those that waited in vain. `hosts` is by rank.
+    first at the beginning), then ranks that lost a connection, and last those that waited in vain.
     """
     failures = []
     counts = [steps for text in errors if (steps := parse_steps(text))]
@@ -255,7 +255,7 @@ def _last_lines(text: str) -> str:
 
 
 def find_interruption(run_dir: str) -> InterruptedLine | None:
-    """Return the last line of a run's record, if that says how the run was interrupted; None for a script."""
+    """Return the last line of a run's record if it is an interruption; None otherwise, or without a usable record."""
     with suppress(OSError, LookupError, ValueError, CpuftError):
         line = parse_lines(Path(run_dir, FILE_NAME).read_text(encoding="utf-8"), FILE_NAME)[-1]
         return line if isinstance(line, InterruptedLine) else None

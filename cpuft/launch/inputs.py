@@ -87,17 +87,14 @@ class LaunchNote:
 
 
 def make_note(config: LaunchConfig, paths: Iterable[str]) -> LaunchNote:
-    """Return the note of a launch with these options, whose paths become absolute, and with `paths`, sorted as they
-    are.
-    """
+    """Return the note of a launch with these options, whose paths become absolute, and with `paths` in sorted order."""
     files = (path and os.path.abspath(os.path.expanduser(path)) for path in (config.hostfile, config.ssh_config))
     return LaunchNote(tuple(sorted(paths)), config.cluster, *files)
 
 
 def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> None:
     """Note what the user named for the run in `run_dir`, an absolute path, or remove the note if `note` is empty.
-    Errors are ignored. The note is beside the registry ($CPUFT_STATE), because a host writes the content of the run
-    folder.
+    Errors are ignored. The note is beside the registry ($CPUFT_STATE), because a host writes what is in the run folder.
     """
     with suppress(CpuftError, OSError):
         path = _note_file(run_dir, environ)

@@ -25,7 +25,7 @@ def is_notebook() -> bool:
 
 
 def choose_progress() -> str:
-    """Return "bar" for a training's progress if this is a terminal or notebook and tqdm is installed, else "lines"."""
+    """Return "bar" if standard error is a terminal, or in a notebook, and tqdm is installed; else "lines"."""
     is_watched = sys.stderr.isatty() or is_notebook()
     return "bar" if is_watched and importlib.util.find_spec("tqdm") else "lines"
 

@@ -46,8 +46,7 @@ def plan_settings(
 ) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
     """Return the environment variables of the ranks: those that all hosts share, with the user's own in `environ` for
     MPI, oneCCL and OpenMP, and further ones of each host, in the order of the hosts. The user's values win. `backend`
-    determines the cores for communication. Raises CpuftError: a host has no interface to the others, or --comm-cores
-    leaves a rank no core.
+    determines the cores for communication. CpuftError: a host lacks an interface to the others, or a rank gets no core.
     """
     environ = user_variables(environ)
     placements, reason = _plan_placements(cluster, config, backend)
@@ -91,8 +90,9 @@ def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
 def shared_settings(
     head: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int, by_srun: bool = False
 ) -> tuple[Setting, ...]:
-    """Return the environment variables of ranks that are equal on every host; `head` is the interface of the head host
-    to the others, and with `by_srun` srun starts the ranks. The user's own values are not looked at.
+    """Return the environment variables of ranks that are equal on every host, such as MASTER_ADDR; `head` is the
+    interface of the head host to the others, and with `by_srun` srun starts the ranks. The user's own values are not
+    used.
     """
     hydra = ("hydra", "oneCCL reads the rank numbers that mpirun provides")
     ranks = ("none", "the backend passes the rank numbers to oneCCL") if by_srun else hydra
@@ -153,8 +153,9 @@ def _fabrics_settings(hosts: tuple[HostFacts, ...]) -> tuple[Setting, ...]:
 def host_settings(
     facts: HostFacts, interface: Interface, ranks: tuple[RankCores, ...], pinned_by_mpi: bool, comm_reason: str
 ) -> tuple[Setting, ...]:
-    """Return the settings for all ranks of one host, from its topology. The rank with the fewest compute cores sets
-    OMP_NUM_THREADS of all of them. `comm_reason` says why communication gets as many cores as it does.
+    """Return the settings for all ranks of one host, such as OMP_NUM_THREADS, which the rank with the fewest compute
+    cores sets. Without `pinned_by_mpi`, cpuft.rank pins the ranks. `comm_reason` is the reason for the number of `comm`
+    cores.
     """
     threads = min(len(rank.compute) for rank in ranks)
     domains = ",".join(format_mask(rank.compute) for rank in ranks)
@@ -231,7 +232,7 @@ def memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
 
 
 def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Return what `cpuft env` exports: all settings but CPUFT_*, and a JSON object of them for `user_variables`."""
+    """Return what `cpuft env` exports: all settings but CPUFT_*, and their JSON (CPUFT_EXPORTED) for `user_variables`."""
     exported = tuple(setting for setting in settings if not setting.name.startswith(OWN_PREFIX))
     listed = json.dumps({setting.name: setting.value for setting in exported})
     return (

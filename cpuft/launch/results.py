@@ -85,9 +85,7 @@ def plan_results(
 
 
 def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
-    """Plan to remove a run, but not its checkpoints, from all hosts. Each step prints the newest one's name,
-    UPDATE.RANK.
-    """
+    """Plan to remove a run, but not its checkpoints, from all hosts. Each step prints the newest checkpoint's name."""
     secrets = os.path.dirname(cluster.sent_file(work, 0))
     command = ("sh", "-c", _REMOVE_ALL_BUT_CHECKPOINTS, "remove_all_but_checkpoints", cluster.folder, secrets, work)
     kinds = {name: "head" if name == cluster.head else "" for name in cluster.hosts}

@@ -223,7 +223,7 @@ def gather_host_copies(
 
 
 def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
-    """Return what `describe_run` printed, with its newest whole state; CpuftError, with `errors` in it: another text."""
+    """Return what `describe_run` printed, with its newest whole state; CpuftError, with `errors` in it: other text."""
     try:
         values = load(dict[str, Any], parse_json(output))
         texts = load(list[str], values.pop("states", []))

@@ -86,7 +86,7 @@ def format_state(state: RunState) -> str:
 
 
 def parse_state(text: str, place: str) -> RunState:
-    """Return the state of a JSON text. Raises CpuftError, with `place` as its origin: it is damaged or too new."""
+    """Return the state of a JSON text; CpuftError, which names `place`: it is damaged, was edited or is too new."""
     try:
         values = load(dict[str, Any], parse_json(text))
         if values.pop("checksum", "") != _checksum(values):

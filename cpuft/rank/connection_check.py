@@ -281,16 +281,16 @@ def refuse_nccl(backend: object) -> None:
 _current: ConnectionCheck | None = None
 
 
-def describe_steps(has_ended: bool) -> str:
+def describe_steps(has_succeeded: bool) -> str:
     """Return `format_steps` for this process with its line break; "" if its steps are not counted (`make_check`)."""
     if not _current:
         return ""
-    return f"{format_steps(parse_world(os.environ), socket.gethostname(), has_ended, _current.steps)}\n"
+    return f"{format_steps(parse_world(os.environ), socket.gethostname(), has_succeeded, _current.steps)}\n"
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
-    """Return the check for this rank, also for `describe_steps`; None for WORLD_SIZE 1 or if CPUFT_CHECK_CONNECTED is
-    not 1.
+    """Return the check for this rank, also for `describe_steps`; None if WORLD_SIZE is 1 or CPUFT_CHECK_CONNECTED not
+    1.
     """
     global _current
     size = environ.get("WORLD_SIZE", "1")
@@ -303,7 +303,7 @@ def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
 
 
 def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
-    """Return by name of module the function that is to be called once with the imported module, and patches it."""
+    """Return module name -> function that patches this module, to be called once with it when it has been imported."""
     lightning = functools.partial(_use_all_ranks, check=check)
     return {
         "torch.optim.optimizer": lambda module: module.register_optimizer_step_pre_hook(check.before_step),

@@ -94,9 +94,8 @@ def read_operations() -> Mapping[str, Any]:
 
 def wait_for_stack_dump(text: str = "", error: BaseException | None = None) -> None:
     """Write `text`, which ends with a line break, to standard error after waiting in vain for other ranks. If there is
-    a supervisor, wait until it has dumped the stacks and ends this rank, at most 25 s; else return at once. The
-    traceback of `error`, which ended the wait, is reported, and if it is of torch's gloo, the operation that was
-    started last, too.
+    a supervisor, wait until it has dumped the stacks and ends this rank, at most 25 s; else return at once. Reports the
+    traceback of `error`, which ended the wait, and if it is of torch's gloo, the operation that was started last.
     """
     is_supervised = bool(os.environ.get(SUPERVISED_VARIABLE)) and _reporter is not None
     os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())

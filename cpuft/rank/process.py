@@ -161,9 +161,7 @@ def _count_memory_kills() -> int:
 
 
 def list_memory_counters(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[str]:
-    """Return files that may count processes killed for memory, also missing ones: /proc/vmstat, then own control
-    groups'.
-    """
+    """Return the files that may count processes killed for memory: /proc/vmstat, then those of own control groups."""
     paths = ["/proc/vmstat"]
     with contextlib.suppress(OSError), open(groups, encoding="utf-8") as file:
         for line in file:

@@ -70,7 +70,7 @@ def run_script(
             check.check_end()
         except RefusedScriptError as error:
             return _report_refusal(error)
-        sys.stderr.write(describe_steps(has_ended=True))
+        sys.stderr.write(describe_steps(has_succeeded=True))
     return code
 
 
@@ -129,7 +129,7 @@ def report_exception(
         sys.excepthook(type(error), error, frames)
     if advice := explain_exception(error, check):
         print(f"{mark}cpuft: {advice}", file=sys.stderr)
-    sys.stderr.write(describe_steps(has_ended=False))
+    sys.stderr.write(describe_steps(has_succeeded=False))
     if is_timeout(error):
         line = format_failure(parse_world(os.environ), socket.gethostname(), 1)
         wait_for_stack_dump(f"{line}\n", error)

@@ -53,7 +53,7 @@ def parse_world(environ: Mapping[str, str]) -> World:
 
 
 def is_started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this rank, and not an mpirun in a Slurm job, which sets MPI_LOCALRANKID."""
+    """Return whether srun itself started this rank: SLURM_STEP_ID is set, and mpirun's MPI_LOCALRANKID is not."""
     return "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ
 
 
