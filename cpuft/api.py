@@ -542,7 +542,7 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
 
 
 def read_predicted_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return for each of `count` examples a dict as `Run.predict` does; {} without a line in the file of predictions."""
+    """Return for each of `count` examples a dict as `Run.predict` does; {} without a line in the predictions' file."""
     found: list[dict[str, Any]] = [{} for _ in range(count)]
     for row in map(json.loads, path.read_text(encoding="utf-8").split("\n")[:-1]):
         one, prediction = found[row["index"]], row["prediction"]

@@ -43,7 +43,7 @@ def may_be_secret(name: str, value: str) -> bool:
 
 
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of Hugging Face, W&B, MLflow and proxies that `may_be_secret`: other hosts' ranks get them."""
+    """Return the variables of Hugging Face, W&B, MLflow and proxies that `may_be_secret`, for ranks elsewhere."""
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 

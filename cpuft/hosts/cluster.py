@@ -167,11 +167,11 @@ class Cluster:
         return (folder,) if run_dir.startswith(f"{moved}/") else (folder, moved)
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the argv that runs `argv` on a host, given by name, by ssh or srun with `works_remotely`, else `argv`."""
+        """Return the argv that runs `argv` on the host of this name: by ssh or srun if `works_remotely`, or itself."""
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
     def transfer_on(self, host: str, *words: str) -> tuple[str, ...]:
-        """Return the argv by which `transfer.connect` starts the other side on a host; `words`: see `transfer_command`."""
+        """Return the argv by which `transfer.connect` starts the other side on a host, as `Access.transfer_command`."""
         return self.command_on(host, self.access.transfer_command(*words))
 
     @property

@@ -232,7 +232,7 @@ def memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
 
 
 def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Return what `cpuft env` exports: all settings but CPUFT_*, and their JSON (CPUFT_EXPORTED) for `user_variables`."""
+    """Return what `cpuft env` exports: all settings but CPUFT_*, and CPUFT_EXPORTED, a JSON for `user_variables`."""
     exported = tuple(setting for setting in settings if not setting.name.startswith(OWN_PREFIX))
     listed = json.dumps({setting.name: setting.value for setting in exported})
     return (
