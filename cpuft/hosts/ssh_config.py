@@ -336,9 +336,10 @@ def format_inside(
     renewal: str = "",
     shares_files: bool = False,
 ) -> dict[str, str]:
-    """Return file name -> text of the files with which a host of a cluster reaches all of its hosts, the head host
-    first. They belong into `folder`, whose name is the cluster's, beside its key `id_ed25519`. The other parameters are
-    as in `Entry`, seen from the hosts. Raises CpuftError: a value has a character that ssh_config cannot hold.
+    """Return file name -> text of known_hosts, ssh_config, hostfile and cluster.json, with which a host of a cluster
+    reaches all of its hosts, the head host first. They belong into `folder`, whose name is the cluster's, beside its
+    key `id_ed25519`. The other parameters are as in `Entry`, seen from the hosts. Raises CpuftError: a value has a
+    character that ssh_config cannot hold.
     """
     name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"

@@ -318,8 +318,8 @@ def _plan_copies(
 
 
 def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
-    """Plan to copy the prepared examples from the head host to the others, except those in `have`; () if no host
-    is left, or hosts have no disks of their own.
+    """Plan to copy the prepared examples, in the run folder `work`, from the head host to the others, except those
+    named in `have`; () if no host is left, or hosts have no disks of their own.
     """
     names = [name for name in cluster.hosts if name not in have and name != cluster.head]
     if not names or not cluster.has_own_disks:

@@ -395,7 +395,9 @@ def _use_all_ranks(connector: Any, check: ConnectionCheck) -> None:
 
 
 def explain_exception(error: BaseException, check: ConnectionCheck | None) -> str:
-    """Return what to change in a script that ended with an exception, if that is known; else ""."""
+    """Return what to change in a script that ended with an exception: about Intel's replaced packages, such as
+    intel_extension_for_pytorch, or `check.advice` if no step was made; "" if nothing is known.
+    """
     found = [error.name or ""] if isinstance(error, ImportError) else []
     traceback = error.__traceback__
     while traceback:
