@@ -86,10 +86,10 @@ def count_buckets(compression: str, numbers: int, ranks: int) -> int:
 
 
 def count_coding_seconds(compression: str, numbers: float, factors: float, row_numbers: float) -> float:
-    """Return the core seconds, on the CPU of COMPRESSION_FACTS (whose key `compression` is), in which a rank codes the
-    messages of an update. `numbers` are those in the gradients of layers, `factors` those in their PowerSGD factors (as
-    many as `numbers` if all gradients are sent whole), and `row_numbers` the mean of those sent and received in
-    embedding rows.
+    """Return the core seconds, on the CPU of COMPRESSION_FACTS, in which a rank codes the messages of an update.
+    `compression` is one of its keys, `numbers` are those in the gradients of layers, `factors` those in their PowerSGD
+    factors (as many if all gradients are sent whole), `row_numbers` the mean of those sent and received in embedding
+    rows.
     """
     facts, blocks = COMPRESSION_FACTS[compression], COMPRESSION_FACTS["int8"].coding_seconds
     of_rows = blocks * row_numbers if facts.has_feedback else 0.0

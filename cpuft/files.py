@@ -100,7 +100,7 @@ def refuse_input(path: Path, *inputs: str) -> None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of the regular file at `path`, or raise OSError; unlike open, never wait at a named pipe."""
+    """Return a descriptor, with `flags` of os.open, of a regular file, or raise OSError; never wait at a named pipe."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -220,7 +220,9 @@ def make_private_folder(folder: Path, advice: str) -> Path:
 
 
 def check_private_folder(folder: Path, advice: str = _ELSEWHERE) -> None:
-    """Raise CpuftError if a folder is a link or file, another user's, or others may write to it; OSError: no folder."""
+    """Raise CpuftError, with `advice`, if a folder is a link, file, another user's or writable for others; OSError:
+    none.
+    """
     if trouble := _describe_risk(folder):
         raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}")
 

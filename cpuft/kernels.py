@@ -176,9 +176,9 @@ def _locate_library(compiler: str, processor: str = "native") -> Path:
 
 
 def build(compiler: str, processor: str = "native") -> Path:
-    """Return the path of the library of kernels in the cache folder, after compiling it for the -march value
-    `processor` if it is not there. Raises CpuftError, OSError or SubprocessError: it cannot be compiled, or the folder
-    cannot be used.
+    """Return the path of the library of kernels in the cache folder, after `compiler` has compiled it for the -march
+    value `processor` if it was not there. Raises CpuftError, OSError or SubprocessError: this fails, or the folder is
+    unusable.
     """
     library = _locate_library(compiler, processor)
     if not library.exists():

@@ -106,9 +106,7 @@ class RunPlan:
         return Plan(tuple(stage for part in parts for stage in getattr(self, part)), self.notes, self.command_prefixes)
 
     def format_resume(self, run_dir: str) -> str:
-        """Return the shell line that resumes the run with this folder; it names no hosts: these are noted
-        (`LaunchNote`).
-        """
+        """Return the shell line that resumes the run with this folder; it names no hosts, which are noted elsewhere."""
         return shlex.join(("cpuft", "launch", "--resume", run_dir, *self.script_words))
 
     def for_head_host(self) -> RunPlan:

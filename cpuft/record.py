@@ -430,7 +430,7 @@ class Writer:
 
 def parse_lines(text: str, path: str) -> list[Line]:
     """Return the lines of a record; a broken last line without a newline is left out, as a killed process leaves it.
-    Raises CpuftError: another line is broken or of another version of the format; the message has its number.
+    Raises CpuftError, which names `path` and the number: another line is broken or of another version of the format.
     """
     lines = text.split("\n")
     parsed: list[Line] = []
@@ -450,8 +450,8 @@ def parse_lines(text: str, path: str) -> list[Line]:
 
 
 def parse_record(text: str, path: str = "record") -> Record:
-    """Return the record of a run from its text; `path` is for messages. Raises CpuftError: the first line is no header,
-    or a line is broken (`parse_lines`).
+    """Return the record of a run from its text; CpuftError, which names `path`: the first line is no header, or as
+    `parse_lines`.
     """
     parsed = parse_lines(text, path)
     if not parsed or not isinstance(parsed[0], Header):

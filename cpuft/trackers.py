@@ -219,7 +219,8 @@ def make_tracked_run(header: Header, folder: Path) -> TrackedRun:
 
 def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
     """Send the lines of a record, from its header on, to trackers by their names in TRACKERS, and finish these at the
-    end. Evaluations and the footer count to the last update. Raises whatever the trackers' libraries raise.
+    end. `folder` is the run's. Evaluations and the footer count to the last update. Raises whatever the libraries
+    raise.
     """
     trackers: list[Tracker] = []
     step = 0

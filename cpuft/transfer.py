@@ -410,7 +410,8 @@ def open_part(folder: str) -> "Iterator[str]":
 
 def lock_file(file: "Any", is_shared: bool = False, waits: bool = False) -> None:
     """Lock an open file until it is closed, exclusively unless `is_shared`. Raises BlockingIOError: another process has
-    the lock, and this one does not wait. Raises another OSError: the file system has no locks, or this is Windows.
+    the lock, and this one does not wait (`waits`). Raises another OSError: the file system has no locks, or this is
+    Windows.
     """
     try:
         import fcntl
@@ -449,9 +450,10 @@ def receive(
     have come, and what else the sender has, which it does not send.
 
     What else is in `part` is removed. Files get at most mode 755 and at least 600, folders at least 700; owners are not
-    restored. `checksum` is what `make_checksum` must return of all that has come; empty if nobody knows it. With
-    `syncs`, all is on the disk at the end. Raises TransferError: the connection was lost, or a block is damaged. Raises
-    RefusedError: a path leads out of the folder or is there twice, this is no transfer, or the checksum is wrong.
+    restored. `checksum` is what `make_checksum` must return of all that has come; empty if nobody knows it.
+    `is_answered` is the sender's. With `syncs`, all is on the disk at the end. Raises TransferError: the connection was
+    lost, or a block is damaged. Raises RefusedError: a path leads out of the folder or is there twice, this is no
+    transfer, or the checksum is wrong.
     """
     found = _read_list(stream)
     entries = [one._replace(path=os.path.join(part, one.name)) for one in found if one.kind in (FILE, FOLDER)]
@@ -584,7 +586,7 @@ def sync(path: str) -> None:
 
 def store(part: str, folder: str, entries: "Sequence[FileEntry]", is_bundle: bool) -> None:
     """Move `part` to `folder`: as a whole if that is missing or empty, else each file of `entries` by itself, which may
-    replace another. Without entries nothing is moved. For a bundle, files and sizes are noted beside it, in the file
+    replace another. Without entries nothing is moved. For a bundle, files and sizes are noted in the file
     `folder`.files, for `has_bundle`.
     """
     if is_bundle:

@@ -43,8 +43,8 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
 
     Each line is `[user@]host[:slots] [slots=N] [max_slots=N] [user=U] [port=P]`, or SGE's `host slots queue
     processors`; `#` begins a comment. `node[01-04,07]` is five hosts. The slots of a host on several lines add up; if
-    such lines have none, as in the lists of PBS and LSF, each is one slot. Raises CpuftError: a line is not understood
-    or contradicts another one, or there is no host.
+    such lines have none, as in the lists of PBS and LSF, each is one slot. Raises CpuftError, which begins with
+    `source`: a line is not understood or contradicts another one, or there is no host.
     """
     hosts: dict[str, list[Host]] = {}
     lines_of: dict[str, int] = {}

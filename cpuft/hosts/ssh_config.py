@@ -260,9 +260,9 @@ Bastions = tuple[tuple[str, Login], ...]
 
 
 def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bastions: Bastions = ()) -> str:
-    """Return the text of a client configuration for all hosts of a cluster, by address and by name. `key` is the path
-    of the private key, empty for ssh's own keys; only host keys in `known_hosts` are accepted. Raises CpuftError: a
-    value has a character that ssh_config cannot hold.
+    """Return the text of a client configuration for all hosts of a cluster, by address and by name, through `bastions`.
+    `key` is the path of the private key, "" for ssh's own keys; only host keys in the file `known_hosts` are accepted.
+    Raises CpuftError: a value has a character that ssh_config cannot hold.
     """
     parts = ["# Made by cpuft provision: how to reach the hosts of this cluster."]
     parts += [_format_bastion(name, login) for name, login in bastions]
@@ -355,7 +355,8 @@ def format_inside(
 
 def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> tuple[str, ...]:
     """Return the argv that starts an ssh server in a container, in the foreground, with its messages on stderr.
-    `host_key` is a file's path; `options` of sshd_config win over those that cpuft always gives.
+    `host_key` is a path, `arguments` are further words; `options` of sshd_config win over those that cpuft always
+    gives.
     """
     # sshd uses PAM as root only.
     own = {} if not os.geteuid() else {"UsePAM": "no"}

@@ -91,7 +91,7 @@ def shared_settings(
     head: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int, by_srun: bool = False
 ) -> tuple[Setting, ...]:
     """Return the environment variables of ranks that are equal on every host, such as MASTER_ADDR; `head` is the
-    interface of the head host to the others, and with `by_srun` srun starts the ranks. The user's own values are not
+    interface of the head host to the others, and with `by_srun` srun starts the ranks. No values of the user's are
     used.
     """
     hydra = ("hydra", "oneCCL reads the rank numbers that mpirun provides")
@@ -154,8 +154,7 @@ def host_settings(
     facts: HostFacts, interface: Interface, ranks: tuple[RankCores, ...], pinned_by_mpi: bool, comm_reason: str
 ) -> tuple[Setting, ...]:
     """Return the settings for all ranks of one host, such as OMP_NUM_THREADS, which the rank with the fewest compute
-    cores sets. Without `pinned_by_mpi`, cpuft.rank pins the ranks. `comm_reason` is the reason for the number of `comm`
-    cores.
+    cores sets. Without `pinned_by_mpi`, cpuft.rank pins the ranks. `comm_reason`: why communication gets as many cores.
     """
     threads = min(len(rank.compute) for rank in ranks)
     domains = ",".join(format_mask(rank.compute) for rank in ranks)

@@ -138,7 +138,9 @@ class ConnectionCheck:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
 
     def before_group(self, init_method: object, store: object) -> None:
-        """Raise RefusedScriptError if the script started this process itself, or has a wrong address of rank 0."""
+        """Raise RefusedScriptError if the script started this process itself, or these arguments of init_process_group
+        or MASTER_ADDR give a wrong address of rank 0.
+        """
         if os.getpid() != self._process:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
         if store or not self.address:
@@ -289,7 +291,7 @@ def describe_steps(has_succeeded: bool) -> str:
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
-    """Return the check for this rank, also for `describe_steps`; None if WORLD_SIZE is 1 or CPUFT_CHECK_CONNECTED not
+    """Return the check for this rank, also for `describe_steps`; None for one rank or if CPUFT_CHECK_CONNECTED is not
     1.
     """
     global _current
