@@ -494,6 +494,7 @@ def _describe_failure(code: int, run_dir: str, cluster: Cluster, line: str = "")
 
 @contextmanager
 def _raise_for_python() -> Iterator[None]:
+    """Raise CpuftError or KeyboardInterrupt where the command line would end the program."""
     try:
         yield
         return

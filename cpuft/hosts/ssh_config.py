@@ -355,8 +355,7 @@ def format_inside(
 
 def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> tuple[str, ...]:
     """Return the argv that starts an ssh server in a container, in the foreground, with its messages on stderr.
-    `host_key` is a path, `arguments` are further words; `options` of sshd_config win over those that cpuft always
-    gives.
+    `host_key` is a path, `arguments` are further words; `options` of sshd_config win over those that cpuft gives.
     """
     # sshd uses PAM as root only.
     own = {} if not os.geteuid() else {"UsePAM": "no"}

@@ -91,8 +91,7 @@ def shared_settings(
     head: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int, by_srun: bool = False
 ) -> tuple[Setting, ...]:
     """Return the environment variables of ranks that are equal on every host, such as MASTER_ADDR; `head` is the
-    interface of the head host to the others, and with `by_srun` srun starts the ranks. No values of the user's are
-    used.
+    interface of the head host to the others, and with `by_srun` srun starts the ranks. The user's values do not count.
     """
     hydra = ("hydra", "oneCCL reads the rank numbers that mpirun provides")
     ranks = ("none", "the backend passes the rank numbers to oneCCL") if by_srun else hydra

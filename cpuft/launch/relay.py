@@ -110,8 +110,8 @@ def send(order: RelayOrder) -> dict[str, tuple[int, str]]:
 
 
 def count_children(index: int, hosts: int) -> int:
-    """Return to how many hosts, 0 to 2, number `index` (from 0) of a tree of `hosts` sends: i gets it from (i - 1) //
-    2.
+    """Return to how many hosts, 0 to 2, number `index` of a tree of `hosts` sends; i gets it from (i - 1) // 2, 0 is
+    first.
     """
     return len(range(FAN_OUT * index + 1, min(FAN_OUT * (index + 1) + 1, hosts)))
 

@@ -291,9 +291,7 @@ def describe_steps(has_succeeded: bool) -> str:
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
-    """Return the check for this rank, also for `describe_steps`; None for one rank or if CPUFT_CHECK_CONNECTED is not
-    1.
-    """
+    """Return the check for this rank, also for `describe_steps`; None without CPUFT_CHECK_CONNECTED=1 or for one rank."""
     global _current
     size = environ.get("WORLD_SIZE", "1")
     _current = (
@@ -384,6 +382,7 @@ def _use_all_ranks(connector: Any, check: ConnectionCheck) -> None:
             @functools.wraps(own)
             def choose(self: Any, own: Callable[[Any], None] = own) -> None:
                 if "CPU" in type(self.accelerator).__name__:
+                    # Lightning multiplies `devices` by `num_nodes` (1 by default), and wants WORLD_SIZE.
                     if self._devices_flag == "auto":
                         self._devices_flag = max(1, check.size // self._num_nodes_flag)
                     elif str(self._devices_flag) != str(check.size // self._num_nodes_flag):

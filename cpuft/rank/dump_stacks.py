@@ -77,8 +77,7 @@ def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
 def _has_written(pid: int, path: str, size: int, threads: list[str]) -> bool:
     """Return whether stacks were written after the first `size` characters, and the handler has ended. The kernel
     blocks the signal in the thread that runs its handler, a moment after the signal stops being pending. So only once
-    the file has grown does a signal that is not blocked mean the handler's end. Threads but `threads` may block it
-    always.
+    the file has grown does a signal that is not blocked mean the handler's end. Threads but `threads` may block it.
     """
     return len(_read(path)) > size and not any(_find_masks(pid, thread) for thread in threads)
 
