@@ -291,7 +291,9 @@ def describe_steps(has_succeeded: bool) -> str:
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
-    """Return the check for this rank, also for `describe_steps`; None without CPUFT_CHECK_CONNECTED=1 or for one rank."""
+    """Return a new check for this rank, whose steps `describe_steps` counts from then on; None unless
+    CPUFT_CHECK_CONNECTED is 1 and WORLD_SIZE is above 1.
+    """
     global _current
     size = environ.get("WORLD_SIZE", "1")
     _current = (
