@@ -283,7 +283,7 @@ def _time_left(job: Job, begun: float) -> float:
 
 
 def make_attempt(run_dir: str, cluster: Cluster, owner: int, start: Callable[[], int]) -> AttemptResult:
-    """Start the ranks once, as the start with this owner number, and find out how they ended; AttemptResult(0) if well.
+    """Start the ranks once, as start number `owner` of the run, and find out how they ended; AttemptResult(0) if well.
     Raises the CpuftError of `start`; if a lost host or connection is its reason, returns code 75 with this `error`.
     """
     begun, hosts, transport = time.time(), cluster.rank_hosts, cluster.access.transport
@@ -460,8 +460,8 @@ def find_resumed_run(job: Job, copies: tuple[HostCopy, ...], updates: int) -> Re
 
 
 def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host] | None = None) -> None:
-    """Kill the processes of a run, of this start and earlier ones, on hosts that answer: a lost mpirun does not end its
-    ranks. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
+    """Kill the processes of a run, of start number `owner` and earlier ones, on hosts that answer, which a lost mpirun
+    does not do. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
     """
     if hosts is None:
         hosts = list(cluster.hosts.values()) if len(cluster.hosts) > 1 else []

@@ -159,7 +159,7 @@ def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
 
 
 def find_end(run_dir: str, owner: int) -> RunState | None:
-    """Return the state in a run folder if it says how the start with this owner number ended; None otherwise."""
+    """Return the state in a run folder if it says how start number `owner` of the run ended; None otherwise."""
     state = read_usable_state(run_dir)
     return state if state and state.owner == owner and state.exit_code >= 0 else None
 
