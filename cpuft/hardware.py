@@ -66,13 +66,15 @@ def parse_cpuinfo(text: str, machine: str) -> Cpu:
 
 
 def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
-    """Return the CPU flags that oneDNN uses if ONEDNN_MAX_CPU_ISA is `max_isa`: all flags if that is no known value."""
+    """Return the CPU flags that oneDNN uses with this ONEDNN_MAX_CPU_ISA, in any case: all if it is no known value."""
     hidden, *_ = _ISAS.get(max_isa.upper(), _ANY)
     return tuple(flag for flag in flags if not flag.startswith(hidden))
 
 
 def compiler_target(max_isa: str, flags: Collection[str]) -> str:
-    """Return the -march value for a value of ONEDNN_MAX_CPU_ISA: "native" if it is unknown or the CPU lacks the ISA."""
+    """Return the -march value for a value of ONEDNN_MAX_CPU_ISA, in any case, such as "haswell" for AVX2; "native" if
+    it is unknown or `flags`, those of the CPU, lack the ISA.
+    """
     _, target, needed = _ISAS.get(max_isa.upper(), _ANY)
     return target if needed in flags else "native"
 

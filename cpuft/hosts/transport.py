@@ -327,7 +327,7 @@ def try_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNE
 @contextmanager
 def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClient]:
     """Log in to a host, through its bastions, for the time of the block; the value is paramiko's client. Unknown and
-    changed host keys are refused. Raises HostError: a host cannot be used; another CpuftError: ssh's configuration.
+    changed host keys are refused. HostError: a host cannot be used; another CpuftError: ssh's configuration is wrong.
     """
     login = read_login(host, config_path)
     with ExitStack() as stack:
