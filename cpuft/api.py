@@ -470,9 +470,7 @@ def _execute(request: LaunchRequest, on_planned: Callable[[], object] = lambda: 
 
 
 def _describe_failure(code: int, run_dir: str, cluster: Cluster, line: str = "") -> CpuftError:
-    """Return the error of a run that ended with an exit code other than 0; `line` is its closing line.
-    KeyboardInterrupt is raised if Ctrl-C asked the ranks to stop and they have saved a checkpoint.
-    """
+    """Return the error of a failed run with this closing line; KeyboardInterrupt is raised if Ctrl-C has stopped it."""
     if code == RESUMABLE and line:
         line = line.removeprefix("cpuft: ")
         if "by SIGINT" in line:

@@ -32,7 +32,9 @@ It fails for a path that resolves to a place outside ROOT, to / or to a folder t
 
 
 def describe_lfs_pointer(path: Path, begin: bytes) -> str:
-    """Return how to get a file whose first bytes, `begin`, are those of a pointer of Git LFS; "" for other files."""
+    """Return "PATH is a pointer of Git LFS, ...", with the command that gets the file, if `begin`, its first bytes, are
+    those of such a pointer; "" for other files.
+    """
     if not begin.startswith(b"version https://git-lfs"):
         return ""
     return (

@@ -390,9 +390,7 @@ def _try_to_log_in(
 
 
 def _load_host_keys(client: paramiko.SSHClient, paths: Iterable[str], name: str) -> None:
-    """Let a client accept the keys that files in the form of known_hosts have for one name. paramiko's `load_host_keys`
-    takes N * N * N comparisons for one question to N hosts.
-    """
+    """Let a client accept the keys of one name in known_hosts files; paramiko's loader takes long for many hosts."""
     from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
     from paramiko.ssh_exception import SSHException
 

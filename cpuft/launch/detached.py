@@ -239,9 +239,7 @@ def plan_move(
 
 
 def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str]]:
-    """Return the name of the cluster's entry, and the texts of its files in a detached run's folder on the head host.
-    Ports and users of the hostfile are left out, as mpirun on the head host does not know them either.
-    """
+    """Return the name and files of a cluster's entry for the head host, without ports and users, as for its mpirun."""
     access = cluster.access
     name, config = access.entry.name or _NO_CLUSTER, access.transport.config
     place = f"{folder}/{name}"

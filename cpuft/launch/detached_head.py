@@ -253,9 +253,7 @@ def _read_order(folder: Path) -> Order:
 
 
 def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int, str]]:
-    """Yield each event from a position in the file on, as JSON, with the position behind it. Ends with the last event
-    of the run, or with `only_past` before one would have to be waited for.
-    """
+    """Yield (position behind it, JSON) for each event from a position on; with `only_past`, without waiting for any."""
     with (folder / _EVENTS).open("rb") as file:
         file.seek(position)
         while True:

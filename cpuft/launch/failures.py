@@ -155,8 +155,9 @@ def _describe_early_end(failures: list[Failure]) -> str:
 
 
 def describe_lost(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
-    """Return one line for each unreachable host, by name, and then for each rank on another host that others waited for
-    in vain, unless this rank has itself failed: its own error output explains more. `hosts` has the host of each rank.
+    """Return one line for each unreachable host, by name, "host b does not answer, so rank 1 was lost: ...", and then
+    one for each rank on another host that others waited for in vain, unless this rank has itself failed: its own error
+    output explains more. `hosts` has the host of each rank.
     """
     lines = []
     for name in sorted(unreachable):

@@ -362,7 +362,6 @@ def _find_notice(place: str) -> str:
 
 
 def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
-    """Return the settings that cpuft's own commands need on hosts with disks of their own."""
     return tuple(
         Setting(name, value, "cpuft's own commands need it on the hosts of this cluster")
         for name, value in cluster.access.entry.settings.items()

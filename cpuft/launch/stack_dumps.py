@@ -148,7 +148,9 @@ def _shorten(path: str) -> str:
 
 
 def describe_state(dump: RankDump) -> str:
-    """Return the state of a rank's process in words, such as "asleep in futex_wait_queue" or "stopped (T)"."""
+    """Return the state of a rank's process in words: "running", "asleep in futex_wait_queue", "stopped (T)", or
+    "running in C code that keeps the GIL".
+    """
     where = f" in {dump.wchan}" if dump.wchan and dump.state in ("S", "D") else ""
     where += " in C code that keeps the GIL" if dump.holds_gil else ""
     return _STATES.get(dump.state, f"state {dump.state}") + where

@@ -154,9 +154,7 @@ def _start_program(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 
 
 def _count_memory_kills() -> int:
-    """Return how many processes the kernel has killed because memory ran out, on the host or else in this control
-    group; -1 if nothing counts them. Source: mm/oom_kill.c and mm/memcontrol.c.
-    """
+    """Return how many processes were killed for memory; -1: unknown. Source: mm/oom_kill.c and mm/memcontrol.c."""
     return next((count for path in list_memory_counters() if (count := _read_kills(path)) >= 0), -1)
 
 
