@@ -471,8 +471,8 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def parse_measurements(text: str, path: str) -> list[Measurement]:
-    """Return the measurements in the text of a comm.jsonl of `cpuft bench comm`, without those of links between hosts.
-    Raises CpuftError, which names `path`: it is no such text.
+    """Return the measurements in the text of a comm.jsonl of `cpuft bench comm`, in its order. Raises CpuftError, which
+    names `path`: its first line is no header of measurements, or as `parse_lines`.
     """
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):

@@ -223,8 +223,8 @@ def plan_training(
 
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
     """Return the training options, with "fp32" for "auto" if only some hosts have bf16 instructions, which
-    ONEDNN_MAX_CPU_ISA in `environ` can hide. Raises CpuftError: options exclude each other or have no effect, or no
-    such precision.
+    ONEDNN_MAX_CPU_ISA in `environ` can hide. Raises CpuftError: options exclude each other or have no effect, or a host
+    lacks bf16 for --precision bf16.
     """
     refuse_unused_data_options(train)
     refuse_conflicts(train)

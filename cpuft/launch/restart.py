@@ -460,8 +460,8 @@ def find_resumed_run(job: Job, copies: tuple[HostCopy, ...], updates: int) -> Re
 
 
 def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host] | None = None) -> None:
-    """Kill the processes of a run, of start number `owner` and earlier ones, on hosts that answer, which a lost mpirun
-    does not do. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
+    """Kill the processes of start number `owner` and earlier ones of a run on hosts that answer: a lost mpirun does not
+    end its ranks. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
     """
     if hosts is None:
         hosts = list(cluster.hosts.values()) if len(cluster.hosts) > 1 else []
