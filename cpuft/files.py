@@ -222,8 +222,8 @@ def make_private_folder(folder: Path, advice: str) -> Path:
 
 
 def check_private_folder(folder: Path, advice: str = _ELSEWHERE) -> None:
-    """Raise CpuftError, with `advice`, if a folder is a link, file, another user's or writable for others; OSError:
-    none.
+    """Raise CpuftError, with `advice`, if a folder is a link or a file, another user's, or writable for others; OSError
+    if it is missing.
     """
     if trouble := _describe_risk(folder):
         raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}")

@@ -148,7 +148,9 @@ class ModulePatcher:
         self._patches = patches
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of a module to patch, with a loader that patches it; None for others and missing ones."""
+        """Return the spec of a module to patch, with a loader that patches it; None for others, and after the first
+        time.
+        """
         patch = self._patches.pop(name, None)
         spec = importlib.util.find_spec(name) if patch else None
         if patch and spec and spec.loader:
