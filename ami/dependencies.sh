@@ -6,7 +6,7 @@ set -eu
 env=$1 headers=$2
 # An empty cpuft: another version of cpuft is no reason to install the packages again.
 echo '__version__ = "0"' >cpuft/__init__.py
-PIP_NO_CACHE_DIR=1 VENV=$env scripts/install train,mpi,ccl,demo,sweep
+PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=0 VENV=$env scripts/install train,mpi,ccl,demo,sweep
 "$env/bin/python" -m pip uninstall --quiet --yes cpuft
 mkdir -p "$headers"
 mv "$env/include" "$headers/include"
