@@ -62,12 +62,12 @@ class Tokens:
         return np.diff(self.offsets)
 
     def positions(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of all tokens of these examples (at least one) in `ids`, one example after another."""
+        """Return the indices in `ids` of all tokens of these examples, one after another; of none, ValueError."""
         return np.concatenate([np.arange(self.offsets[one], self.offsets[one + 1]) for one in examples])
 
 
 def hash_sequences(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of 64 bits, 0 if empty, of each sequence of token ids, one after another in `ids`; (sequences,)."""
+    """Return a hash of 64 bits, 0 if empty, of each sequence; `ids` has `lengths[0]` tokens of the first, and so on."""
     ends = lengths.cumsum()
     factors = np.full(int(lengths.max(initial=0)), _KEY_FACTOR, np.uint64).cumprod()
     place_in_sequence = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
@@ -79,12 +79,12 @@ def hash_sequences(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArra
 
 
 def count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
-    """Return how many of these labels, class numbers or UNTAGGED, each class has; shape (classes,)."""
+    """Return how many of these labels, class numbers below `classes` or UNTAGGED, each class has; shape (classes,)."""
     return np.bincount(labels[labels != UNTAGGED].astype(np.int64), minlength=classes)
 
 
 def count_repeated(train: Tokens, validation: Tokens) -> int:
-    """Return how many validation examples have the tokens of a training example."""
+    """Return how many validation examples, equal ones too, have exactly the tokens of one of the training examples."""
     return int(np.isin(_hash_examples(validation), _hash_examples(train)).sum())
 
 

@@ -28,7 +28,7 @@ def is_columnar(path: Path) -> bool:
 
 
 def list_columns(path: Path, option: str) -> list[str]:
-    """Return the names of columns that `read_columnar` reads. CpuftError: a damaged or missing file, or no pyarrow."""
+    """Return the names of the columns that `read_columnar` reads, in their order. Raises CpuftError as that does."""
     with _explain_failures(path, option), _open(path) as (schema, _):
         return _list_flat(schema)
 
@@ -38,7 +38,8 @@ def read_columnar(path: Path, option: str) -> Iterator[dict[str, Cell]]:
 
     Numbers become texts (fp32 numbers with the digits that fp32 has), true becomes `True`, null an empty text, numbers
     of a ClassLabel of the library datasets the names of the classes, and lists of texts or numbers lists of texts;
-    other nested and binary columns are left out. Raises CpuftError: the file is damaged or missing, or pyarrow is.
+    other nested and binary columns are left out. Raises CpuftError, which names `option`: the file is damaged or
+    missing; or pyarrow is missing.
     """
     with _explain_failures(path, option), _open(path) as (schema, batches):
         yield from _list_rows(schema, batches)

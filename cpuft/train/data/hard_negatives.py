@@ -47,7 +47,7 @@ _FORMAT = 1
 
 
 def name_negatives(count: int) -> tuple[str, ...]:
-    """Return the names of the columns of `count` negatives: negative_1 and so on."""
+    """Return the names of the columns of `count` negatives: negative_1, negative_2 and so on."""
     return tuple(f"{NEGATIVE}_{number}" for number in range(1, count + 1))
 
 
@@ -61,11 +61,11 @@ def add_hard_negatives(
 ) -> Table:
     """Return the table with columns negative_1, negative_2 and so on: --hard-negatives irrelevant documents of each
     query, the most similar first, that --mining-model or --model finds among the documents of all rows and of `others`
-    (tables and their columns).
+    (tables and their columns). Says on stderr what it does; keeps what is found in the cache folder.
 
     With `every_row`, each row gets them, and rows whose query has fewer are left out; otherwise only the first row of
-    each query does, and all other cells are "". All texts have to fit into memory. Raises CpuftError: there are no rows
-    or too few documents, or the model is no embedding model.
+    each query does, and all other cells are "". Raises CpuftError: there are no rows or too few documents, or the model
+    is no embedding model.
     """
     pairs = [
         (asked, text)
@@ -103,7 +103,9 @@ def split_cell(cell: Cell) -> list[str]:
 
 
 def choose_usual_pair(table: Table, example: str, advice: str) -> tuple[str, str]:
-    """Return the columns of query and document by usual names. CpuftError, with `example` and `advice`: none fit."""
+    """Return the columns of query and document: the first of the usual pairs, such as question and answer, of which the
+    table has both. CpuftError, with `example` and `advice` in its message: it has none.
+    """
     for query, document in _USUAL_PAIRS:
         if query in table.columns and document in table.columns:
             return query, document

@@ -84,14 +84,17 @@ LABEL_SEPARATOR = "|"
 
 
 def split_label(cell: Cell, task: Task) -> list[str]:
-    """Return the labels in a cell: several for multi-label tasks (kind labels) and tags, else one; none of a blank."""
+    """Return the labels in a cell that are not blank: parts of a list, for the kind labels parts between bars, or one.
+    """
     if isinstance(cell, str):
         cell = cell.split(LABEL_SEPARATOR) if task.kind == "labels" else [cell]
     return [text for part in cell if (text := part.strip())]
 
 
 def refuse_vectors(table: Table, task: Task, labels: Iterable[str]) -> None:
-    """Raise CpuftError if the lists of labels are vectors with a number for each label, such as [0, 1, 0]."""
+    """Raise CpuftError if all rows have lists of one length above 1, and all `labels` are 0 or 1 or some are fractions:
+    vectors with a number for each label, such as [0, 1, 0].
+    """
     try:
         numbers = {float(find_value(label)) for label in labels}
     except ValueError:
@@ -108,7 +111,7 @@ def refuse_vectors(table: Table, task: Task, labels: Iterable[str]) -> None:
 
 
 def refuse_case(labels: Mapping[str, str]) -> None:
-    """Raise CpuftError if two labels differ in case only: most likely, they are one class."""
+    """Raise CpuftError if two labels (with their places) differ in case only, and are no forms of True or False."""
     seen: dict[str, str] = {}
     for label, where in labels.items():
         other = seen.setdefault(label.lower(), label)
@@ -128,7 +131,12 @@ _PRINTED_LIST = re.compile(
 
 
 def choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tuple[str, str]:
-    """Return the task's kind, by --label-type or by the cells, and a note on the row that decided."""
+    """Return the kind of a task, and a note on the row that decided, or "".
+
+    Lists of words as texts give tags. Otherwise `wanted`, --label-type, decides: class, number (kind score), multi
+    (kind labels) or auto. With auto, lists of labels or labels with a bar give labels, numbers of which some have a
+    fraction score, others class. Raises CpuftError: `train` has no rows, or a label leaves it in doubt.
+    """
     first = next(iter(train.rows), None)
     if first is None:
         raise CpuftError(describe_empty(train.source))
@@ -199,13 +207,16 @@ def _refuse_few(places: Sequence[str], count: int, what: str, label_type: str) -
 
 
 def describe_printed_list(where: str, name: str, cell: str) -> str:
-    """Say that a cell holds a list as Python or NumPy prints it."""
+    """Return the message that the cell of the column `name` holds a list as Python or NumPy prints it."""
     what = f"{where}: {name!r} is a list that was printed as text ({cell!r:.60})"
     return f"{what}: write the rows as JSON lines or Parquet, which have lists"
 
 
 def number_labels(task: Task, train: Iterable[str], others: Mapping[str, str], source: str, check_labels: bool) -> Task:
-    """Return the task with metrics and labels: those of `train`, sorted; then, without `check_labels`, new `others`."""
+    """Return the task with metrics and labels: those of `train`, sorted, of 0 and 0.0 only one; then, without
+    `check_labels`, new `others` (labels, and where each is). None for the kind score. CpuftError, with `check_labels`:
+    `train` has fewer than two labels, or `others` new ones.
+    """
     if task.kind == "score":
         return replace(task, labels=(), metrics=choose_metrics("score", ()))
     found = _drop_equal_labels(train) if task.kind == "class" else sorted(train)

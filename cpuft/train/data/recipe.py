@@ -51,7 +51,7 @@ def _check_embedding_recipe(config: TrainConfig, prepared: Prepared) -> None:
 
 
 def parse_dimensions(text: str) -> tuple[int, ...]:
-    """Return the numbers of --matryoshka; () for an empty text. CpuftError: one is not positive, or is there twice."""
+    """Return the numbers of --matryoshka; () for "". CpuftError: one is no whole number above 0, or is there twice."""
     parts = text.split(",") if text else []
     if not all(map(is_count, parts)) or len(set(parts)) < len(parts):
         raise CpuftError(
@@ -82,7 +82,9 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
 
 
 def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
-    """Return --best-metric (f1_macro for macro-f1), else the first metric or "". CpuftError: the task lacks it."""
+    """Return --best-metric (f1_macro for macro-f1), which has its split's suffix, such as accuracy_mismatched; if it is
+    not given, the first metric or "". CpuftError: the task has no such metric.
+    """
     wanted = _read_best_metric(config)
     names = (*prepared.metrics, _MACRO_F1) if _can_add_macro_f1(prepared) else prepared.metrics
     known = [name + suffix for suffix in prepared.validation for name in names]

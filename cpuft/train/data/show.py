@@ -169,7 +169,9 @@ def _count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, i
 
 
 def count_duplicates(examples: Examples, known: Known, adds: bool) -> tuple[int, int]:
-    """Count examples whose texts are `known`, and those of them with a new label. With `adds`, each becomes known."""
+    """Return the number of examples whose texts are in `known`, and of those of them whose label is not among the
+    labels there. With `adds`, each example is added to `known`, so that later examples count too.
+    """
     duplicates = contradictions = 0
     for texts, label in zip(examples.texts, examples.labels):
         seen = known.get(texts)
@@ -266,7 +268,9 @@ def _complete(config: TrainConfig, task: Task, splits: list[Split], notes: Seque
 
 
 def find_problems(summary: DataSummary) -> list[str]:
-    """Return a message for each fault that cpuft launch would refuse, and for each that harms a training; else []."""
+    """Return a message for each fault in the summary: fewer than two classes, columns with few texts, labels of
+    validation examples only, duplicates, contradictions, and more than 5 % cut examples or unknown tokens; [] for none.
+    """
     train, *others = summary.splits
     problems = []
     learned = [label for label, count in train.labels.items() if count]

@@ -146,7 +146,9 @@ class TaskData:
 
 
 def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the examples of GLUE, demo or files. CpuftError: they do not fit, or with `check_labels` labels of files."""
+    """Read the examples of GLUE, demo or files. Raises CpuftError: they do not fit the task, or, with `check_labels`,
+    files have fewer than two labels for training, or others for validation.
+    """
     task = TASKS[config.task]
     if task.name == "files":
         return read_user_files(task, config, check_labels)
@@ -296,7 +298,9 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
 
 
 def read_both_files(config: TrainConfig, what: str) -> tuple[Table, Table | None]:
-    """Open --train-file, with rows of `what`, and --validation-file (else None). CpuftError: one cannot be read."""
+    """Open --train-file, and --validation-file (else None). CpuftError: one cannot be read, or --train-file is not
+    given, which the message says with `what`, the rows that it needs.
+    """
     if not config.train_file:
         raise CpuftError(
             f"--task {config.task} needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with {what}"
@@ -392,8 +396,9 @@ _PRINTED_WORDS = re.compile(r"\[\s*(['\"]).*\1\s*\]", re.DOTALL)
 
 
 def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Row]:
-    """Yield all rows, each checked to fit the task, except for the label's value. Raises CpuftError: one does not, or
-    there are none.
+    """Yield all rows, each checked to fit the task, except for the label's value. Raises CpuftError: one lacks a
+    column, has a list for a text or the reverse, or an empty cell (of texts, only if the kind needs them); or there are
+    none.
     """
     if task.kind == "tags" and len(task.texts) > 1:
         raise CpuftError(f"{table.source} has lists of words, which need exactly one column: give it by --text-columns")
@@ -431,7 +436,7 @@ def _has_text(cell: Cell) -> bool:
 
 
 def has_label(cell: Cell, task: Task) -> bool:
-    """Return whether a cell has a label to compare a prediction with: text that is none of MISSING but a class's."""
+    """Return whether a cell has a label to compare with: it is not blank, or is one of MISSING that names a class."""
     return _has_text(cell) and (not is_blank(cell) or str(cell).strip() in task.labels)
 
 

@@ -472,8 +472,9 @@ _USUAL_TEXTS = ("text", "sentence", "document", "query", "question")
 def choose_column(
     table: Table, wanted: str, option: str = "--text-columns", usual: Sequence[str] = _USUAL_TEXTS
 ) -> str:
-    """Return the column of the texts: `wanted`, else the first of `usual` names, else the only column; `option` names
-    it in messages. Raises CpuftError: there is no such column, or `wanted` names several.
+    """Return the column of the texts: `wanted`, else the first of `usual` names (text, sentence, document, query,
+    question), else the only column; `option` names it in messages. Raises CpuftError: there is no such column, or
+    `wanted` names several.
     """
     if "," in wanted and wanted not in table.columns:
         raise CpuftError(f"{option} {wanted!r:.80}: name one column, as each text is taken by itself")
@@ -489,7 +490,7 @@ def choose_column(
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the names between the commas of a text, without spaces around them, also empty ones; () for ""."""
+    """Return the names between commas, without spaces around them; ("a", "") for "a,", and () for ""."""
     return tuple(name.strip() for name in text.split(",")) if text else ()
 
 

@@ -199,7 +199,8 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
 
 
 def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join pieces with those that continue them, up to 64 or 65,536 characters, so that a tokenizer sees line ends."""
+    """Join pieces to those that they continue (at most 64, of 65,536 characters), so that a tokenizer sees line ends.
+    """
     parts: list[str] = []
     size, validates, begins = 0, False, False
     for its_split, text, its_begin in pieces:
@@ -240,7 +241,9 @@ class Packer:
         self._file = path.open("w+b")
 
     def add(self, tokens: list[int], begins: bool) -> None:
-        """Append a piece's tokens, behind a separator if it or an empty one before `begins`, unless it is the first."""
+        """Append a piece's token ids. With `begins`, a separator comes before them (if there are none, before the next
+        piece that has some), unless they are the packer's first ones.
+        """
         self._begins = begins or self._begins
         if tokens and self._begins:
             self._buffer += [] if self._is_empty else self.separator

@@ -38,8 +38,8 @@ Rows = Iterable[Sequence[Any]]
 
 
 def check_output(path: Path, overwrite: bool, *inputs: str) -> None:
-    """Raise CpuftError if `path` has no known ending, is a folder or one of the `inputs`, exists (no overwrite), or
-    .parquet lacks pyarrow.
+    """Raise CpuftError if `path` does not end in .csv, .tsv, .jsonl or .parquet (which needs pyarrow), is a folder,
+    device or one of the `inputs`, or exists without `overwrite`.
     """
     if path.suffix not in OUTPUT_ENDINGS:
         raise CpuftError(
@@ -59,7 +59,7 @@ def check_pyarrow(path: Path) -> None:
 
 
 def write_table(path: Path, columns: Sequence[Column], rows: Rows, guards: bool = True) -> None:
-    """Write or replace a file completely or not at all, in the format of its ending; column names must differ.
+    """Write or replace a file that `check_output` accepts, completely or not at all; column names must differ.
 
     In CSV and TSV, None is an empty cell, lists have bars between their parts, and texts that a spreadsheet would run
     as formulas, names of columns as well, get an apostrophe in front, if `guards`. In JSON lines, numbers that are not
@@ -127,6 +127,8 @@ def _write_parquet(path: Path, columns: Sequence[Column], rows: Rows) -> None:
 
 
 def guard_formula(text: str) -> str:
-    """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula; -1 and "-" stay."""
+    """Return the text, with an apostrophe in front if it begins with =, +, -, @, tab or return, for which a spreadsheet
+    runs it as a formula; numbers such as -1, and single characters, stay.
+    """
     is_formula = len(text) > 1 and text.startswith(_FORMULA_STARTS) and math.isnan(to_number(text))
     return f"'{text}" if is_formula else text
