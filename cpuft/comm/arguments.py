@@ -21,7 +21,7 @@ Tensors = list[torch.Tensor]
 
 
 def reduction_name(operation: object) -> str:
-    """Return the name of a ReduceOp in lower case, such as "avg"; NotImplementedError for PREMUL_SUM or others."""
+    """Return the name of a ReduceOp in lower case, such as "avg" or "band". NotImplementedError: PREMUL_SUM or none."""
     for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor"):
         if operation == getattr(dist.ReduceOp, name.upper()):
             return name
@@ -188,7 +188,9 @@ def _check_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensor
 
 
 def check_message(name: str, group: GroupMembership, tensors: Tensors, peer: int | None, tag: int) -> None:
-    """Raise RuntimeError unless there is one dense CPU tensor, `peer` is another rank or None (any), and `tag` >= 0."""
+    """Raise RuntimeError unless there is one dense CPU tensor, `peer` is another rank of the group, or None, and `tag`
+    is not negative.
+    """
     _check_one(name, tensors)
     _check_tensors(name, tensors)
     if peer is not None and (not 0 <= peer < group.size or peer == group.rank):

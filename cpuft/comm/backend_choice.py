@@ -50,7 +50,9 @@ class Choice:
 
 
 def choose_backend(timings: Timings, nbytes: int) -> Choice:
-    """Return the backend with the least median seconds * (1 + median CPU share); within 2 %, the first of PREFERENCE.
+    """Return the backend with the least median seconds * (1 + median CPU share), of those within 2 % the first of gloo,
+    mpi and ccl, with the medians of all as the reason. `timings` has pairs of seconds and CPU share (0 to 1) by
+    backend.
 
     A backend that spins slows the backward pass beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126
     ms of computing, and gloo's 200 ms cost 84 ms. Raises CpuftError if nothing was measured.
@@ -142,12 +144,12 @@ def measure_turns(
     timeout_seconds: float,
     choices: Mapping[tuple[str, int], Choice] | None = None,
 ) -> Iterator[Measurement]:
-    """Measure each turn of a plan, and yield one measurement per turn, the same on all ranks.
+    """Measure each (backend, operation, type, bytes) of `plan`; yield a measurement for each, the same on all ranks.
 
     A backend that cannot be used on one of the ranks is left out: rank 0 prints why, without `choices` only if another
     rank can use it, because not all packages need be installed. All ranks must iterate to the end together, without a
-    default process group. `choices` has what `auto` stands for, by type and bytes; a measurement of `auto` has the name
-    `auto:mpi`.
+    default process group. `choices` has what `auto` stands for, by type and bytes; a measurement of `auto` has a name
+    like `auto:mpi`.
     """
     current, left_out = "", set[str]()
     for number, (backend, operation, dtype, nbytes) in enumerate(plan):
@@ -202,7 +204,8 @@ def _destroy_group() -> None:
 
 
 def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, repeat: int) -> Measurement:
-    """Measure "all_reduce", "all_gather", "reduce_scatter" or "broadcast" on all ranks, which get the same result.
+    """Measure "all_reduce", "all_gather", "reduce_scatter" or "broadcast" of the default process group, together on all
+    ranks, which get the same result.
 
     For each repetition, the result has the seconds of the slowest rank, and the CPU share (0 to 1 of the cores that it
     may use) of the busiest rank. There are `repeat` repetitions, or fewer, but at least 5, if they would take more than
@@ -231,12 +234,12 @@ def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, re
 
 
 def count_repetitions(nbytes: int, budget_bytes: int = 512 * 2**20) -> int:
-    """Return how often to repeat an operation on `nbytes`: `budget_bytes / nbytes`, but at least 5 and at most 50."""
+    """Return how often to repeat an operation: `budget_bytes / nbytes`, rounded down, but at least 5 and at most 50."""
     return max(5, min(50, budget_bytes // max(1, nbytes)))
 
 
 def limit_repetitions(wanted: int, seconds: float) -> int:
-    """Return how often to repeat an operation of `seconds` for about three seconds: 5 or more, but `wanted` at most."""
+    """Return `wanted`, or fewer, but at least 5, if the repetitions of `seconds` each would take more than 3 s."""
     return min(wanted, max(5, int(_TURN_SECONDS / max(seconds, 1e-9))))
 
 

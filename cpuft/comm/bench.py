@@ -26,7 +26,7 @@ from cpuft.terminal import protect_streams
 
 
 def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Join measurements of equal backend, operation, type and bytes into one with all repetitions, by the first one."""
+    """Join measurements of equal backend, operation, type and bytes, with all repetitions, ordered by the first one."""
     pooled: dict[tuple[str, str, str, int], Measurement] = {}
     for found in measurements:
         key = found.backend, found.operation, found.dtype, found.nbytes
@@ -37,7 +37,8 @@ def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """Return the measurements as a table, with one row for all rounds of a backend, operation, type and size.
+    """Return a table with one row for all measurements of a backend, operation, type and size, two repetitions at
+    least.
 
     Rows are sorted by operation, type, size and median. Bandwidths are those of nccl-tests; the last column is gloo's
     median divided by this backend's, empty without gloo.

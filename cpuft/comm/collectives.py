@@ -109,7 +109,7 @@ class Collectives:
         tensor.div_(self._group.size, rounding_mode="trunc" if is_integral else None)
 
     def allreduce(self, tensors: Tensors, opts: Any) -> None:
-        """Reduce each tensor in place."""
+        """Reduce each tensor in place by `opts.reduceOp` (integer means round towards zero); sum sparse ones."""
         for tensor in tensors:
             if tensor.is_sparse:
                 self._sum_sparse(tensor)
@@ -135,14 +135,14 @@ class Collectives:
         tensor.copy_(whole.coalesce())
 
     def reduce(self, tensors: Tensors, opts: Any) -> None:
-        """Reduce on all ranks, which costs as much as an all-reduce; only the tensor of the root changes."""
+        """Reduce the list's one tensor on rank `opts.rootRank`, at the cost of an all-reduce; others do not change."""
         whole = to_contiguous(tensors[0]).clone()
         self._reduce_in_place(whole, reduction_name(opts.reduceOp))
         if self._group.rank == opts.rootRank:
             tensors[0].copy_(whole)
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> None:
-        """Reduce each input over the ranks, and write this rank's part to its output."""
+        """Reduce each input, a tensor or a list of them, and write the r-th of its equal parts to its output on rank r."""
         reduction = reduction_name(opts.reduceOp)
         base = "sum" if reduction == "avg" else reduction
         for output, source in zip(flatten(outputs), flatten(inputs), strict=True):
@@ -162,7 +162,7 @@ class Collectives:
     reduce_scatter_single_coalesced = reduce_scatter_single
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> None:
-        """Reduce each piece over the ranks, and write this rank's to its output; unequal sizes cost twice the bytes."""
+        """Reduce `inputs[i][r]` over the ranks, and write it to `outputs[i]` on rank r; unequal sizes cost double."""
         for output, pieces in zip(outputs, inputs, strict=True):
             whole = torch.cat([piece.reshape(-1) for piece in pieces])
             sizes = [piece.numel() for piece in pieces]
@@ -178,11 +178,11 @@ class Collectives:
                 self._backend.broadcast(dense.data_ptr(), dense.nbytes, root)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> None:
-        """Copy the root's tensor to all ranks."""
+        """Copy the list's one tensor from rank `opts.rootRank` of the group to that of all ranks."""
         self._broadcast_tensor(tensors[0], opts.rootRank)
 
     def all_gather_single(self, outputs: Any, inputs: Any, opts: Any) -> None:
-        """Write the inputs of all ranks, one after another, to each output."""
+        """Write the inputs of all ranks, one after another, to the output; for lists, `inputs[i]` to `outputs[i]`."""
         for output, source in zip(flatten(outputs), flatten(inputs), strict=True):
             if output.numel():
                 dense = to_contiguous(source)
@@ -192,7 +192,7 @@ class Collectives:
     all_gather_single_coalesced = all_gather_single
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> None:
-        """Write the tensor of rank r to the r-th target; targets of unequal sizes cost a broadcast for each rank."""
+        """Write `inputs[i]` of rank r to `outputs[i][r]` on all ranks; unequal sizes cost a broadcast for each rank."""
         for targets, source in zip(outputs, inputs, strict=True):
             if len({target.nbytes for target in targets}) == 1:
                 whole = targets[0].new_empty((len(targets), targets[0].numel()))
@@ -205,7 +205,7 @@ class Collectives:
                     self._broadcast_tensor(target, root)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> None:
-        """Gather as `allgather`, with a list of outputs for each rank. ValueError: lists of unequal lengths."""
+        """Write `inputs[i]` of rank r to `outputs[r][i]` on all ranks. ValueError: lists of unequal lengths."""
         self.allgather(transpose(outputs), inputs, opts)
 
     def _exchange(
@@ -235,7 +235,9 @@ class Collectives:
         source_sizes: Sequence[int],
         opts: Any,
     ) -> None:
-        """Exchange slices along the first dimension, of these lengths for each rank; no lengths mean equal slices."""
+        """Exchange slices along the first dimension, of these lengths for each rank, or equal ones for [].
+        RuntimeError: a rank sends another number of bytes than the receiver expects.
+        """
         dense, ranks = to_contiguous(source), self._group.size
         with contiguous_in_place(output) as whole:
             sent, received = (
@@ -245,7 +247,9 @@ class Collectives:
             self._exchange(dense, sent, whole, received, is_known=not (source_sizes or output_sizes))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any, is_known: bool = False) -> None:
-        """Send the r-th input to rank r, and receive the r-th output from it; tensors may differ in type and layout."""
+        """Send the r-th input to rank r, and receive the r-th output from it; tensors may differ in type and layout.
+        RuntimeError, unless `is_known`: a rank sends another number of bytes than the receiver expects.
+        """
         sent = torch.cat([to_contiguous(source).view(-1).view(torch.uint8) for source in inputs])
         received = torch.empty(sum(target.nbytes for target in outputs), dtype=torch.uint8)
         sizes = [target.nbytes for target in outputs]
@@ -256,11 +260,11 @@ class Collectives:
                 target.copy_(part.clone().view(target.dtype).view(target.shape))
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> None:
-        """Write the tensor of rank r to the root's r-th output."""
+        """Write the one input of rank r to `outputs[0][r]` on rank `opts.rootRank`; on other ranks `outputs` is []."""
         self.alltoall(flatten(outputs) or self._list_empty(inputs), self._address(inputs, opts), opts, is_known=True)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> None:
-        """Write the root's r-th input to the output of rank r."""
+        """Write `inputs[0][r]` of rank `opts.rootRank` to the one output of rank r; on other ranks `inputs` is []."""
         self.alltoall(self._address(outputs, opts), flatten(inputs) or self._list_empty(outputs), opts, is_known=True)
 
     def _list_empty(self, own: Tensors) -> Tensors:

@@ -340,7 +340,9 @@ class CollectiveGroup(WatchedGroup):
         return self._launch(method.operation, flatten(payload), result, checked_body)
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to send the list's one tensor; the Work may end before `peer` has it. RuntimeError: wrong arguments."""
+        """Start to send the list's one tensor to a rank of the group; the Work may end before it is there.
+        RuntimeError: wrong arguments.
+        """
         check_message("send", self._membership, tensors, peer, tag)
 
         def body() -> int:
@@ -352,13 +354,17 @@ class CollectiveGroup(WatchedGroup):
         return self._launch("send", tensors, tensors, body, *place)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to receive the list's one tensor; wait() raises for a longer message. RuntimeError: wrong arguments."""
+        """Start to receive the list's one tensor from rank `peer` of the group; wait() raises RuntimeError or
+        ValueError for a longer message. RuntimeError: wrong arguments.
+        """
         body = self._make_receiver(tensors, peer, tag)
         place = self.describe_message(peer, self._membership.rank, tag)
         return self._launch("recv", tensors, tensors, body, *place)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
-        """Start to receive from any rank; the Work's `source_rank()` tells it. With ccl, wait() raises CpuftError."""
+        """Start to receive the list's one tensor from any rank, which the Work's `source_rank()` returns. With ccl,
+        wait() raises CpuftError. RuntimeError: wrong arguments.
+        """
         body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
         return self._launch("recvAnySource", tensors, tensors, body, channel, self._membership.ranks)
 

@@ -91,7 +91,7 @@ def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
 
 
 def choose_timeout(default: float) -> float:
-    """Return the seconds of TIMEOUT_VARIABLE; `default` if it is not set or empty. CpuftError: no positive number."""
+    """Return the seconds of CPUFT_COMM_TIMEOUT; `default` if it is not set or empty. CpuftError: no positive number."""
     if not (text := os.environ.get(TIMEOUT_VARIABLE, "")):
         return default
     seconds = to_number(text)

@@ -98,7 +98,7 @@ class OperationRegister:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
-        """Register the next operation of a channel, which this rank has begun, count its traffic, and return it."""
+        """Register and return this rank's next operation of a channel, numbered from 1, and count its traffic."""
         with self._lock:
             sequence = self.progress.pop(channel, (0, ""))[0] + 1
             operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
@@ -157,8 +157,8 @@ class OperationRegister:
 def find_overdue(pending: Sequence[Operation], gone: Mapping[int, float], now: float) -> Operation | None:
     """Return the operation that must be given up, the one that began first if there are several; None if there is none.
 
-    That is one whose timeout is over, or one with a rank that has ended, GONE_GRACE_SECONDS after both the rank's end
-    and the operation's begin. `gone` has world ranks and when their end was noticed, by time.monotonic(), as `now`.
+    That is one whose timeout is over, or one with a rank that has ended, 3 s (GONE_GRACE_SECONDS) after both the rank's
+    end and the operation's begin. `gone` has world ranks and when their end was noticed, by time.monotonic(), as `now`.
     """
 
     def is_overdue(operation: Operation) -> bool:
@@ -175,8 +175,8 @@ def find_missing_ranks(
     """Return the world ranks that keep an operation from ending, each with its state as text; {} if all have arrived.
 
     If ranks are lost (in `gone`, or without an answer in `answers`), only they are returned, and otherwise only those
-    that are furthest behind ("last at all_reduce #3"), because others wait for them. `rank` is this rank; if it is not
-    rank 0 and even its own answer is missing, only rank 0 is returned, which relays all answers.
+    that are furthest behind ("last at all_reduce #3" or "has not begun"), because others wait for them. `rank` is this
+    rank; if it is not rank 0 and even its own answer is missing, only rank 0 is returned, which relays all answers.
     """
     if rank and rank not in answers:  # rank 0 relays all messages: not even this rank's own answer came back
         return {0: _ENDED if 0 in gone else _SILENT}
@@ -196,7 +196,7 @@ def find_missing_ranks(
 def describe_failure(
     operation: Operation, rank: int, missing: Mapping[int, str], now: float, calls: Mapping[int, Call]
 ) -> str:
-    """Return why this rank ends, in a line without newline; `calls` has the operation of each rank that has arrived."""
+    """Return why this rank ends, in a line without newline; `calls` has (name, bytes) of each rank that has arrived."""
     waited = now - operation.started
     names = ", ".join(f"rank {other} ({state})" for other, state in sorted(missing.items()))
     arrived = f"did not arrive: {names}" if missing else "all ranks arrived, so the network or a library hangs"
@@ -267,7 +267,7 @@ class CollectiveWatchdog:
             self._connection.close()
 
     def exit_if_rank_lost(self, operation: Operation, error: BaseException) -> None:
-        """End the process if a rank of a failed operation has ended; else return, 2 s later if a connection failed."""
+        """End the process (code 75) if a rank of the operation has ended; else return, 2 s later for connection errors."""
         is_connection_error = any(text in str(error).lower() for text in _CONNECTION_ERRORS)
         deadline = time.monotonic() + (_DETECTION_SECONDS if is_connection_error else 0.0)
         while not self._closed.is_set():

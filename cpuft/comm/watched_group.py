@@ -36,7 +36,7 @@ class WatchedGroup(dist.ProcessGroup):
             stop_watchdog()
 
     def begin(self, name: str, nbytes: int, channel: str = "", ranks: tuple[int, ...] = ()) -> Operation:
-        """Register an operation that this rank has begun, by default of the whole group; `ranks` are world ranks."""
+        """Register and return an operation that has begun, by default in the group's channel and on all its ranks."""
         place, members = channel or self._membership.label, ranks or self._membership.ranks
         return register.begin(place, name, nbytes, members, self._timeout)
 
@@ -47,6 +47,6 @@ class WatchedGroup(dist.ProcessGroup):
         register.end(operation)
 
     def describe_message(self, source: int, target: int, tag: int) -> tuple[str, tuple[int, int]]:
-        """Return ("LABEL from 4 to 5 (tag 0)", (4, 5)), by world ranks, for messages between two ranks of the group."""
+        """Return ("LABEL from 4 to 5 (tag 0)", (4, 5)), with the world ranks of the two ranks of the group."""
         ranks = (self._membership.ranks[source], self._membership.ranks[target])
         return f"{self._membership.label} from {ranks[0]} to {ranks[1]} (tag {tag})", ranks

@@ -84,10 +84,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Send bytes to rank `peer`, which receives them with the same tag; this may return before that, or wait for
-        it.
-
-        Raises RuntimeError: the library fails.
+        """Send bytes to rank `peer`, which receives them with the same tag; this may or may not wait for that.
+        RuntimeError: the library fails.
         """
 
     @abc.abstractmethod

@@ -91,11 +91,12 @@ def load() -> ctypes.CDLL:
 
 
 def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, str]:
-    """Return the variables CCL_* that oneCCL needs in a process that `cpuft launch` has not started.
+    """Return the variables CCL_WORKER_OFFLOAD, CCL_WORKER_AFFINITY, CCL_ATL_TRANSPORT and CCL_ATL_SHM that oneCCL needs
+    in a process that `cpuft launch` has not started.
 
     `cores` are the hardware threads that this rank may use, at least one; workers get the last ones, and sleep
-    (CCL_YIELD) if they share one with computing. Without PMI_RANK or with srun, also the local rank and size. Raises
-    CpuftError: CCL_WORKER_COUNT is no number of workers.
+    (CCL_YIELD) if they share one with computing. Without PMI_RANK or with srun, also CCL_PROCESS_LAUNCHER,
+    CCL_LOCAL_RANK and CCL_LOCAL_SIZE. Raises CpuftError: CCL_WORKER_COUNT is no number from 1 to 64.
     """
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("MPI_LOCALNRANKS") or "1"
     count = environment.get("CCL_WORKER_COUNT", "1")

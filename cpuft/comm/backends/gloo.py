@@ -107,7 +107,9 @@ class WatchedGlooGroup(WatchedGroup):
         return self._watch_point_to_point("send", tensors, self._membership.rank, peer, tag, work)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Start to receive the list's tensor from `peer`; only wait() completes it. RuntimeError: wrong arguments."""
+        """Start to receive the list's one tensor from rank `peer` of the group; only wait() completes it. RuntimeError:
+        wrong arguments.
+        """
         arguments.check_message("recv", self._membership, tensors, peer, tag)
         work = self._gloo.recv(tensors, peer, tag)
         return self._watch_point_to_point("recv", tensors, peer, self._membership.rank, tag, work)

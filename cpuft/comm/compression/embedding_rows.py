@@ -94,7 +94,7 @@ class RowRoutes:
 
 
 def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> RowRoutes:
-    """Return what `rank` sends and receives, given each rank's token ids, int64, (n,). RuntimeError: one is no row."""
+    """Return what `rank` sends and receives; `tokens` are each rank's ids, int64, (n,). RuntimeError: one is no row."""
     ranks, flat = len(tokens), torch.cat(list(tokens))
     rows = _find_rows(flat, vocabulary)
     own = torch.unique(tokens[rank])
@@ -211,7 +211,7 @@ class RowExchange:
 
         All ranks call this after the backward pass, before anything reads the gradient, with the same `tokens`: for
         each rank, all that it may have looked up since the gradient was zero. Late rows (powersgd without `hosts`,
-        after EXACT_UPDATES updates) become the mean of the update before, which is zero at first.
+        after the first 6 updates) become the mean of the update before, which is zero at first.
         """
         gradient = self.weight.grad
         assert gradient is not None

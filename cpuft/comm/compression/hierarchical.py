@@ -100,7 +100,7 @@ class HostGroups:
 def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups | None:
     """Make the groups of hierarchical means; None unless several hosts have the same number of ranks each, 2 or more.
 
-    Collective. None also for a group other than the world, and for compressions without error feedback.
+    Collective. None also for a group other than the world, and for compressions other than int8 and powersgd.
     """
     if compression not in COMPRESSIONS_WITH_FEEDBACK or group is not dist.group.WORLD:
         return None

@@ -41,7 +41,9 @@ def all_gather(
 
 
 def encoded_bytes(count: int, ranks: int, bits: int = 8) -> int:
-    """Return the bytes that each rank sends, and also receives, for a mean of `count` numbers, with padding."""
+    """Return the bytes that each rank sends, and also receives, for a mean of `count` numbers: 256 * `bits` / 8 + 4 for
+    each block of 256, of which all ranks have equally many, and at least one.
+    """
     return ranks * _message_bytes(_share_length(count, ranks), bits)
 
 
@@ -55,11 +57,12 @@ def _message_bytes(length: int, bits: int) -> int:
 
 
 def encode(shares: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Encode fp32 numbers, (n, length), as codes and scales: int8, (n, length * bits / 8 + length / 256 * 4).
+    """Encode fp32 numbers, (n, length), as codes of 8 or 4 bits and scales: int8, (n, length * bits / 8 + length / 256
+    * 4).
 
-    A scale is the largest magnitude in a block of 256 numbers divided by the largest code, 127 or 7. A block with an
-    infinity or a NaN becomes NaN. Codes come first, then the bytes of fp32 scales. With 4 bits, a byte has code j of a
-    block in its low half, and code j + 128 in its high half.
+    The length is a multiple of 256. A scale is the largest magnitude in a block of 256 numbers divided by the largest
+    code, 127 or 7. A block with an infinity or a NaN becomes NaN. Codes come first, then the bytes of fp32 scales. With
+    4 bits, a byte has code j of a block in its low half, and code j + 128 in its high half.
     """
     count = len(shares)
     blocks = shares.view(count, -1, BLOCK)
@@ -125,7 +128,9 @@ def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor, 
 
 
 def encode_message(numbers: torch.Tensor, error: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Return (n,) contiguous fp32 or bf16 numbers as an int8 message; write what it lacks to `error`: fp32, (n,)."""
+    """Return (n,) contiguous fp32 or bf16 numbers, filled up to blocks of 256 by zeros, as a message, int8, of codes of
+    8 or 4 bits; write what the message lacks of the numbers to `error`: fp32, (n,).
+    """
     return _encode_numbers(numbers, None, error, 1, bits)[0]
 
 

@@ -55,7 +55,7 @@ def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link:
 def choose_level(
     levels: Sequence[CompressionLevel], compute_seconds: float, link: LinkModel
 ) -> tuple[CompressionLevel, str]:
-    """Return the first of `levels` that is as fast as the fastest within 2 %, and why; there must be one."""
+    """Return the first of `levels`, one at least, within 2 % of the fastest one, and the estimates of all as text."""
     seconds = [estimate_step_seconds(level, compute_seconds, link) for level in levels]
     chosen = next(
         level for level, estimate in zip(levels, seconds, strict=True) if estimate <= TIE_RATIO * min(seconds)

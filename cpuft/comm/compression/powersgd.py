@@ -310,7 +310,9 @@ class PowerSGD:
 
 
 def count_numbers(shape: torch.Size) -> int:
-    """Return how many numbers are sent for a gradient of this shape: those of its factors, or of itself if fewer."""
+    """Return how many numbers are sent for a gradient of this shape: (rows + columns) * min(rows, columns, 12) in its
+    factors, or rows * columns if that is less; columns are all dimensions but the first.
+    """
     rows, columns = _matrix_shape(shape)
     return min((rows + columns) * min(rows, columns, RANK), rows * columns)
 
@@ -327,7 +329,7 @@ def count_factor_bytes(shapes: Iterable[torch.Size], ranks: int) -> int:
 
 
 def saves_bytes(shape: torch.Size) -> bool:
-    """Return whether factors have fewer numbers than the gradient itself; False for one with one dimension."""
+    """Return whether `count_numbers` is less than the gradient's own numbers; False if it has one dimension."""
     return count_numbers(shape) < shape.numel()
 
 

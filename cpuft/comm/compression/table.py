@@ -109,8 +109,8 @@ TABLE = {
 def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None) -> Reduce:
     """Return a function that starts to average a DDP bucket over `group`, and returns a future of the bucket's buffer.
 
-    `hosts` are those that `make_host_groups` returned for the same compression and group. Raises CpuftError: there is
-    no such compression.
+    `compression` is none, bf16, fp16, int8 or powersgd; CpuftError for others. `hosts` are those that
+    `make_host_groups` returned for the same compression and group.
     """
     if compression not in TABLE:
         raise CpuftError(
@@ -125,7 +125,7 @@ def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | 
 def list_levels(
     parameters: Sequence[torch.Tensor], rows: tuple[int, int], ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
-    """Return what an update of a model sends with each compression of TABLE, in TABLE's order.
+    """Return what an update of a model sends with none, bf16, fp16, int8 and powersgd, in this order.
 
     `parameters` are those that are not exchanged by rows. `rows` are how many numbers the embedding rows of all ranks
     together have, and those of one rank, or of one host if means are hierarchical. `coding_seconds` is the time to
@@ -160,19 +160,20 @@ def resolve_compression(requested: str, precision: str) -> str:
 
 
 def to_wire_type(gradient: torch.Tensor, compression: str) -> torch.Tensor:
-    """Return the gradient rounded if the compression is bf16 or fp16, else itself; KeyError: not a name in TABLE."""
+    """Return the gradient rounded for bf16 or fp16, else itself. KeyError: not none, bf16, fp16, int8 or powersgd."""
     return gradient.to(TABLE[compression].wire_type or gradient.dtype)
 
 
 def wire_type_name(compression: str) -> str:
-    """Return "bfloat16" for bf16, "float16" for fp16, and "float32" for the others; KeyError: not a name in TABLE."""
+    """Return "bfloat16" for bf16, "float16" for fp16, "float32" for none, int8 and powersgd. KeyError for others."""
     return str(TABLE[compression].wire_type or torch.float32).removeprefix("torch.")
 
 
 def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
     """Let a wrapped model send compressed gradients; call it once on all ranks before the first backward pass.
 
-    `compression` is a key of TABLE; CpuftError for others. RuntimeError: the model has a communication hook already.
+    `compression` is none, bf16, fp16, int8 or powersgd; CpuftError for others. RuntimeError: the model has a
+    communication hook already.
     """
     group = model.process_group
     reduce = make_reduce(compression, group, make_host_groups(compression, group))

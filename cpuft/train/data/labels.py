@@ -84,8 +84,7 @@ LABEL_SEPARATOR = "|"
 
 
 def split_label(cell: Cell, task: Task) -> list[str]:
-    """Return the labels in a cell that are not blank: parts of a list, for the kind labels parts between bars, or one.
-    """
+    """Return the labels in a cell that are not blank: parts of a list, those between bars (kind labels), or one."""
     if isinstance(cell, str):
         cell = cell.split(LABEL_SEPARATOR) if task.kind == "labels" else [cell]
     return [text for part in cell if (text := part.strip())]

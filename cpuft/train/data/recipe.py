@@ -21,7 +21,9 @@ _MACRO_F1 = "f1_macro"
 
 
 def check_recipe(config: TrainConfig, prepared: Prepared) -> None:
-    """Raise CpuftError if the data do not fit label smoothing, class weights, metric, matryoshka or similarity loss."""
+    """Raise CpuftError if label smoothing or class weights are given for a task without one class per example or word,
+    or class weights, best metric, matryoshka or similarity loss do not fit the data.
+    """
     for flag, value in (("--label-smoothing", config.label_smoothing), ("--class-weights", config.class_weights)):
         if value and prepared.kind not in ("class", "tags"):
             raise CpuftError(
@@ -97,7 +99,9 @@ def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
 
 
 def find_metrics(config: TrainConfig, prepared: Prepared) -> tuple[str, ...]:
-    """Return the metrics of evaluations: those of the task, and last f1_macro if --best-metric asks for it."""
+    """Return the metrics of evaluations: the task's, and last f1_macro if --best-metric and one class per example ask
+    for it.
+    """
     is_added = _can_add_macro_f1(prepared) and _read_best_metric(config).startswith(_MACRO_F1)
     return (*prepared.metrics, _MACRO_F1) if is_added else prepared.metrics
 

@@ -332,7 +332,9 @@ _KINDS = {
 
 
 def format_summary(summary: DataSummary) -> list[str]:
-    """Return the lines that `cpuft data show` prints without --json."""
+    """Return the lines that `cpuft data show` prints without --json: the task, a table of figures with a column for
+    each split, notes, baselines, and problems.
+    """
     train, *others = splits = summary.splits
     label = f" -> {_show(summary.label_column)}" if summary.label_column else ""
     lines = [

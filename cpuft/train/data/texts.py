@@ -199,8 +199,7 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
 
 
 def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join pieces to those that they continue (at most 64, of 65,536 characters), so that a tokenizer sees line ends.
-    """
+    """Join pieces to those that they continue, up to 64 or 65,536 characters, so that a tokenizer sees line ends."""
     parts: list[str] = []
     size, validates, begins = 0, False, False
     for its_split, text, its_begin in pieces:
@@ -285,13 +284,17 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
 
 
 def find_document_marks(tokenizer: Any) -> tuple[list[int], int | None]:
-    """Return the ids that a decoder's tokenizer puts before a text, and the one that ends a text, or None."""
+    """Return the ids that a decoder's tokenizer puts before a text, and the id that ends one (eos, else sep, else
+    None).
+    """
     end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
     return [one for one in tokenizer("")["input_ids"] if one != end], end
 
 
 def classify_tokens(tokenizer: Any) -> NDArray[np.int8]:
-    """Return each token id's kind, int8, shape (largest id + 1,); NEVER_MASKED for special tokens and unused ids."""
+    """Return each token id's kind, int8, shape (largest id + 1,): WORD_START, WORD_CONTINUATION or, for special tokens
+    and unused ids, NEVER_MASKED.
+    """
     vocabulary = tokenizer.get_vocab()
     marks_starts = sum(token.startswith(_WORD_START_MARKS) for token in vocabulary) > len(vocabulary) // 10
     kinds = np.full(1 + max(vocabulary.values()), NEVER_MASKED, np.int8)

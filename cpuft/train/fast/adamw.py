@@ -28,7 +28,7 @@ class FusedStep(MasterStep):
     """The next step multiplies gradients by this, and sets it to 1 again; `clip_gradients` sets it."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update all parameters with a gradient, by the kernel or torch's step; return the closure's loss or None."""
+        """Update all parameters with a gradient; return the closure's loss, or None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

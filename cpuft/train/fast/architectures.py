@@ -449,7 +449,7 @@ def _list_package(kind: type) -> list[Architecture]:
 
 
 def find_architecture(layer: object) -> Architecture | None:
-    """Return the entry of `ARCHITECTURES` for a module whose class is exactly the entry's layer class, else None."""
+    """Return the entry of `ARCHITECTURES` whose layer class is exactly that of a layer of transformers, else None."""
     kind = type(layer)
     return next((one for one in _list_package(kind) if one.layer_class == kind.__name__), None)
 

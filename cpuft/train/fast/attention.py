@@ -78,13 +78,15 @@ def _distance_columns(queries: int, keys: int) -> Tensor:
 
 
 def bias_strides(bias: Tensor) -> tuple[int, int, int]:
-    """Return the strides of the bias by batch, head and query, 0 for a dimension of size 1, which is broadcast."""
+    """Return the strides, in elements, of a bias of 4 dimensions by batch, head and query, 0 where the size is 1."""
     batch, head, query = (0 if size == 1 else step for size, step in zip(bias.shape[:3], bias.stride(), strict=False))
     return batch, head, query
 
 
 def split_packed(query: Tensor | None, packed: Tensor, heads: Heads) -> Sequence[Tensor]:
-    """Return views of the queries, (tokens, count * size), and of the keys and values, (tokens, keys * size) each."""
+    """Return views of queries, (tokens, count * size), keys and values, (tokens, keys * size) each: of `query` and
+    `packed`, keys and values side by side, or for None of `packed` with all three.
+    """
     queries, keys = heads.count * heads.size, heads.keys * heads.size
     return torch.split(packed, [queries, keys, keys], 1) if query is None else (query, *torch.split(packed, keys, 1))
 

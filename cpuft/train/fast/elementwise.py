@@ -56,7 +56,7 @@ def draw_mask(p: float, training: bool) -> Mask:
 
 
 def draw_masks(rates: Sequence[float]) -> list[Mask]:
-    """Return what `draw_mask` in training returns for each rate, one after another, in fewer calls of torch."""
+    """Return for each rate what `draw_mask(rate, True)` called in this order would return, in fewer calls of torch."""
     thresholds = [min(round(p * LEVELS), LEVELS - 1) for p in rates]
     # random_() without a range leaves the sign bit zero.
     drawn = torch.empty(sum(map(bool, thresholds)), dtype=torch.int64).random_(-(2**63), None).tolist()
@@ -74,7 +74,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Return bools of `shape`, true for elements that `mask` keeps. SplitMix64 is by Steele, Lea and Flood 2014."""
+    """Return bools of `shape`, true for elements that `mask` keeps: the same for the same mask, in kernels as well."""
     count = torch.Size(shape).numel()
     z = torch.arange(1, (count + 3) // 4 + 1, dtype=torch.int64)
     z = z * _to_signed(_GOLDEN) + _to_signed(mask.seed)
@@ -87,7 +87,7 @@ def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def masked(x: Tensor, mask: Mask) -> Tensor:
-    """Return dropout of `x`, or `x` itself if `mask` drops nothing; only where autograd is off."""
+    """Return dropout of `x`, without a gradient for autograd; `x` itself if `mask` drops nothing."""
     if mask.threshold == 0:
         return x
     x = x.contiguous()
@@ -273,7 +273,9 @@ _RMS_NORMS = ("LlamaRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "EuroBertRMSNorm
 
 
 def read_norm(module: nn.Module | None) -> Norm | None:
-    """Return the norm of a torch.nn.LayerNorm over one dimension, or a known RMSNorm of transformers; else None."""
+    """Return the norm of a torch.nn.LayerNorm over one dimension, or of the RMSNorm of Llama, Qwen3, SmolLM3, EuroBERT
+    or Gemma 3 in transformers; None for other modules and None.
+    """
     kind: Any = type(module)
     parameters: Any = module
     if kind is nn.LayerNorm:

@@ -49,7 +49,7 @@ class Half:
         return [parameter for _, group in self.groups for parameter in group]
 
     def find_arrays(self, x: Tensor, block: Tensor, y: Tensor | None) -> list[int]:
-        """Return the addresses of what forward reads, keeps in a block of memory, and returns."""
+        """Return addresses: of `x`, `inputs`, `kept` in `block`, `y` (0 for None), and two statistics in `block`."""
         *kept, mean, deviation, _end = _divide(block, x, self.kept)
         return [*_find(x, *self.inputs), *kept, *_find(y), mean, deviation]
 
@@ -61,14 +61,14 @@ class Half:
         ]
 
     def divide_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradient of each parameter."""
+        """Return the gradient of each parameter, in the order of `parameters`, as views of the groups' gradients."""
         divided: list[Tensor] = []
         for gradient, (_, group) in zip(gradients, self.groups, strict=True):
             divided += [gradient] if len(group) == 1 else torch.split(gradient, len(gradient) // len(group))
         return divided
 
     def run(self, direction: str, x: Tensor, addresses: Sequence[int]) -> None:
-        """Run a kernel; `x` has the shape of the half's input."""
+        """Run the kernel "forward" or "backward" on `x`, (tokens, hidden). MemoryError: its buffers do not fit."""
         done = int64_array([0])
         self.kernels.run(f"{self.name}_{direction}", x.dtype, int64_array(addresses), done, *x.shape, *self.arguments)
         if not done[0]:

@@ -34,7 +34,7 @@ class FrozenLinear(nn.Linear):
     """Of an int8 weight, the factor of each output, fp32, (outputs,); else None."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return x W^T + bias in the type of autocast or else of x: (..., inputs) -> (..., outputs)."""
+        """Return x W^T + bias, (..., inputs) -> (..., outputs), in the type of autocast if that is on, else of x."""
         if torch.is_autocast_enabled("cpu"):
             input = input.to(torch.get_autocast_dtype("cpu"))
         flat = input.reshape(-1, self.in_features)
@@ -53,7 +53,9 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def freeze_linear(layer: nn.Linear, scales: Tensor | None = None) -> None:
-    """Make a torch.nn.Linear a FrozenLinear in place; its weight has its final type, int8 if there are `scales`."""
+    """Make a torch.nn.Linear a FrozenLinear in place, without gradients. Its weight must be of its final type before,
+    int8 with `scales`, fp32, (outputs,), and of a float type without.
+    """
     layer.requires_grad_(False)
     layer.__class__ = FrozenLinear
     assert isinstance(layer, FrozenLinear)
@@ -61,7 +63,7 @@ def freeze_linear(layer: nn.Linear, scales: Tensor | None = None) -> None:
 
 
 def can_freeze_embedding(module: Any) -> bool:
-    """Return whether `freeze_embedding` knows what a module computes: a plain embedding, or Gemma's, times a factor."""
+    """Return whether this is a torch.nn.Embedding, or Gemma 3's in transformers, without max_norm."""
     is_plain = isinstance(module, nn.Embedding) and module.max_norm is None
     return is_plain and (type(module) is nn.Embedding or type(module).__name__ == "Gemma3TextScaledWordEmbedding")
 
@@ -77,7 +79,7 @@ def freeze_embedding(module: nn.Embedding) -> None:
 
 
 def list_frozen_weights(model: nn.Module) -> list[Tensor]:
-    """Return the weights of FrozenLinear and FrozenEmbedding modules, in module order."""
+    """Return the weights of FrozenLinear and FrozenEmbedding modules in the order of `model.modules()`, themselves."""
     return [one.weight for one in model.modules() if isinstance(one, (FrozenLinear, FrozenEmbedding))]
 
 
@@ -92,7 +94,9 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(weight: Tensor, scales: Tensor | None, out: Tensor) -> None:
-    """Write a weight to `out`, (outputs, inputs), in the type of `out`, fp32 or bf16; an int8 one times `scales`."""
+    """Write a weight, (outputs, inputs), to `out`, fp32 or bf16 of that shape; int8 times `scales`, (outputs,), or for
+    None any type as it is.
+    """
     if scales is None:
         out.copy_(weight)
     elif kernels := kernels_for(out):
@@ -174,7 +178,9 @@ _run_frozen_linear: Callable[..., Tensor] = _FrozenLinear.apply
 def frozen_linear(
     x: Tensor, weight: FrozenWeight, bias: Tensor | None, forward_pass: ForwardPass = ForwardPass.ONLY
 ) -> Tensor:
-    """Return x W^T + bias, of which only x has a gradient: (tokens, inputs) -> (tokens, outputs), in the type of x."""
+    """Return x W^T + bias, (tokens, inputs) -> (tokens, outputs), in the type of x, of which alone it has a gradient.
+    In the pass RECOMPUTE, values are undefined.
+    """
     bias = None if bias is None else bias.detach().to(x.dtype)
     return _run_frozen_linear(x, weight, bias, forward_pass)
 

@@ -42,6 +42,6 @@ def take_place(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 def make_gradient(like: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Return memory for these parameters' gradients, in the shape of `like`: their offered place, or new memory."""
+    """Return memory for these parameters' gradients, of the shape and type of `like`: by `take_place`, or new."""
     place = take_place(parameters)
     return torch.empty_like(like) if place is None else place

@@ -85,7 +85,9 @@ class Layout:
         return rows.view(self.batch, self.length, -1)
 
     def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
-        """Return the angles of this batch's rows for the model's cosines and sines, (batch or 1, length, size)."""
+        """Return the angles of this batch's rows for the model's cosines and sines, (batch or 1, length, size), of
+        which the second half of `size` repeats the first.
+        """
         cosines, sines = embeddings
         known = next((angles for given, angles in self._angles if given is cosines), None)
         if known is None:

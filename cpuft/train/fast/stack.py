@@ -107,7 +107,9 @@ class Stack:
         return [linear for parts in self.parts for linear in parts.linears]
 
     def find_obstacle(self, adapters: bool) -> str:
-        """Return what the fast path cannot compute, such as `the activation relu2`; "" if it can compute all layers."""
+        """Return what the fast path cannot compute, such as `the activation relu2`, or without `adapters` a linear
+        layer with a LoRA adapter of peft; "" if it can compute all layers.
+        """
         if self.architecture.is_entered_at_model and self.owner is self.holder:
             return f"a {type(self.holder).__name__} without its model around it"
         unknown = self.architecture.find_unknown(self.holder)
@@ -115,7 +117,9 @@ class Stack:
         return unknown or next(filter(None, (_find_obstacle(layer, parts, adapters) for layer, parts in both)), "")
 
     def install(self, precision: str) -> None:
-        """Patch the layers and register hooks; call it once. For bf16, the linear weights must be bf16 already."""
+        """Patch layers and register hooks, once. `precision`: fp32, int8, or bf16, which linear weights must be
+        already.
+        """
         self.precision_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
             own = type(layer)
@@ -244,7 +248,7 @@ def list_stacks(model: nn.Module) -> list[Stack]:
 
 
 def find_stacks(model: nn.Module, adapters: bool = False) -> list[Stack]:
-    """Return the stacks of `list_stacks` that have no obstacle."""
+    """Return the stacks of `list_stacks` for which `find_obstacle(adapters)` finds none."""
     return [stack for stack in list_stacks(model) if not stack.find_obstacle(adapters)]
 
 

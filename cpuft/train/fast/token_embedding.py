@@ -50,16 +50,20 @@ class EmbeddingGradient:
         return self._known_rows() if self._is_ours() else None
 
     def set_rows(self, rows: Tensor) -> None:
-        """State what `rows` is now; rows known before must be among them. Does nothing before the first gradient."""
+        """State that the gradient is zero outside of these rows, int64, ascending, each once, which must contain those
+        known before. Does nothing before the first gradient.
+        """
         if self._buffer is not None:
             self._rows, self._version = rows, self._buffer._version
 
     def nonzero_part(self, grad: Tensor) -> Tensor:
-        """Return a copy of the rows of the weight's gradient in `rows`; `grad` itself if they are unknown."""
+        """Return a copy of the rows of the gradient that may not be zero; `grad` itself if these are unknown."""
         return grad if (rows := self.rows) is None else grad.index_select(0, rows)
 
     def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
-        """Return (vocabulary,) uint8, to read only: 0 only where gradient and moments are 0; None if unknown."""
+        """Return (vocabulary,) uint8, to read only: 0 only in rows where the gradient and both moments in `state`,
+        exp_avg and exp_avg_sq, are 0; None if the gradient's rows are unknown.
+        """
         if (rows := self.rows) is None:
             self._touched = None
             return None
