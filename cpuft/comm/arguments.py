@@ -144,7 +144,6 @@ def _check_scatter_parts(group: GroupMembership, output: Any, source: Any, opts:
 
 
 def _check_all_to_all(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
-    """Check one input and one output for each rank. Types and sizes may differ."""
     for name, tensors in (("input", inputs), ("output", outputs)):
         _check_count("all_to_all", tensors, group.size, f"{name} tensor list")
         _check_tensors("all_to_all", tensors)
@@ -244,7 +243,6 @@ def _check_like(name: str, tensor: torch.Tensor, like: torch.Tensor, at: int, sh
 def _check_parts(
     name: str, group: GroupMembership, wholes: Tensors, parts: Tensors, whole_name: str, part_name: str
 ) -> None:
-    """Check that each whole has the type of its part, and as many times its elements as there are ranks."""
     if len(wholes) != len(parts):
         _refuse(name, "requires input/output tensor lists to have the same length")
     _check_tensors(name, [*wholes, *parts])

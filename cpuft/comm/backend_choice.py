@@ -170,7 +170,6 @@ def measure_turns(
 def _make_group(
     backend: str, store: Store, rank: int, size: int, prefix: str, timeout_seconds: float, is_wanted: bool
 ) -> bool:
-    """Make the default process group if all ranks can, and return whether they could."""
     store = PrefixStore(prefix, store)
     problem = BACKENDS[backend].find_problem()
     if not _has_no_problem(backend, PrefixStore("has", store), rank, size, problem, is_wanted):

@@ -104,7 +104,6 @@ class Collectives:
             self._divide(tensor)
 
     def _divide(self, tensor: torch.Tensor) -> None:
-        """Divide by the number of ranks in place; integers are rounded towards zero, as in C."""
         is_integral = not (tensor.is_floating_point() or tensor.is_complex())
         tensor.div_(self._group.size, rounding_mode="trunc" if is_integral else None)
 
@@ -142,7 +141,7 @@ class Collectives:
             tensors[0].copy_(whole)
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> None:
-        """Reduce each input, a tensor or a list of them, and write the r-th of its equal parts to its output on rank r."""
+        """Reduce each input, a tensor or a list's, and write the r-th of equal parts to its output on rank r."""
         reduction = reduction_name(opts.reduceOp)
         base = "sum" if reduction == "avg" else reduction
         for output, source in zip(flatten(outputs), flatten(inputs), strict=True):

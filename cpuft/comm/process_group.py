@@ -309,7 +309,6 @@ class CollectiveGroup(WatchedGroup):
         return work
 
     def _release_thread(self, key: str) -> None:
-        """Count a task of a channel as ended, and make its thread free for others if that was the last one."""
         with self._lock:
             thread, tasks = self._threads.pop(key, (None, 0))
             if thread and tasks > 1:

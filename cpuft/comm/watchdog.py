@@ -267,7 +267,9 @@ class CollectiveWatchdog:
             self._connection.close()
 
     def exit_if_rank_lost(self, operation: Operation, error: BaseException) -> None:
-        """End the process (code 75) if a rank of the operation has ended; else return, 2 s later for connection errors."""
+        """End the process (code 75) if a rank of the operation has ended; else return, 2 s later if a connection
+        failed.
+        """
         is_connection_error = any(text in str(error).lower() for text in _CONNECTION_ERRORS)
         deadline = time.monotonic() + (_DETECTION_SECONDS if is_connection_error else 0.0)
         while not self._closed.is_set():
@@ -320,7 +322,6 @@ class CollectiveWatchdog:
             time.sleep(0.05)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
-        """Handle a message from the hub, on the connection's thread, without waiting."""
         if self._closed.is_set():
             return
         if "gone" in message:
@@ -338,7 +339,6 @@ class CollectiveWatchdog:
             threading.Thread(target=self._follow, args=(message,), daemon=True).start()
 
     def _follow(self, message: dict[str, Any]) -> None:
-        """End this process because another rank has given up, and say what this rank was doing."""
         if not self._ending.acquire(blocking=False):
             return  # this rank is already ending, with a line of its own
         pending = min(self._register.list_pending(), key=lambda operation: operation.started, default=None)
@@ -352,7 +352,6 @@ class CollectiveWatchdog:
 
 
 def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
-    """Write the explanation and end this process; if all ranks hang, after the supervisor has dumped all stacks."""
     # This is cpuft.rank's line, too: mpirun may end cpuft.rank before it can write it.
     line = describe_steps(has_succeeded=False)
     line += format_failure(parse_world(os.environ), socket.gethostname(), RESUMABLE, missing)

@@ -54,7 +54,6 @@ def _find_library(name: str, distribution: str) -> str:
 
 
 def _preload(name: str, distribution: str) -> None:
-    """Load a library, so that other libraries find it by its name wherever it is installed."""
     try:
         ctypes.CDLL(_find_library(name, distribution))
     except OSError as error:

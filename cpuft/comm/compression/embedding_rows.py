@@ -113,7 +113,6 @@ def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) 
 
 
 def _find_rows(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return the rows of tokens, (n,), ascending and each once; RuntimeError if a token is not in the vocabulary."""
     # Unlike an index, scatter_ refuses negative numbers.
     return torch.zeros(vocabulary, dtype=torch.bool).scatter_(0, tokens, True).nonzero()[:, 0]
 
@@ -256,7 +255,6 @@ class RowExchange:
     def _average_on_leaders(
         self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, leaders: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return the mean over the leaders of `packed`, their hosts' means of `rows`: fp32, (rows, width)."""
         assert self._unsent is not None
         routes = plan_row_routes(tokens, len(self._unsent), leaders.rank())
         own = packed.index_select(0, torch.searchsorted(rows, routes.own))

@@ -193,7 +193,6 @@ class HierarchicalReducer:
             one.work.complete()
 
     def _fail_all(self, error: Exception) -> None:
-        """Let all buckets fail: after an error, the means of those that are under way may never come."""
         with self._lock:
             failed, self._under_way = self._under_way, []
         for one in failed:

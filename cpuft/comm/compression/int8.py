@@ -193,7 +193,6 @@ def measure_coding_seconds() -> float:
 
 
 def _code(numbers: torch.Tensor, error: torch.Tensor) -> None:
-    """Compute what a rank of one computes for a mean."""
     length = _share_length(len(numbers), 1)
     message = _average_messages(_encode_numbers(numbers, error, error, 1, 8), length, error, 8)
     _decode_numbers(message, length, torch.empty_like(numbers), 8)

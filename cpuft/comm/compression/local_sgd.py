@@ -123,7 +123,6 @@ class LocalSGD:
         return [(one, rows if one.weight is self._embedding else ...) for one in self._numbers]
 
     def _send(self) -> None:
-        """Start to send this rank's changes, and what was not sent before, as one message."""
         selected = self._select()
         parts = [one.read_changes(place).add_(one.unsent[place]) for one, place in selected]
         shapes, message = [part.shape for part in parts], torch.cat([part.reshape(-1) for part in parts])

@@ -158,7 +158,6 @@ def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _project(rows: torch.Tensor, i: int) -> torch.Tensor:
-    """Subtract the projection of row i on the rows before it, and return the length that is left of row i."""
     for _ in range(2):
         rows[i] -= (rows[:i] @ rows[i]) @ rows[:i]
     length: torch.Tensor = rows[i].norm()
@@ -334,6 +333,5 @@ def saves_bytes(shape: torch.Size) -> bool:
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return (rows, columns) of a gradient as a matrix: its first dimension, and all others together."""
     rows = shape[0] if len(shape) > 1 else 1
     return rows, shape.numel() // max(1, rows)

@@ -285,7 +285,6 @@ def _drop_end(messages: list[Message]) -> list[Message]:
 
 
 def _encode_marked(batch: Sequence[Conversation], tokenizer: Any) -> Iterator[list[_Example]]:
-    """Yield the example of each conversation, by a template that marks the assistant's tokens."""
     for where, messages in batch:
         found = render(tokenizer, messages, where, return_dict=True, return_assistant_tokens_mask=True)
         mask = np.asarray(found["assistant_masks"], np.int8)
@@ -298,7 +297,6 @@ def _encode_marked(batch: Sequence[Conversation], tokenizer: Any) -> Iterator[li
 
 
 def _encode_rendered(batch: Sequence[Conversation], tokenizer: Any) -> Iterator[list[_Example]]:
-    """Yield the examples of each conversation, by a template that does not mark the assistant's tokens."""
     rendered = [_find_answers(tokenizer, messages, where) for where, messages in batch]
     texts = [text for parts in rendered for text, _ in parts]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)

@@ -91,7 +91,6 @@ def _list_flat(schema: Any) -> list[str]:
 
 
 def _is_flat(kind: Any) -> bool:
-    """Return whether the values of a type of pyarrow are texts, numbers or lists of these."""
     from pyarrow import types
 
     kind = kind.value_type if _is_list(kind) else kind
@@ -151,7 +150,6 @@ def _is_list(kind: Any) -> bool:
 
 
 def _to_cells(column: Any, names: list[str]) -> list[Cell]:
-    """Return the cells of a column that is not nested, as texts or lists of texts."""
     kind = column.type
     if _is_list(kind):
         return [[_to_text(value, kind.value_type, []) for value in values or ()] for values in column.to_pylist()]

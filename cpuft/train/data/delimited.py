@@ -71,7 +71,6 @@ def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions)
 
 
 def _read_begin(lines: Lines, delimiter: str, is_quoted: bool) -> list[list[str]]:
-    """Return the cells of the header, and of the first row if there is one."""
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
     rows = csv.reader(islice(lines(), _LINES_OF_BEGIN), delimiter=delimiter, quoting=quoting)
     return list(islice(filter(None, rows), 2))

@@ -61,7 +61,6 @@ def _make_pair(generator: random.Random) -> tuple[str, str, int]:
 
 
 def _write_sentence(event: dict[str, int], generator: random.Random) -> str:
-    """Return a sentence that tells an event, whose facts are indices of the tables."""
     agent, patient = _PEOPLE[event["agent"]], _PEOPLE[event["patient"]]
     action = generator.choice(_ACTIONS[event["action"]])
     place = generator.choice(_PLACES[event["place"]])

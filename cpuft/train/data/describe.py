@@ -51,7 +51,6 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
 
 
 def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
-    """Say what the model learns to predict for each training example."""
     labels = prepared.train.labels
     if prepared.kind in SCORE_KINDS:
         bounds = f"{float(labels.min()):g} to {float(labels.max()):g}"

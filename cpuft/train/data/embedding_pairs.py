@@ -97,7 +97,6 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
 
 
 def _is_beir_folder(path: str) -> bool:
-    """Return whether this is a folder in the form of the BEIR benchmark, by its corpus, queries or judgements."""
     return any(Path(path, name).exists() for name in ("corpus.jsonl", "corpus.jsonl.gz", "queries.jsonl", "qrels"))
 
 
@@ -137,7 +136,6 @@ def _add_prompts(table: Table, names: Sequence[str], form: EmbeddingForm) -> Tab
 
 
 def _refuse_equal_positives(examples: FileExamples) -> None:
-    """Raise CpuftError if all examples have the same positive, from which nothing can be learned."""
     first = ""
     for batch in examples.batches():
         for _, positive, *_ in batch.texts:

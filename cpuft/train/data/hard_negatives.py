@@ -150,7 +150,6 @@ def _counted_queries(number: int) -> str:
 
 
 def _find_mining_model(config: TrainConfig) -> str:
-    """Return the folder or hub name of --mining-model, or of --model if that is an embedding model."""
     if config.mining_model:
         name = Path(config.mining_model, "model")
         # The folder of a run holds its model.

@@ -196,7 +196,6 @@ def choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tup
 
 
 def _refuse_few(places: Sequence[str], count: int, what: str, label_type: str) -> None:
-    """Raise CpuftError if too few of `count` labels, those at `places`, have what decides on the kind of all."""
     if len(places) < _FEW * count:
         verb = "has" if len(places) == 1 else "have"
         raise CpuftError(

@@ -306,7 +306,6 @@ def read_task_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
 
 
 def _prepare_texts(config: TrainConfig) -> Path:
-    """Return what `prepare` does, for --task text. Texts are read and written piece by piece."""
     exact, (corpus, validation) = config.causal, read_corpora(config)
     key = f"{corpus.checksum} {validation.checksum if validation else config.validation_split}"
     checksum, path = _choose_archive(config, key, *(("causal",) * exact))
@@ -404,7 +403,6 @@ def _make_meta(
     splits: dict[str, Tokens],
     truncated: int,
 ) -> dict[str, Any]:
-    """Return fields of `Prepared`, after checking that the model embeds all of these tokens."""
     vocab_size = get_vocab_size(tokenizer)
     embedded = load_config(config, {}, vocab_size).vocab_size
     largest = max(int(tokens.ids.max(initial=0)) for tokens in splits.values())

@@ -174,13 +174,11 @@ def _find_irrelevant(table: Table, columns: RelevanceColumns) -> str:
 def _mine(
     table: Table, columns: RelevanceColumns, config: TrainConfig, others: Sequence[tuple[Table, str]] = ()
 ) -> tuple[Table, RelevanceColumns]:
-    """Return a table of queries and relevant documents with columns of mined negatives, and the columns."""
     found = add_hard_negatives(table, columns.query, columns.document, config, others)
     return found, replace(columns, negatives=name_negatives(config.hard_negatives), label="")
 
 
 def _refuse_equal_scores(examples: FileExamples) -> None:
-    """Raise CpuftError if all training examples have the same score, from which no order can be learned."""
     scores = {str(row[examples.task.label]) for _, row in examples.table.rows}
     if len(set(map(float, scores))) < 2:
         raise CpuftError(
@@ -208,7 +206,6 @@ def number_queries(examples: Examples) -> Examples:
 
 
 def _refuse_unordered(examples: Examples, source: str) -> None:
-    """Raise CpuftError if no query has both relevant and irrelevant documents, so that no order can be measured."""
     scores, numbers = np.asarray(number_queries(examples).labels).T
     relevant = np.bincount(numbers.astype(int), scores >= LEAST_RELEVANT)
     if not ((relevant > 0) & (relevant < np.bincount(numbers.astype(int)))).any():

@@ -69,7 +69,6 @@ def read_beir(folder: str, option: str) -> RetrievalSet:
 
 
 def _find_file(folder: Path, names: Sequence[str], option: str) -> Path:
-    """Return the path of the first file that is there, also with .gz at the end of its name."""
     for name in names:
         for path in (folder / name, folder / f"{name}.gz"):
             if path.exists():
@@ -78,7 +77,6 @@ def _find_file(folder: Path, names: Sequence[str], option: str) -> Path:
 
 
 def _read_texts(path: Path, option: str, has_titles: bool = False) -> dict[str, str]:
-    """Return the texts of a JSON lines file by their ids, in the order of the file."""
     texts: dict[str, str] = {}
     for where, row in read_table(path, option).rows:
         name, text, title = row.get("_id", ""), row.get("text", ""), row.get("title", "") if has_titles else ""

@@ -185,7 +185,6 @@ def count_duplicates(examples: Examples, known: Known, adds: bool) -> tuple[int,
 def _measure_lengths(
     examples: Examples, tokens: Tokens, tokenizer: Any, max_length: int, task: Task
 ) -> NDArray[np.int64]:
-    """Return the number of tokens of each example before it was cut to `max_length` tokens."""
     lengths = tokens.lengths.copy()
     full = np.flatnonzero(lengths >= max_length)
     if len(full):
@@ -196,7 +195,6 @@ def _measure_lengths(
 
 
 def _summarize_lengths(lengths: NDArray[np.int64], max_length: int) -> Lengths:
-    """Describe the lengths of at least one example in tokens."""
     return Lengths(
         int(lengths.min()),
         float(np.median(lengths)),
@@ -247,7 +245,6 @@ def _describe(prepared: Prepared, name: str, duplicates: int, config: TrainConfi
 
 
 def _complete(config: TrainConfig, task: Task, splits: list[Split], notes: Sequence[str] = ()) -> DataSummary:
-    """Return the summary of the splits, with what is wrong with them."""
     train, *others = splits
     others_labels = {label: sum(split.labels[label] for split in others) for label in train.labels}
     unknown = {label: count for label, count in others_labels.items() if count and not train.labels[label]}
@@ -413,7 +410,6 @@ def add_baselines(summary: DataSummary, config: TrainConfig, static_model: str =
 
 
 def _measure_untrained(config: TrainConfig) -> BaselineLine:
-    """Return the metrics of the model before any update."""
     # They import torch.
     from cpuft.train.evaluate import compute_outputs
     from cpuft.train.objective.table import make_objective

@@ -368,7 +368,6 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
 
 
 def _choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
-    """Return the names of the text columns: `wanted`, separated by commas, else usual names in the table."""
     if named := split_names(wanted):
         if len(named) > 2:
             raise CpuftError(f"--text-columns {wanted!r:.80} names {len(named)} columns: name one column or two")

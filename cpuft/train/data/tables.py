@@ -120,7 +120,6 @@ def parse_hub_name(text: str, option: str, split: str) -> dict[str, str | None]:
 
 
 def _read_hub_table(text: str, option: str, split: str) -> Table:
-    """Return the rows of a data set of the hub, which stay on disk."""
     arguments = parse_hub_name(text, option, split)
     advice = f"check the name, configuration, split and revision, or give files with {option}"
     data = load_from_hub(text, advice, f"or give files with {option}", **arguments)
@@ -337,7 +336,6 @@ def _refuse_other_formats(path: Path) -> bytes:
 
 
 def _describe_folder(path: Path, option: str) -> str:
-    """Say that a folder was given in place of a file, or of the folder of one split that the library datasets saved."""
     if (path / "dataset_dict.json").exists():
         splits = sorted(one.parent.name for one in path.glob("*/state.json"))
         return (
@@ -375,7 +373,6 @@ def _describe_other_encoding(path: Path, error: UnicodeDecodeError, has_option: 
 
 
 def _refuse_json_array(first_line: str, path: Path) -> None:
-    """Raise CpuftError if the file is one JSON array, or has arrays, instead of one object on each line."""
     if first_line.lstrip().startswith("["):
         if not _JSON_BEGIN.match(first_line):
             raise CpuftError(
@@ -386,7 +383,6 @@ def _refuse_json_array(first_line: str, path: Path) -> None:
 
 
 def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> None:
-    """Raise CpuftError if a JSON file has its rows in one array or object, with the command that converts it."""
     filled = (line for line in lines() if line.strip())
     first, second = next(filled), next(filled, "")
     # Only a file whose first line is no whole object, or is the only one, can be such a document.

@@ -115,7 +115,6 @@ def read_corpora(config: TrainConfig) -> tuple[Corpus, Corpus | None]:
 
 
 def _is_table(path: Path) -> bool:
-    """Return whether a file has columns, by its name or its first bytes."""
     with suppress(OSError):
         return get_suffix(path) in _TABLE_SUFFIXES or is_columnar(path)
     return False

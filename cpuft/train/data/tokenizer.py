@@ -171,7 +171,6 @@ def _has_vocabulary(folder: Path) -> bool:
 
 
 def _find_missing_package(folder: Path, error: str) -> str:
-    """Return the package without which transformers cannot load a tokenizer, from its error; empty for other errors."""
     # It takes a SentencePiece file for one of tiktoken if it cannot import sentencepiece.
     if "`tiktoken` is required" in error and importlib.util.find_spec("sentencepiece") is None:
         is_tiktoken = any(folder.glob("*.tiktoken")) or (folder / "tekken.json").exists()

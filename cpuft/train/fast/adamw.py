@@ -59,7 +59,6 @@ class FusedStep(MasterStep):
         return {one.embedding.weight: one.embedding for one in self.masters if one.embedding is not None}
 
     def _update(self, kernels: Kernels, group: dict[str, Any]) -> None:
-        """Make one step of AdamW, or of Adam, as in torch.optim, for the parameters of a group with a gradient."""
         found = [(p, p.grad.contiguous()) for p in group["params"] if p.grad is not None]
         parameters, masters = [p for p, _ in found], dict[int, Tensor]()
         for one in self.masters:

@@ -441,7 +441,6 @@ ATTENTION_MODULE_NAMES = ("attention", "attn")
 
 
 def _list_package(kind: type) -> list[Architecture]:
-    """Return the architectures of the package of transformers that defines a class."""
     module = kind.__module__.split(".")
     if module[0] != "transformers":
         return []

@@ -50,8 +50,6 @@ class Grid:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """All arguments of one attention but the queries, keys and values."""
-
     bias: Tensor | None
     position_bias: Tensor | None
     heads: Heads
@@ -109,7 +107,6 @@ def _repeat_keys(x: Tensor, heads: Heads) -> Tensor:
 
 
 def _sum_groups(x: Tensor, heads: Heads) -> Tensor:
-    """The gradient of `_repeat_keys`, given that of its result."""
     return x if heads.keys == heads.count else x.view(-1, heads.count // heads.keys, *x.shape[1:]).sum(1)
 
 

@@ -58,8 +58,6 @@ class Distances:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """All arguments of one attention but the arrays that have gradients."""
-
     bias: Tensor | None
     heads: Heads
     mask: Mask
@@ -78,7 +76,6 @@ class _Arguments:
 
     @property
     def groups(self) -> int:
-        """Into how many groups of examples backward divides the batch."""
         return min(self.keys.batch, -(-_PARALLEL_PARTS // self.heads.count))
 
 

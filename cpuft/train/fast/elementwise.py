@@ -291,7 +291,6 @@ def read_norm(module: nn.Module | None) -> Norm | None:
 
 
 def _plain_add_norm(x: Tensor, shift: Tensor | None, residual: Tensor | None, norm: Norm, mask: Mask) -> Any:
-    """Compute what `_AddNorm` returns in plain torch, with torch's own gradients."""
     total = x
     if residual is not None:
         total = residual + dropout(x if shift is None else x + shift, mask)

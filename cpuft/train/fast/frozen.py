@@ -148,8 +148,6 @@ class FrozenWeight:
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """x W^T + bias, of which only x has a gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FrozenWeight, bias: Tensor | None, forward_pass: ForwardPass) -> Tensor:
         ctx.weight = weight

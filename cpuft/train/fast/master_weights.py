@@ -99,7 +99,7 @@ class MasterWeights:
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, `optimizer` has masters, with fp32 gradients, for bf16 parameters, which get them rounded on leaving."""
+        """Inside, `optimizer` has masters, with fp32 gradients, for bf16 parameters; leaving writes these, rounded."""
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._masters]
         # The parameters do not get their masters' data: one that gets data of another dtype loses the hook by which DDP
         # learns of its gradient, because torch then makes it a new gradient accumulator.

@@ -95,7 +95,6 @@ _rotate: Callable[..., Tensor] = _Rotate.apply
 
 
 def _plain_heads(x: Tensor, angles: Angles | None, norm: Norm | None, size: int) -> Tensor:
-    """Norm and rotation of (tokens, heads * size)."""
     heads = x.view(len(x), -1, size).float()
     if norm is not None:
         heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + norm.eps)

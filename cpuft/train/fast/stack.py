@@ -175,7 +175,6 @@ class Stack:
         return make_biased_layout(batch, length, mask, self.head_is_running, known)
 
     def _needs_own_layers(self, given: dict[str, Any]) -> bool:
-        """Return whether the caller asks for what only the model's own layers give, such as all attentions."""
         settings = getattr(self.owner, "config", None)
         for name in ("output_hidden_states", "output_attentions"):
             if given.get(name) or (given.get(name) is None and getattr(settings, name, False)):
@@ -253,7 +252,6 @@ def find_stacks(model: nn.Module, adapters: bool = False) -> list[Stack]:
 
 
 def _list_runs(module: nn.Module) -> list[Any]:
-    """Return the layers that a module holds in the order in which it runs them; none for another module."""
     for name in ("layer", "layers"):
         layers = module._modules.get(name)  # getattr would look through peft's wrappers
         if isinstance(layers, nn.ModuleList):

@@ -123,7 +123,6 @@ class EmbeddingGradient:
 
 
 def _count_users(tensor: Tensor) -> int:
-    """Return how many tensors share this one's memory."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` itself
 
@@ -191,8 +190,6 @@ class _RowSums:
 
 
 class _SumOfRows(torch.autograd.Function):
-    """The sum of rows of up to three tables: those of words, of positions and of token types."""
-
     @staticmethod
     def forward(ctx: Any, total: Tensor, ids: list[Tensor], owner: FusedEmbeddings, *tables: Tensor) -> Tensor:
         ctx.save_for_backward(*ids)
