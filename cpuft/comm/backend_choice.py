@@ -52,10 +52,7 @@ class Choice:
 def choose_backend(timings: Timings, nbytes: int) -> Choice:
     """Return the backend with the least median seconds * (1 + median CPU share), of those within 2 % the first of gloo,
     mpi and ccl, with the medians of all as the reason. `timings` has pairs of seconds and CPU share (0 to 1) by
-    backend.
-
-    A backend that spins slows the backward pass beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126
-    ms of computing, and gloo's 200 ms cost 84 ms. Raises CpuftError if nothing was measured.
+    backend. CpuftError: it is empty.
     """
     if not timings:
         error = CpuftError("no backend could be measured: run `cpuft doctor`, or give a backend with --backend gloo")
@@ -63,6 +60,8 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
         raise error
     seconds = {name: statistics.median(second for second, _ in found) for name, found in timings.items()}
     busy = {name: statistics.median(share for _, share in found) for name, found in timings.items()}
+    # A backend that spins slows the backward pass beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126
+    # ms of computing, and gloo's 200 ms cost 84 ms.
     costs = {name: seconds[name] * (1 + busy[name]) for name in timings}
     equal = [name for name, cost in costs.items() if cost <= TIE_RATIO * min(costs.values())]
     chosen = min(equal, key=lambda name: PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE))
@@ -120,7 +119,12 @@ def _read_versions() -> dict[str, str]:
 
 
 def measure_backends(
-    store: Store, rank: int, size: int, nbytes: int = MESSAGE_BYTES, dtype: str = "float32", timeout: float = 60.0
+    store: Store,
+    rank: int,
+    size: int,
+    nbytes: int = MESSAGE_BYTES,
+    dtype: str = "float32",
+    timeout_seconds: float = 60.0,
 ) -> Choice:
     """Measure all-reduces of one message over each backend in turn, and return the choice, the same on all ranks.
 
@@ -131,7 +135,7 @@ def measure_backends(
         return Choice("gloo", "a single rank does not communicate")
     timings: dict[str, list[tuple[float, float]]] = {}
     plan = [(backend, "all_reduce", dtype, nbytes) for _ in range(_ROUNDS) for backend in BACKENDS]
-    for found in measure_turns(PrefixStore(f"choice {dtype} {nbytes}", store), rank, size, plan, timeout):
+    for found in measure_turns(PrefixStore(f"choice {dtype} {nbytes}", store), rank, size, plan, timeout_seconds):
         timings.setdefault(found.backend, []).extend(zip(found.seconds, found.busy, strict=True))
     return choose_backend(timings, nbytes)
 

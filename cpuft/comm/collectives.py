@@ -23,7 +23,6 @@ scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter
 """torch's reduce-scatter of one tensor, which has two names, too."""
 
 _CALL_BYTES = 192
-"""Size of the text in which ranks compare their calls."""
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "product": torch.mul,

@@ -66,7 +66,6 @@ class ProgressThread:
 
 
 _idle_threads: list[ProgressThread] = []
-"""Threads without tasks, for callbacks and messages of any group."""
 
 
 def _take_thread() -> ProgressThread:

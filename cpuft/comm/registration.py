@@ -90,10 +90,10 @@ def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
     return entry.make_group(GroupMembership(label, options.group_rank, ranks, is_world), options.store, timeout)
 
 
-def choose_timeout(default: float) -> float:
-    """Return the seconds of CPUFT_COMM_TIMEOUT; `default` if it is not set or empty. CpuftError: no positive number."""
+def choose_timeout(default_seconds: float) -> float:
+    """Return the seconds of CPUFT_COMM_TIMEOUT; `default_seconds` if it is not set or empty. CpuftError: no positive number."""
     if not (text := os.environ.get(TIMEOUT_VARIABLE, "")):
-        return default
+        return default_seconds
     seconds = to_number(text)
     if not 0 < seconds < math.inf:
         raise CpuftError(
@@ -163,11 +163,11 @@ def start(
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process with an exit code, after Python's exit handlers but without those of C.
-
-    A process that has used both oneCCL and Intel MPI must end like this: both use libfabric, whose shm provider (that
-    of impi-rt 2021.18) otherwise frees its endpoints twice at exit and aborts, whatever the exit code should be.
+    """End the process with an exit code, after Python's exit handlers but without those of C; its files in shared
+    memory are removed.
     """
+    # oneCCL and Intel MPI both use libfabric, whose shm provider (that of impi-rt 2021.18) otherwise frees its endpoints
+    # twice at exit in a process that has used both, and aborts, whatever the exit code should be.
     atexit._run_exitfuncs()
     remove_shared_memory(os.getpid())
     flush_and_exit(code)

@@ -32,7 +32,6 @@ GONE_GRACE_SECONDS = 3.0
 
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 2.0
-"""How long the watchdog waits for the other ranks to report their progress."""
 _EXIT_DELAY_SECONDS = 0.5
 _DETECTION_SECONDS = 2.0
 """How long a library's connection error waits for the liveness hub to notice the lost rank, too."""
@@ -92,16 +91,15 @@ class OperationRegister:
     library's algorithm sends. An operation that is half of an all-reduce counts half of the bytes with which all ranks
     end, so that operations with the same count load a network alike."""
     names: set[str] = field(default_factory=set)
-    """Names of all operations that this rank has ever begun."""
     uncounted: set[tuple[int, ...]] = field(default_factory=set)
     """World ranks of the groups whose bytes do not count in the traffic."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
+    def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout_seconds: float) -> Operation:
         """Register and return this rank's next operation of a channel, numbered from 1, and count its traffic."""
         with self._lock:
             sequence = self.progress.pop(channel, (0, ""))[0] + 1
-            operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
+            operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout_seconds, time.monotonic())
             self.progress[channel] = (sequence, name)
             self.recent.append((channel, sequence, name, nbytes))
             self.pending[id(operation)] = operation

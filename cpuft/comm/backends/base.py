@@ -58,9 +58,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `size * count` elements of `source`, and write the r-th `count` results to `target` on rank r.
-
-        Raises RuntimeError: the library fails.
+        """Reduce `size * count` elements of `source`; rank r gets the r-th `count` results in `target`. RuntimeError:
+        the library fails.
         """
 
     @abc.abstractmethod
@@ -70,16 +69,14 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
         """Write the `nbytes` of rank r to the r-th place of `target` on every rank; `source` may be that place.
-
-        Raises RuntimeError: the library fails.
+        RuntimeError: the library fails.
         """
 
     @abc.abstractmethod
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
         """Send the r-th piece of `source` to rank r, and write the piece from rank r to the r-th place of `target`.
 
-        `source_sizes` and `target_sizes` are the bytes of each rank's piece, which lie one after another. Raises
-        RuntimeError: the library fails.
+        Both sizes are the bytes of each rank's piece, which lie one after another. RuntimeError: the library fails.
         """
 
     @abc.abstractmethod
@@ -90,10 +87,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Receive bytes from rank `peer`, or from any rank if it is None, and return the sender's rank.
+        """Receive a message from rank `peer`, or from any rank if it is None, and return the sender's rank.
 
-        The message has the same tag and `nbytes`. A longer one or a failure raises RuntimeError or ValueError. Raises
-        CpuftError if the library cannot receive from any rank.
+        It has the same tag and `nbytes`. A longer one or a failure raises RuntimeError or ValueError, and None for
+        `peer` CpuftError if the library cannot receive from any rank.
         """
 
     def close(self) -> None:

@@ -164,9 +164,7 @@ class CclBackend(Backend):
         return dtype in _TYPES and reduction in _REDUCTIONS
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `count` elements over the ranks in place, by ccl::allreduce, for what `can_reduce` allows.
-        RuntimeError: oneCCL fails.
-        """
+        """Reduce `count` elements in place, for what `can_reduce` allows. RuntimeError: ccl::allreduce fails."""
         self._call("all_reduce", _pointer(address), _size(count), _TYPES[dtype], _REDUCTIONS[reduction])
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:

@@ -156,9 +156,7 @@ class MpiBackend(Backend):
         return dtype in self._types and not (reduction.startswith("b") and dtype.is_floating_point)
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `count` elements over the ranks in place, by MPI_Allreduce, for what `can_reduce` allows.
-        RuntimeError: MPI fails.
-        """
+        """Reduce `count` elements in place, for what `can_reduce` allows. RuntimeError: MPI_Allreduce fails."""
         data = self._typed(address, count, dtype)
         self._run("allreduce", self._mpi.IN_PLACE, data, op=self._operations[reduction])
 

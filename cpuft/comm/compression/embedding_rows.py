@@ -85,7 +85,6 @@ class RowRoutes:
     rows: torch.Tensor
     """All rows of the update, int64: first those that rank 0 averages, ascending, then those of rank 1, and so on."""
     row_counts: list[int]
-    """How many of `rows` each rank averages."""
     own: torch.Tensor
     """The rows of this rank's tokens, int64, in the same order."""
     own_counts: list[int]

@@ -79,7 +79,7 @@ def hash_sequences(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> NDArra
 
 
 def count_classes(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
-    """Return how many of these labels, class numbers below `classes` or UNTAGGED, each class has; shape (classes,)."""
+    """Return how many of these labels each class has, shape (classes,): numbers below `classes`, or -100 for none."""
     return np.bincount(labels[labels != UNTAGGED].astype(np.int64), minlength=classes)
 
 

@@ -37,7 +37,6 @@ _SPEAKERS = {
 }
 """Roles by the names that ShareGPT and its descendants have for them in `from`."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""How a template marks what the assistant says."""
 _FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 _CONVERSATIONS_AT_ONCE = 256
 
@@ -109,8 +108,9 @@ def parse_conversation(line: str, where: str) -> list[Message]:
 
 
 def parse_messages(line: str, where: str) -> list[Message]:
-    """Return the messages of a line of JSON: dicts with a role of ROLES and a text as content. Raises CpuftError, which
-    begins with `where`: another role, or another form than OpenAI, ShareGPT, Alpaca, Dolly, or prompt and completion.
+    """Return the messages of a line of JSON, dicts with a `role` (system, user, assistant or tool) and a text as
+    `content`. CpuftError, which begins with `where`: another role, or another form than OpenAI, ShareGPT, Alpaca,
+    Dolly, or prompt and completion.
     """
     try:
         messages = load(list[dict[str, Any]], _list_messages(load(dict[str, Any], parse_json(line))), "messages")

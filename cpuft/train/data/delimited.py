@@ -37,7 +37,6 @@ class Dialect:
     is_quoted: bool
     """Whether a quotation mark at the begin of a cell surrounds the cell."""
     columns: list[str]
-    """The cells of the header."""
     note: str = ""
     """What decided on the dialect, if the user is to know."""
 

@@ -149,8 +149,6 @@ def _refuse_equal_positives(examples: FileExamples) -> None:
 
 
 def _make_retrieval_examples(retrieval: RetrievalSet, form: EmbeddingForm) -> RetrievalExamples:
-    """Return the texts of a retrieval set with the prompts of a model in front: the queries, then the documents."""
-
     def list_rows(query_prompt: str, document_prompt: str) -> list[tuple[str, ...]]:
         queries = [(query_prompt + text,) for text in retrieval.queries]
         return [*queries, *((document_prompt + text,) for text in retrieval.documents)]

@@ -175,4 +175,3 @@ def _digest(model: str, parts: object) -> str:
 
 
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model")
-"""Endings of the names of files that decide what a model computes."""

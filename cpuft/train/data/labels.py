@@ -20,8 +20,9 @@ _MAX_SCORE = 3e38
 
 
 def parse_label(text: str, task: Task, where: str) -> float:
-    """Return the class number of a label (1.0 and True are 1 if all labels are whole numbers) or, for SCORE_KINDS, the
-    score, also with a decimal comma. CpuftError, which begins with `where`: another label, or no finite number.
+    """Return the class number of a label (1.0 and True are 1 if all labels are whole numbers) or, for the kinds score,
+    similarity and relevance, the score, also with a decimal comma. CpuftError, which begins with `where`: another
+    label, or no finite number.
     """
     text = text.strip()
     if task.kind in SCORE_KINDS:

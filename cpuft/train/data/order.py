@@ -42,7 +42,7 @@ def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: 
 
 
 def is_grouped(kind: str) -> bool:
-    """Return whether the updates of a kind of task have examples of similar length."""
+    """Return whether an update of this kind of task has texts of similar length: not for pairs and similarity."""
     # Texts of similar length as negatives would change what an embedding model learns.
     return kind not in EMBEDDING_KINDS
 

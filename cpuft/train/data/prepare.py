@@ -362,7 +362,6 @@ def _prepare_chats(config: TrainConfig) -> Path:
 
 
 def _choose_masked_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int], ...]:
-    """Return prefix, suffix and separator of `Packer` for masked language modelling: [CLS], [SEP] and [SEP]."""
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id):
         raise CpuftError(
             f"the tokenizer of {get_tokenizer_name(config)} lacks [CLS], [SEP] or [MASK], which --task text needs: "
@@ -434,7 +433,9 @@ def _make_meta(
 
 
 def find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
-    """Return the share (0 to 1) of unknown tokens among those not special; 0 if no token means unknown only."""
+    """Return the share (0 to 1) of unknown tokens among those not special; 0 if the tokenizer has no unknown token, or
+    uses it as pad, bos, eos, cls or sep, too.
+    """
     unknown = tokenizer.unk_token_id
     others = (getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep"))
     if unknown is None or unknown in others:  # GPT-2's unknown token is its end of text; it knows all bytes

@@ -17,7 +17,6 @@ from cpuft.train.model_shape import find_shape
 LOWER_IS_BETTER = ("perplexity",)
 """Metrics of which the smallest value is the best."""
 _MACRO_F1 = "f1_macro"
-"""The mean F1 of the classes, which tasks whose examples have one class can have."""
 
 
 def check_recipe(config: TrainConfig, prepared: Prepared) -> None:
@@ -99,15 +98,12 @@ def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
 
 
 def find_metrics(config: TrainConfig, prepared: Prepared) -> tuple[str, ...]:
-    """Return the metrics of evaluations: the task's, and last f1_macro if --best-metric and one class per example ask
-    for it.
-    """
+    """Return the metrics of evaluations: the task's, and f1_macro last if the kind is class and --best-metric names it."""
     is_added = _can_add_macro_f1(prepared) and _read_best_metric(config).startswith(_MACRO_F1)
     return (*prepared.metrics, _MACRO_F1) if is_added else prepared.metrics
 
 
 def _read_best_metric(config: TrainConfig) -> str:
-    """Return --best-metric as metrics are named: f1_macro for macro-f1."""
     return config.best_metric.replace("macro-f1", _MACRO_F1)
 
 

@@ -216,11 +216,11 @@ def _refuse_unordered(examples: Examples, source: str) -> None:
 
 
 def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
-    """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the validation data.
+    """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the validation data; return
+    also the task with the columns.
 
     Labels are pairs of a score and the number of the query; a file without irrelevant documents and without a score in
-    each row has none.
-    Returned is also the task with the columns. Raises CpuftError: a file, column or row does not fit.
+    each row has none. Raises CpuftError: a file, column or row does not fit.
     """
     if not config.file:
         data = read_relevance(task, train)

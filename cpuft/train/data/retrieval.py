@@ -18,7 +18,6 @@ Judgements = NDArray[np.int32]
 
 _MAX_RELEVANCE = 1_000_000
 _JUDGEMENT_FILES = ("test", "dev")
-"""Stems of the files of judgements in BEIR's folder qrels; the first one that is there is read."""
 _QUERY, _DOCUMENT, _RELEVANCE = "query-id", "corpus-id", "score"
 _FORM = "a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv or qrels/dev.tsv, as the BEIR benchmark has them"
 

@@ -237,7 +237,6 @@ def _summarize_chats(config: TrainConfig) -> DataSummary:
 
 
 def _describe(prepared: Prepared, name: str, duplicates: int, config: TrainConfig) -> Split:
-    """Return the training or validation split of examples without labels, whose tokens are cut already."""
     is_training = name == "training"
     tokens = prepared.train if is_training else prepared.validation[""]
     lengths = _summarize_lengths(tokens.lengths, config.max_length)
@@ -325,7 +324,6 @@ _KINDS = {
     "similarity": "how similar two texts are (embeddings)",
     "relevance": "how relevant a document is to a query",
 }
-"""What is predicted, by the kind of the task."""
 
 
 def format_summary(summary: DataSummary) -> list[str]:

@@ -172,7 +172,9 @@ def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str
 
 
 def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
-    """Return the `splits` of `read_splits` without labels, (("", "test"),) for most GLUE tasks; () for other tasks."""
+    """Return the `splits` of `read_splits` without labels: (("", "test"),), for mnli (("", "test_matched"),
+    ("_mismatched", "test_mismatched")); () for tasks that are not of GLUE.
+    """
     return tuple((key, stem.replace("dev", "test")) for key, stem in task.validation) if task.folder else ()
 
 
@@ -236,7 +238,6 @@ def parse_glue_tsv(text: str, task: Task, source: str, id_column: str = "") -> E
 
 
 _HUB_SPLITS = {"dev": "validation", "dev_matched": "validation_matched", "dev_mismatched": "validation_mismatched"}
-"""The hub's names of splits by the stems of GLUE's files, where they differ."""
 
 
 def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
@@ -320,7 +321,7 @@ def check_columns(table: Table, task: Task, name_texts: str, name_label: str) ->
 
 
 def drop_unlabelled(table: Table, label: str) -> Table:
-    """Return a table without the rows whose label is blank or one of MISSING, and with a note on them if any."""
+    """Return a table without the rows whose label is blank or missing (nan, null), and with a note on them if any."""
     kept = Rows(lambda: (row for row in table.rows if not is_blank(row[1].get(label, ""))))
     count = sum(1 for _ in table.rows) - sum(1 for _ in kept)
     note = f"{counted(count, 'row')} of {table.source} without a label left out"
@@ -435,7 +436,9 @@ def _has_text(cell: Cell) -> bool:
 
 
 def has_label(cell: Cell, task: Task) -> bool:
-    """Return whether a cell has a label to compare with: it is not blank, or is one of MISSING that names a class."""
+    """Return whether a cell has a label to compare with: not blank or missing (nan, null), unless a class has that
+    name.
+    """
     return _has_text(cell) and (not is_blank(cell) or str(cell).strip() in task.labels)
 
 

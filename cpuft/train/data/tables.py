@@ -299,7 +299,6 @@ def _open_bytes(path: Path) -> IO[bytes]:
 
 _GZIP = b"\x1f\x8b"
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
-"""What reading a damaged compressed file raises."""
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _UNPACK = "unpack it, then give the file that it holds"
 _SAVE_AS_CSV = "save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead"
@@ -318,7 +317,6 @@ _OTHER_FORMATS = {
     b"<!doctype": ("a web page", "download the file itself"),
     b"<html": ("a web page", "download the file itself"),
 }
-"""Other formats by the first bytes of a file, and what to do."""
 
 
 def _refuse_other_formats(path: Path) -> bytes:
@@ -540,7 +538,9 @@ MISSING = ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>")
 
 
 def is_blank(cell: Cell) -> bool:
-    """Return whether a cell is a text that is empty, has only spaces, or is one of MISSING, such as nan."""
+    """Return whether a cell is a text that is empty, has only spaces, or is nan, NaN, None, null, NULL, NA, N/A or
+    <NA>.
+    """
     return isinstance(cell, str) and (not cell or cell.isspace() or (len(cell) < 9 and cell.strip() in MISSING))
 
 

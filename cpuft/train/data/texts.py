@@ -42,7 +42,6 @@ _BLOCK_PIECES = 64
 """Consecutive pieces that go into one split together: about a page, so that most words keep their context."""
 _PIECES_AT_ONCE = 256
 _JOINED_CHARACTERS = 1 << 16
-"""Largest number of characters of pieces that are joined before they are tokenised."""
 _BUFFERED_TOKENS = 1 << 16
 
 WORD_START, WORD_CONTINUATION, NEVER_MASKED = 0, 1, 2

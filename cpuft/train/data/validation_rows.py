@@ -22,7 +22,6 @@ Slices = tuple[NDArray[np.int32], tuple[str, ...]]
 MOST_VALUES = 100
 """Largest number of different values that the column of --slice-by may have."""
 _MOST_CHARACTERS = 500
-"""Number of characters that are kept of each text."""
 
 
 def checksum_rows(data: TaskData) -> str:

@@ -269,7 +269,6 @@ class Norm:
 
 
 _RMS_NORMS = ("LlamaRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "EuroBertRMSNorm")
-"""Classes of transformers with a weight and `variance_epsilon`."""
 
 
 def read_norm(module: nn.Module | None) -> Norm | None:
