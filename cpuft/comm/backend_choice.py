@@ -60,8 +60,8 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
         raise error
     seconds = {name: statistics.median(second for second, _ in found) for name, found in timings.items()}
     busy = {name: statistics.median(share for _, share in found) for name, found in timings.items()}
-    # A backend that spins slows the backward pass beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126
-    # ms of computing, and gloo's 200 ms cost 84 ms.
+    # A backend that spins slows the backward pass beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost
+    # 126 ms of computing, and gloo's 200 ms cost 84 ms.
     costs = {name: seconds[name] * (1 + busy[name]) for name in timings}
     equal = [name for name, cost in costs.items() if cost <= TIE_RATIO * min(costs.values())]
     chosen = min(equal, key=lambda name: PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE))

@@ -91,7 +91,7 @@ def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
 
 
 def choose_timeout(default_seconds: float) -> float:
-    """Return the seconds of CPUFT_COMM_TIMEOUT; `default_seconds` if it is not set or empty. CpuftError: no positive number."""
+    """Return the seconds of CPUFT_COMM_TIMEOUT, else (not set or empty) the default. CpuftError: no positive number."""
     if not (text := os.environ.get(TIMEOUT_VARIABLE, "")):
         return default_seconds
     seconds = to_number(text)
@@ -166,8 +166,8 @@ def exit_process(code: int) -> NoReturn:
     """End the process with an exit code, after Python's exit handlers but without those of C; its files in shared
     memory are removed.
     """
-    # oneCCL and Intel MPI both use libfabric, whose shm provider (that of impi-rt 2021.18) otherwise frees its endpoints
-    # twice at exit in a process that has used both, and aborts, whatever the exit code should be.
+    # oneCCL and Intel MPI both use libfabric, whose shm provider (that of impi-rt 2021.18) otherwise frees its
+    # endpoints twice at exit in a process that has used both, and aborts, whatever the exit code should be.
     atexit._run_exitfuncs()
     remove_shared_memory(os.getpid())
     flush_and_exit(code)
