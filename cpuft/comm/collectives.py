@@ -140,7 +140,9 @@ class Collectives:
             tensors[0].copy_(whole)
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> None:
-        """Reduce each input, a tensor or a list's, and write the r-th of equal parts to its output on rank r."""
+        """Reduce each input over the ranks by `opts.reduceOp`, and write the r-th of its equal parts to its output on
+        rank r; both arguments are one tensor, or lists of as many.
+        """
         reduction = reduction_name(opts.reduceOp)
         base = "sum" if reduction == "avg" else reduction
         for output, source in zip(flatten(outputs), flatten(inputs), strict=True):

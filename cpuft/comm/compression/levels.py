@@ -41,7 +41,10 @@ class LinkModel:
 
 
 def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link: LinkModel) -> float:
-    """Return the seconds of an update: both passes (`compute_seconds`), coding, and messages that they do not hide."""
+    """Return the seconds of an update: `compute_seconds` (both passes), coding, what messages take from computing, and
+    the wait for messages: their latencies, the layers' bytes that half of the passes does not hide, at least those of
+    two buckets, and rows, late ones if the passes do not hide them.
+    """
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     late = layers * min(1.0, LATE_BUCKETS / level.buckets)
     waiting = max(late, layers - OVERLAP * compute_seconds)

@@ -18,8 +18,8 @@ _ROWS_AT_ONCE = 4096
 
 
 def is_columnar(path: Path) -> bool:
-    """Return whether a path is a Parquet or Arrow file, by its first bytes or its suffix, or a folder that
-    `save_to_disk` of datasets has written. OSError: it is missing or cannot be read.
+    """Return whether a path is a Parquet or Arrow file, by its first bytes or by .parquet, .arrow or .feather at its
+    end, or a folder that `save_to_disk` of datasets has written. OSError: it is missing or cannot be read.
     """
     if path.is_dir():
         return (path / "state.json").exists()

@@ -101,9 +101,9 @@ def _is_beir_folder(path: str) -> bool:
 
 
 def choose_pair_columns(table: Table, wanted: str, has_negatives: bool) -> tuple[str, ...]:
-    """Return the names in `wanted`, separated by commas, whether the table has them or not; for "", a usual pair in the
-    table and, with `has_negatives`, all columns that begin with "negative". Raises CpuftError: `wanted` has one name,
-    equal ones, or without `has_negatives` more than two; or there is no usual pair.
+    """Return the names in `wanted`, separated by commas, whether the table has them or not; for "", the pair of
+    `choose_usual_pair` and, with `has_negatives`, all columns that begin with "negative". Raises CpuftError: `wanted`
+    has one name, equal ones, or without `has_negatives` more than two; or there is no usual pair.
     """
     if names := split_names(wanted):
         if len(names) < 2 or (len(names) > 2 and not has_negatives) or len(set(names)) < len(names):

@@ -103,8 +103,10 @@ def split_cell(cell: Cell) -> list[str]:
 
 
 def choose_usual_pair(table: Table, example: str, advice: str) -> tuple[str, str]:
-    """Return the columns of query and document: the first of the usual pairs, such as question and answer, of which the
-    table has both. CpuftError, with `example` and `advice` in its message: it has none.
+    """Return the columns of query and document: the first of these pairs of which the table has both: anchor, positive;
+    query, positive; question, positive; question, answer; query, document; query, passage; query, text; question,
+    document; question, passage; sentence1, sentence2; text1, text2. CpuftError, with `example` and `advice`: it has
+    none.
     """
     for query, document in _USUAL_PAIRS:
         if query in table.columns and document in table.columns:

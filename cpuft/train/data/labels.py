@@ -135,7 +135,8 @@ def choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tup
 
     Lists of words as texts give tags. Otherwise `wanted`, --label-type, decides: class, number (kind score), multi
     (kind labels) or auto. With auto, lists of labels or labels with a bar give labels, numbers of which some have a
-    fraction score, others class. Raises CpuftError: `train` has no rows, or a label leaves it in doubt.
+    fraction score, others class. CpuftError: `train` has no rows, a label leaves it in doubt, or `wanted` does not suit
+    lists of words.
     """
     first = next(iter(train.rows), None)
     if first is None:
@@ -212,9 +213,9 @@ def describe_printed_list(where: str, name: str, cell: str) -> str:
 
 
 def number_labels(task: Task, train: Iterable[str], others: Mapping[str, str], source: str, check_labels: bool) -> Task:
-    """Return the task with metrics and labels: those of `train`, sorted, of 0 and 0.0 only one; then, without
-    `check_labels`, new `others` (labels, and where each is). None for the kind score. CpuftError, with `check_labels`:
-    `train` has fewer than two labels, or `others` new ones.
+    """Return the task with metrics and labels: those of `train`, sorted (kind class: of 0 and 0.0 only one); then,
+    without `check_labels`, new `others` (labels, and where each is). None for the kind score. CpuftError, with
+    `check_labels`: `train` has fewer than two labels, or `others` new ones.
     """
     if task.kind == "score":
         return replace(task, labels=(), metrics=choose_metrics("score", ()))

@@ -98,7 +98,7 @@ def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
 
 
 def find_metrics(config: TrainConfig, prepared: Prepared) -> tuple[str, ...]:
-    """Return the metrics of evaluations: the task's, and f1_macro last if the kind is class and --best-metric names it."""
+    """Return the metrics of evaluations: the task's and, if the kind is class and --best-metric f1_macro, that last."""
     is_added = _can_add_macro_f1(prepared) and _read_best_metric(config).startswith(_MACRO_F1)
     return (*prepared.metrics, _MACRO_F1) if is_added else prepared.metrics
 

@@ -76,10 +76,11 @@ class Corpus:
 def scan_texts(paths: str, columns: str, option: str, exact: bool = False, options: TableOptions = _DEFAULT) -> Corpus:
     """Read all texts once, to check and count them and to take their checksum.
 
-    `paths` are files, and folders whose files of texts or JSON lines are taken, separated by commas. The texts of
-    several `columns` of a table, separated by commas, are joined by spaces; empty is the column `text`, or the only
-    one. With `exact`, indentation, line ends and blank lines are kept, which a decoder learns as well. Raises
-    CpuftError: a file cannot be read, lacks a column or has a line above 8 MB, or no text, or no table for `columns`.
+    `paths` are files, patterns and folders, separated by commas; of a folder, all .txt, .text, .md, .json, .jsonl and
+    .ndjson files at any depth are taken. The texts of several `columns` of a table, separated by commas, are joined by
+    spaces; empty is the column `text`, or the only one. With `exact`, indentation, line ends and blank lines are kept,
+    which a decoder learns as well. Raises CpuftError: a file cannot be read, lacks a column or has a line above 8 MB,
+    or no text, or no table for `columns`.
     """
     files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
     names = split_names(columns)

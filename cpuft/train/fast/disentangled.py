@@ -45,8 +45,8 @@ class Distances:
 
     @staticmethod
     def of(numbers: Tensor) -> Distances:
-        """Return the distances with these indexes of embeddings, int64 of shape (2 * length - 1,): one for each
-        query - key, from 1 - length to length - 1.
+        """Return the distances for these numbers of embeddings, int64, (2 * length - 1,), one for each query - key from
+        1 - length on: `first` and `last` are the least and the largest of them.
         """
         first, last = (int(number) for number in torch.aminmax(numbers))
         return Distances(first, last, (numbers - first).flip(0), numbers - first)

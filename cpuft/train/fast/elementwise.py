@@ -114,7 +114,7 @@ _dropout: Callable[..., Tensor] = _Dropout.apply
 
 
 def dropout(x: Tensor, mask: Mask) -> Tensor:
-    """Return dropout of `x`, any shape, with a mask that was drawn before; `x` itself if the mask drops nothing."""
+    """Return `x`, any shape, zero where a mask drops and times its scale elsewhere; `x` itself if it drops nothing."""
     return _dropout(x, mask) if mask.threshold else x
 
 
