@@ -86,13 +86,12 @@ def _run_callbacks(task: Callable[[], None]) -> None:
 
 
 class QueuedWork(dist.Work):
-    """The Work of a queued operation. Its errors reach Python's wait() and C++ callbacks alike.
+    """The Work of a queued operation. Its errors reach Python's wait() and C++ callbacks alike."""
 
-    Works made by torch's own `_create_work_from_future` swallow errors in wait(), and `Future.set_exception` passes C++
-    a value that it cannot read. So the error is raised in a callback of a future, which both sides understand.
-    Callbacks run on a thread of their own and not on the group's: those of torch's PowerSGD wait for a collective that
-    the group's thread has still to run.
-    """
+    # Works made by torch's own `_create_work_from_future` swallow errors in wait(), and `Future.set_exception` passes
+    # C++ a value that it cannot read. So the error is raised in a callback of a future, which both sides understand.
+    # Callbacks run on a thread of their own and not on the group's: those of torch's PowerSGD wait for a collective
+    # that the group's thread has still to run.
 
     def __init__(self, result: Any) -> None:
         super().__init__()

@@ -75,11 +75,10 @@ class Operation:
 
 @dataclass
 class OperationRegister:
-    """Pending operations, progress by channel, and traffic of this process. Safe to use from several threads.
+    """Pending operations, progress by channel, and traffic of this process. Safe to use from several threads."""
 
-    torch's flight recorder, which `cpuft.rank.diagnostics` reads for groups of torch's own gloo, cannot take its place:
-    it records no process groups that are written in Python.
-    """
+    # torch's flight recorder, which `cpuft.rank.diagnostics` reads for groups of torch's own gloo, cannot take its
+    # place: it records no process groups that are written in Python.
 
     pending: dict[int, Operation] = field(default_factory=dict)
     progress: dict[str, tuple[int, str]] = field(default_factory=dict)

@@ -42,7 +42,7 @@ class Dialect:
 
 
 def advise_conversion(path: Path, ending: str, command: str) -> str:
-    """Return `convert it with this command, then give d/a-x.csv instead: COMMAND > d/a-x.csv` for d/a.csv and -x.csv."""
+    """Return `convert it with this command, then give d/a-x.csv instead: CMD > d/a-x.csv` for d/a.csv and -x.csv."""
     target = str(path.with_name(f"{path.stem}{ending}"))
     return f"convert it with this command, then give {target} instead: {command} > {shlex.quote(target)}"
 
