@@ -57,12 +57,11 @@ def _message_bytes(length: int, bits: int) -> int:
 
 
 def encode(shares: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Encode fp32 numbers, (n, length), as codes of 8 or 4 bits and scales: int8, (n, length * bits / 8 + length / 256
-    * 4).
+    """Encode fp32 numbers, (n, length), as codes and scales: int8, (n, length * bits / 8 + length / 256 * 4).
 
-    The length is a multiple of 256. A scale is the largest magnitude in a block of 256 numbers divided by the largest
-    code, 127 or 7. A block with an infinity or a NaN becomes NaN. Codes come first, then the bytes of fp32 scales. With
-    4 bits, a byte has code j of a block in its low half, and code j + 128 in its high half.
+    `bits` is 8 or 4, and the length a multiple of 256. A scale is the largest magnitude in a block of 256 numbers
+    divided by the largest code, 127 or 7. A block with an infinity or a NaN becomes NaN. Codes come first, then the
+    bytes of fp32 scales. With 4 bits, a byte has code j of a block in its low half, and code j + 128 in its high half.
     """
     count = len(shares)
     blocks = shares.view(count, -1, BLOCK)

@@ -103,7 +103,7 @@ MAX_BLANK_SHARE = 0.9
 
 
 def checksum_data(data: TaskData, config: TrainConfig) -> str:
-    """Return 16 hexadecimal digits for all that decides token ids and labels. Raises CpuftError: there is no model."""
+    """Return a checksum, 16 hexadecimal digits, of what decides token ids and labels. CpuftError: there is no model."""
     digest = hashlib.sha256()
     task = data.task
     sizes = (_FORMAT, config.max_length, config.max_train_samples)
@@ -206,7 +206,7 @@ def _tokenize_to_files(
 
 
 def list_blank(examples: Examples, task: Task) -> list[list[str]]:
-    """Return for each example the names of the columns without text, by `is_blank`; none for the kind tags."""
+    """Return for each example a list of the columns without text, by `is_blank`; [] for each of the kind tags."""
     names = task.texts if task.kind != "tags" else ()
     return [[name for name, text in zip(names, texts) if is_blank(text)] for texts in examples.texts]
 

@@ -264,8 +264,9 @@ def _complete(config: TrainConfig, task: Task, splits: list[Split], notes: Seque
 
 
 def find_problems(summary: DataSummary) -> list[str]:
-    """Return a message for each fault in the summary: fewer than two classes, columns with few texts, labels of
-    validation examples only, duplicates, contradictions, and more than 5 % cut examples or unknown tokens; [] for none.
+    """Return a message for each fault in the summary: fewer than two classes, columns with texts in less than 10 % of
+    the examples, labels of validation examples only, duplicates, contradictions, and more than 5 % cut examples or
+    unknown tokens; [] for none.
     """
     train, *others = summary.splits
     problems = []

@@ -49,8 +49,9 @@ def make_validation_rows(kept: list[list[str]], slices: Slices) -> ValidationRow
 
 
 def read_slices(split: Examples | FileExamples, column: str) -> Slices:
-    """Return the rows' values, cut to 500 characters, in the column of --slice-by, numbered as they first appear; empty
-    for "". CpuftError: the split lacks the column, has more than MOST_VALUES values in it, or is not read from files.
+    """Return the number of each row's value in the column of --slice-by, int32, and the values, cut to 500 characters,
+    in the order in which they first appear; both empty for "". CpuftError: the split lacks the column, has more than
+    100 values in it, or is not read from files.
     """
     if not column:
         return np.zeros(0, np.int32), ()

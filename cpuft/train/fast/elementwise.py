@@ -87,7 +87,7 @@ def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def masked(x: Tensor, mask: Mask) -> Tensor:
-    """Return dropout of `x`, without a gradient for autograd; `x` itself if `mask` drops nothing."""
+    """Return dropout of `x`, for code that autograd does not see; `x` itself if `mask` drops nothing."""
     if mask.threshold == 0:
         return x
     x = x.contiguous()

@@ -68,7 +68,7 @@ class Half:
         return divided
 
     def run(self, direction: str, x: Tensor, addresses: Sequence[int]) -> None:
-        """Run the kernel "forward" or "backward" on `x`, (tokens, hidden). MemoryError: its buffers do not fit."""
+        """Run the kernel "forward" or "backward" for `x`, (tokens, hidden). MemoryError: its buffers do not fit."""
         done = int64_array([0])
         self.kernels.run(f"{self.name}_{direction}", x.dtype, int64_array(addresses), done, *x.shape, *self.arguments)
         if not done[0]:
