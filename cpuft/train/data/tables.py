@@ -203,7 +203,8 @@ def _read_json_rows(lines: Callable[[], Iterator[str]], path: Path) -> Iterator[
 
 def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
     """Yield where each line that is not blank is (`chat.jsonl, line 3`), and the line with its end, not parsed; `paths`
-    as for `split_paths`. Raises CpuftError: a file cannot be read, or begins like a Parquet file or a JSON array.
+    as for `split_paths`. Raises CpuftError: a file cannot be read, begins like a Parquet file or a JSON array, or is
+    named hub:...
     """
     for name in split_paths(paths):
         _refuse_columnar(name, option)
@@ -538,9 +539,7 @@ MISSING = ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>")
 
 
 def is_blank(cell: Cell) -> bool:
-    """Return whether a cell is a text that is empty, has only spaces, or is nan, NaN, None, null, NULL, NA, N/A or
-    <NA>.
-    """
+    """Return whether a cell is a text that is empty, only spaces, or nan, NaN, None, null, NULL, NA, N/A or <NA>."""
     return isinstance(cell, str) and (not cell or cell.isspace() or (len(cell) < 9 and cell.strip() in MISSING))
 
 

@@ -198,7 +198,7 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
 
 
 def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join pieces to those that they continue, up to 64 or 65,536 characters, so that a tokenizer sees line ends."""
+    """Join pieces to those that they continue, up to 64 pieces or 65,536 characters, for a tokenizer to see line ends."""
     parts: list[str] = []
     size, validates, begins = 0, False, False
     for its_split, text, its_begin in pieces:
@@ -259,7 +259,9 @@ class Packer:
         del self._buffer[: full.size]
 
     def finish(self, max_examples: int = 0) -> Packed:
-        """Write the last example; return the first `max_examples` (0: all), mapped from the file, which must stay."""
+        """Write the last example; return the ids of the first `max_examples` (0: all), mapped from the file, which must
+        stay, and the offsets, int64, at which each of them begins and the last one ends.
+        """
         self._buffer = [] if self._is_empty else [*self._buffer, *self.end]
         self._write()
         with self._file as file:
@@ -273,7 +275,7 @@ class Packer:
 
 
 def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> None:
-    """Tokenise pieces, and add those for validation to the second packer, the others to the first one."""
+    """Tokenise pieces without special tokens, and add those for validation to the second packer, others to the first."""
     remaining = iter(pieces)
     while batch := list(islice(remaining, _PIECES_AT_ONCE)):
         without = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
@@ -283,16 +285,14 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
 
 
 def find_document_marks(tokenizer: Any) -> tuple[list[int], int | None]:
-    """Return the ids that a decoder's tokenizer puts before a text, and the id that ends one (eos, else sep, else
-    None).
-    """
+    """Return the ids that a decoder's tokenizer puts before a text, and the id of its end: eos, else sep, else None."""
     end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
     return [one for one in tokenizer("")["input_ids"] if one != end], end
 
 
 def classify_tokens(tokenizer: Any) -> NDArray[np.int8]:
-    """Return each token id's kind, int8, shape (largest id + 1,): WORD_START, WORD_CONTINUATION or, for special tokens
-    and unused ids, NEVER_MASKED.
+    """Return each token id's kind, int8, (largest id + 1,): 0 (WORD_START), 1 (WORD_CONTINUATION) or, for special
+    tokens and unused ids, 2 (NEVER_MASKED).
     """
     vocabulary = tokenizer.get_vocab()
     marks_starts = sum(token.startswith(_WORD_START_MARKS) for token in vocabulary) > len(vocabulary) // 10

@@ -53,7 +53,7 @@ def check_output(path: Path, overwrite: bool, *inputs: str) -> None:
 
 
 def check_pyarrow(path: Path) -> None:
-    """Raise CpuftError if a file to write is a Parquet file and pyarrow is not installed."""
+    """Raise CpuftError if a file to write ends in .parquet and pyarrow is not installed."""
     if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise CpuftError(f"writing {path} needs pyarrow: {install_command('train')}")
 
