@@ -198,7 +198,7 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
 
 
 def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join pieces to those that they continue, up to 64 pieces or 65,536 characters, for a tokenizer to see line ends."""
+    """Join up to 64 pieces, of up to 65,536 characters, that continue each other: a tokenizer must see line ends."""
     parts: list[str] = []
     size, validates, begins = 0, False, False
     for its_split, text, its_begin in pieces:
@@ -275,7 +275,7 @@ class Packer:
 
 
 def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> None:
-    """Tokenise pieces without special tokens, and add those for validation to the second packer, others to the first."""
+    """Tokenise pieces without special tokens, and add those for validation to the second packer, else to the first."""
     remaining = iter(pieces)
     while batch := list(islice(remaining, _PIECES_AT_ONCE)):
         without = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
