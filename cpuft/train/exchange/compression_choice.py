@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.backend_choice import MESSAGE_BYTES, measure_collective
+from cpuft.comm.backend_choice import MESSAGE_BYTES
+from cpuft.comm.collective_timing import measure_collective
 from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.comm.compression.hierarchical import find_ranks_per_host
 from cpuft.comm.compression.int8 import measure_coding_seconds
