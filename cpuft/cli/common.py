@@ -37,7 +37,7 @@ def print_plans(plans: Sequence[RunPlan]) -> None:
 
 
 def plan_module(why: str, module: str, arguments: Sequence[str]) -> Step:
-    """Return the step that runs a module of cpuft on this machine, as a single rank would run."""
+    """Return the step that runs a module, such as "cpuft.train.export", here, with the variables of a single rank."""
     from cpuft.argv import module_command
     from cpuft.plans import Step
 

@@ -85,7 +85,7 @@ def predict(dry_run: bool, **values: Any) -> None:
 
 
 def needs_launch(config: LaunchConfig) -> bool:
-    """Return whether mpirun starts the ranks: if an option other than --np is given, or --np > 1 on several hosts."""
+    """Return whether mpirun starts the ranks: options but --np are not at the default, or --np > 1 on several hosts."""
     from cpuft.hosts.cluster import read_hosts
 
     return replace(config, np=0) != LaunchConfig() or (config.np > 1 and len(read_hosts(config)) > 1)

@@ -149,7 +149,7 @@ def _resume(config: SweepConfig, dry_run: bool) -> None:
 
 
 def list_options_for_resume() -> list[str]:
-    """Return the names of the options, with underscores, that may be given again with --resume."""
+    """Return the options that may be given again with --resume: parallel, stop_after_failures, and those of hosts."""
     own = ("np", "ppn", "only_hosts", "run_dir")
     launch = [name for name in option_names(LaunchConfig) if name not in own]
     return ["parallel", "stop_after_failures", *launch]

@@ -48,7 +48,7 @@ class BenchConfig:
 
 
 def list_bench_cases(config: BenchConfig) -> list[BenchCase]:
-    """Return the measurements: in each round by backend, then operation, type, size. CpuftError: a value is wrong."""
+    """Return (backend, operation, type, bytes) of all measurements, sorted so, in each round; CpuftError: bad value."""
     lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
     known = {"backends": BACKENDS, "operations": _OPERATIONS, "dtypes": tuple(_TYPE_BYTES)}
     for option_name, names in known.items():

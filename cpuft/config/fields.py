@@ -87,7 +87,7 @@ def split_arguments(config: type, arguments: Sequence[str]) -> tuple[list[str], 
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
-    """Return a configuration from `--name=value` or `--name value` arguments; CpuftError: unknown option, bad value."""
+    """Return a configuration from `--name=value` or `--name value`; the last one counts. CpuftError: a bad option."""
     fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
     for argument in rest:
@@ -103,7 +103,7 @@ def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
 
 
 def parse_value(field: dataclasses.Field[Any], kind: type, text: str) -> Any:
-    """Return the value, of type `kind`, of an option's text; CpuftError: `field`, made by `option`, refuses it."""
+    """Return an option's text as a `kind` (bool: true or false, in any case); CpuftError: the field refuses it."""
     flag, choices = format_flag(field.name), field.metadata["choices"]
     if choices and text not in choices:
         raise CpuftError(describe_unknown_value(flag, text, choices))
@@ -135,7 +135,7 @@ def _describe_values(kind: type, least: float | None, most: float | None) -> str
 
 
 def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
-    """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
+    """Return "'VALUE' is not a value of OPTION: did you mean A?", or without similar ones "...: choose one of A, B"."""
     return f"{value!r} is not a value of {option}: {suggest_names(value, choices)}"
 
 

@@ -471,12 +471,14 @@ class TrainConfig:
 
     @property
     def uses_fast_path(self) -> bool:
-        """Whether layers that the fast path knows are replaced."""
+        """Whether layers that the fast path knows are replaced: `fast_path` is set, and the engine is torch."""
         return self.fast_path and self.engine == "torch"
 
     @property
     def may_choose_lora(self) -> bool:
-        """Whether the model's size decides on LoRA: `lora_rank` is -1, and task, model, engine, precision allow it."""
+        """Whether the model's size decides on LoRA: `lora_rank` is -1, the engine torch, the precision not int8, and
+        the task trains a decoder, or a model other than minilm on labels other than those of demo.
+        """
         kind = find_task(self.task, self.causal).kind
         has_labels = kind in LABEL_KINDS and self.task != "demo"
         learns = kind in DECODER_KINDS or (has_labels and self.model != DEFAULT_MODEL)

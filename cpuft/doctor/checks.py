@@ -194,7 +194,7 @@ def check_each(
 
 
 def find_all(state: ClusterState) -> list[Finding]:
-    """Run all checks and return their findings in the order of the codes, each with its code, cause and next step."""
+    """Run all checks; return the findings by code, with cause and next step of the check where they have none."""
     return [
         replace(one, code=check.code, cause=one.cause or check.cause, next_step=one.next_step or check.next_step)
         for check in CHECKS
@@ -820,7 +820,7 @@ def find_kernel_builds(state: ClusterState) -> dict[str, str]:
 
 
 def format_kernel_builds(builds: dict[str, str]) -> str:
-    """Return a line for each different build, with its hosts: "kernels: from the wheel, for AVX2 (node1)"; or ""."""
+    """Return a line "kernels: from the wheel, for AVX2 (node1, node2)", with a newline, for each build; "" for none."""
     hosts_of: dict[str, list[str]] = {}
     for host, build in builds.items():
         hosts_of.setdefault(build, []).append(host)

@@ -34,9 +34,9 @@ warning = functools.partial(Finding, severe=False)
 
 
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:
-    """Return an entry for all findings that differ only in the host, errors first, then by code, and a line of counts.
-
-    `hosts` and `checks` are the numbers of those examined. A newline ends it: "2 hosts, 40 checks: no problems found".
+    """Return "CODE error on HOST, HOST: EVIDENCE", cause and next step for all findings that differ only in the host,
+    errors first, then by code; then a line of counts with the numbers of examined `hosts` and `checks`, such as
+    "2 hosts, 40 checks: no problems found", and a newline.
     """
     examined = f"{counted(hosts, 'host')}, {counted(checks, 'check')}"
     if not findings:
@@ -56,10 +56,10 @@ def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str
 
 
 def findings_to_json(findings: Sequence[Finding], hosts: Sequence[str]) -> dict[str, Any]:
-    """Return all findings as one JSON object: `format` 1, the names of all hosts, and the fields of each finding."""
+    """Return {"format": 1, "hosts": names, "findings": [an object with the fields of each finding]}."""
     return {"format": 1, "hosts": list(hosts), "findings": [asdict(finding) for finding in findings]}
 
 
 def describe_errors(findings: Sequence[Finding]) -> str:
-    """Return a single line with code, host, evidence and next step of all severe findings; empty if there is none."""
+    """Return "CODE on HOST: EVIDENCE NEXT_STEP" of all severe findings, joined by spaces; "" if there is none."""
     return " ".join(f"{one.code} on {one.host}: {one.evidence} {one.next_step}" for one in findings if one.severe)

@@ -80,7 +80,7 @@ def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[li
 
 
 def format_links(links: Sequence[Link]) -> str:
-    """Return a table, a row for each source and a column for each target: "50 us 9.41 Gbit/s", an error, or "-"."""
+    """Return a table of sources (rows) and targets: "50 us 9.41 Gbit/s", 30 characters of an error, or "-" for none."""
     hosts = list(dict.fromkeys(link.source for link in links))
     cells = {
         (one.source, one.target): one.error[:30] or f"{one.latency_us:.0f} us {one.bits_per_second / 1e9:.2f} Gbit/s"

@@ -93,7 +93,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def gather_facts(order: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what `gather` of the module `order["facts_source"]` says of `order["targets"]`; None for no module."""
+    """Run the source text order["facts_source"], and return its `gather(order["targets"])`; None for the text ""."""
     facts: dict[str, Any] = {"__name__": "facts"}
     exec(order["facts_source"], facts)
     found: dict[str, Any] | None = facts["gather"](order["targets"]) if order["facts_source"] else None
@@ -298,7 +298,7 @@ def _time_connection(peer: str, port: int, end: float) -> float:
 def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
     """Log in to all peers by ssh without a password; return the error by peer, ssh's last line; "" if it worked.
 
-    At most 16 logins run at the same time: the client's part of one takes more than a tenth of a second of a core.
+    A login may take 8 s. At most 16 run at the same time, because each takes more than a tenth of a second of a core.
     """
 
     def attempt(peer: str) -> str:

@@ -37,8 +37,8 @@ _SCORES_AT_ONCE = 1 << 22
 
 
 def name_baseline(kind: str) -> str:
-    """Return what the baseline of a kind of task is, "BM25" for pairs; by default, also for an unknown kind, "word and
-    character counts with a linear model".
+    """Return what the baseline of a kind of task is: "BM25" for pairs and relevance, other words for score, tags and
+    similarity, and for all other kinds, also unknown ones, "word and character counts with a linear model".
     """
     names = {
         "score": "the mean of the training scores",
@@ -51,7 +51,7 @@ def name_baseline(kind: str) -> str:
 
 
 def fit(kind: str, texts: Texts, labels: Sequence[Any], classes: int) -> Predict:
-    """Fit the baseline of a kind, and return its function of texts; not of pairs and relevance, which have `Bm25`."""
+    """Fit the baseline of a kind but pairs and relevance; return its function of texts. `classes` is for labels."""
     if kind == "tags":
         return _fit_tags(texts, labels)
     if kind == "score":
@@ -165,7 +165,7 @@ class Bm25:
         return _multiply_rows(self._counter.transform(queries), self._weights[documents])
 
     def rank(self, queries: Sequence[str], count: int) -> NDArray[np.int64]:
-        """Return the numbers of each query's `count` best documents, or of all, best first; equal ones by number."""
+        """Return each query's `count` best documents, or all, best first, equal ones by number: (queries, numbers)."""
         asked, documents = self._counter.transform(queries), self._weights.T.tocsc()
         count, size = min(count, documents.shape[1]), max(1, _SCORES_AT_ONCE // documents.shape[1])
         best = np.empty((len(queries), count), np.int64)

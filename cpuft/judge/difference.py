@@ -100,7 +100,9 @@ def _sort_rows(predictions: RunPredictions) -> RunPredictions:
 
 
 def describe_difference(differences: Differences, a: str = "A", b: str = "B", metric: Difference | None = None) -> str:
-    """Return in plain words, without a full stop, whether the difference of `metric`, by default the first, is real."""
+    """Return "No difference: ...", "No difference can be shown: ..." or "B is better: ...: the difference is real (p)",
+    without a full stop, on a metric, by default the first; `a` and `b` replace A and B.
+    """
     one = metric or differences.first
     name, rows = one.metric.replace("_", " "), differences.count(one.rows)
     if one.is_same:
@@ -122,12 +124,15 @@ def format_interval(one: Difference) -> str:
 
 
 def format_p(one: Difference) -> str:
-    """Return a p-value as "p = 0.013", or "p < 0.001"."""
+    """Return a p-value with two digits, "p = 0.013", or "p < 0.001" if it is less."""
     return f"p < {_LEAST_P}" if one.p < _LEAST_P else f"p = {one.p:.2g}"
 
 
 def describe_better(differences: Differences) -> str:
-    """Return in how many rows only A, and only B, is right (search: better) by the first metric; "" for scores."""
+    """Return "of 408 rows, only A is right in 12, and only B in 20" by the first metric; "" for scores.
+
+    In tasks of search, that is "of 408 queries, A is better for 12, and B for 20, by METRIC".
+    """
     one = differences.first
     if one.better is None:
         return ""

@@ -23,7 +23,8 @@ shape (queries, documents)."""
 def compute_label_metrics(
     names: tuple[str, ...], predictions: NDArray[Any], labels: NDArray[np.float32]
 ) -> dict[str, float]:
-    """Return metrics by name, from 0 to 1 (correlations from -1); KeyError for an unknown name.
+    """Return by name: accuracy, f1 (of class 1), f1_micro and f1_macro, from 0 to 1, matthews_correlation, pearson and
+    spearman, from -1 to 1; KeyError for another name.
 
     Predictions and labels are class numbers or scores, shape (examples,), or 0 and 1, shape (examples, classes), where
     accuracy is of whole rows. The correlation with a constant is 0, and so is an F1 without any positive.

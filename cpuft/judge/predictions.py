@@ -100,7 +100,7 @@ class RunPredictions:
 
 
 def write_predictions(folder: Path, about: About, columns: dict[str, Any]) -> None:
-    """Write the file of predictions into a folder, completely or not at all; all columns have the same length."""
+    """Write FOLDER/predictions.parquet, completely or not at all; `columns`, values by name, have the same length."""
     import pyarrow
     from pyarrow import parquet
 
@@ -111,7 +111,7 @@ def write_predictions(folder: Path, about: About, columns: dict[str, Any]) -> No
 
 @contextmanager
 def explain_damage(run: str) -> Iterator[None]:
-    """Raise CpuftError for what libraries say about predictions of a run that are not what they should be."""
+    """Turn every Exception but CpuftError into a CpuftError that says that RUN/predictions.parquet is damaged."""
     try:
         yield
     except CpuftError:

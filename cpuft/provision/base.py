@@ -146,7 +146,7 @@ class Provider(ABC, Generic[C, F]):
         """Ask the user what only the user can decide, such as a price (default: nothing); CpuftError after a no."""
 
     def make(self, say: Say, ask: Ask) -> str:
-        """Make or repair the cluster, and return a sentence for the user with its hostfile and the next command.
+        """Make or repair the cluster; return "cluster NAME: SUMMARY, hostfile PATH; next: cpuft doctor ...".
 
         Raises CpuftError when a check fails, the user refuses, a step fails, or another process has been changing the
         same cluster for 30 s.
@@ -188,7 +188,7 @@ class Provider(ABC, Generic[C, F]):
         return [f"{name}: {step.why}" for name, step in zip(names, steps)]
 
     def down(self, say: Say) -> str:
-        """Remove the cluster and its record, and return a sentence for the user, also if nothing was there.
+        """Remove the cluster and its record, and return "cluster NAME was removed", also if nothing was there.
 
         Raises CpuftError when the cluster cannot be examined or must not be removed from here, a step fails, or another
         process has been changing the same cluster for 30 s.

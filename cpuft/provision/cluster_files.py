@@ -28,10 +28,10 @@ _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
 
 def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
-    """Return the texts of a cluster's hostfile and of the files in its directory, there/ and nodes/*/, by path.
+    """Return by path the texts of `hostfile`, and of the files of `directory`, its there/ and its nodes/*/.
 
-    Missing files are left out. The text is "private" for a private key (host_key, id_ed25519), and "" for an unreadable
-    file.
+    Missing files are left out. The text of a private key (host_key, id_ed25519) is "private", that of an unreadable
+    file is "".
     """
     paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
     texts = {str(path): "private" if path.name in _PRIVATE else read_raw(path) for path in paths}
@@ -39,13 +39,13 @@ def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise CpuftError unless `prefix` is a plain absolute path, other than `/`; the path need not exist."""
+    """Raise CpuftError unless `prefix` is like /opt/cpuft: parts of letters, digits and _.+-, none . or .. alone."""
     if not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")):
         raise CpuftError(f"prefix {prefix!r} is not a plain absolute path: give a new one, such as /opt/cpuft")
 
 
 def is_ours(files: Mapping[str, str], directory: str) -> bool:
-    """Whether cpuft made a cluster's directory, as a record, public key or ssh_config of cpuft in `files` shows."""
+    """Whether cpuft made a cluster's directory: `files` (of `read_files`) has its record, public key or ssh_config."""
     own = {path.removeprefix(f"{directory}/"): text for path, text in files.items() if path.startswith(f"{directory}/")}
     return any(
         name.startswith(FILE_NAME)
@@ -73,12 +73,12 @@ def plan_removal(files: Mapping[str, str], directory: str, hostfile: str) -> tup
 
 
 def plan_key(path: str, why: str, comment: str = KEY_MARK, host: str = "") -> Step:
-    """Return the step that makes a key pair, `path` and `path`.pub, and its folder; it replaces an earlier pair."""
+    """Return the step on `host` ("": here) that makes or replaces an ed25519 key, `path` and `path`.pub."""
     return Step(why, ("sh", "-c", _KEYGEN, "keygen", path, comment), host=host)
 
 
 def plan_file(path: str, text: str, why: str, host: str = "") -> Step:
-    """Return the step that writes a file atomically, and makes its folder; it never writes through a symbolic link."""
+    """Return the step on `host` ("": here) that makes a file's folder, and writes or replaces the file atomically."""
     # A new folder is writable by its owner only, because cpuft trusts no record in a folder that others can write to.
     script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod 644 "$1.new"; '
     script += 'mv -f "$1.new" "$1"'

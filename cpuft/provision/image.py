@@ -97,7 +97,7 @@ class Recipe:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a YAML recipe, or the package's own if `path` is `RECIPE` and missing. CpuftError: unreadable or invalid."""
+    """Read a YAML recipe, cpuft's own if `path` is "ami/recipe.yaml" and missing. CpuftError: missing or bad file."""
     use_own = path == RECIPE and not Path(path).exists()
     try:
         text = (_OWN_RECIPE if use_own else Path(path)).read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def _refuse_control_characters(recipe: Recipe) -> None:
 
 
 def format_install(recipe: Recipe) -> str:
-    """Format a shell script that applies the recipe to a Debian system, and if it gets arguments, installs cpuft."""
+    """Return a shell script for root on Debian that applies a recipe; with PREFIX STAMP PIN..., it installs cpuft."""
     parts = [
         "#!/bin/sh",
         "# Generated from recipe.yaml by `cpuft provision recipe`: edit recipe.yaml instead. Run this script as root.",
@@ -142,7 +142,7 @@ def format_install(recipe: Recipe) -> str:
 
 
 def environment_python(recipe: Recipe) -> str:
-    """Return the path of the environment's Python in the image."""
+    """Return PREFIX/env/bin/python, the path of the environment's Python in the image."""
     return f"{recipe.environment.prefix}/env/bin/python"
 
 
@@ -164,7 +164,7 @@ def read_stamp(root: Path) -> dict[str, Any]:
 
 
 def write_stamp(path: Path, values: dict[str, object]) -> None:
-    """Write `values` and the list of packages as stamp of PATH.new; rename that to `path`. CpuftError: dpkg fails."""
+    """Write `values`, `packages` and `contents` as stamp of PATH.new; rename that to `path`. CpuftError: dpkg fails."""
     built = Path(f"{path}.new")
     values = values | {"packages": list_packages(built)}
     values |= {"contents": hash_text(json.dumps(values), 16)}

@@ -116,8 +116,8 @@ def parse_survey(text: str, host: str) -> ServerFacts:
 
 
 def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bool, need_kb: int) -> str:
-    """Return the first reason why a server cannot be provisioned, with advice; "" if it can. `has_pip` says that pip
-    will be sent, and `need_kb` how many KiB a server without an environment needs.
+    """Return "HOST: REASON: ADVICE" for the first reason why a server cannot be provisioned, else "". `has_pip` says
+    that pip will be sent, and `need_kb` how many KiB a server without an environment needs.
     """
     if facts.machine not in ARCHITECTURES:
         return f"{host}: its CPU is {facts.machine or 'unknown'}, and cpuft needs {' or '.join(ARCHITECTURES)}"
@@ -140,14 +140,16 @@ def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bo
 
 
 def describe_server(facts: ServerFacts) -> str:
-    """Return one line: `up, debian 12, x86_64, kernel 6.1.0, Python 3.11.2, environment 0123abcd, 40 GB free`."""
+    """Return `up, debian 12, x86_64, kernel 6.1.0, Python 3.11.2, environment 0123abcd, 40 GB free`, perhaps with
+    `Python missing` and `no environment`.
+    """
     environment = f"environment {facts.stamp[:8]}" if facts.stamp else "no environment"
     python, free = facts.python or "missing", f"{facts.free_kb >> 20} GB free"
     return ", ".join(["up", facts.os, facts.machine, f"kernel {facts.kernel}", f"Python {python}", environment, free])
 
 
 def find_common(what: str, found: dict[str, str], advice: str) -> str:
-    """Return what all servers have, such as "3.11" or "x86_64", from a value by name; CpuftError if they differ."""
+    """Return the value that all servers (one or more) have, such as "3.11"; CpuftError with `advice` if they differ."""
     first, *others = dict.fromkeys(found.values())
     if others:
         listed = ", ".join(f"{name} has {value or 'none'}" for name, value in found.items())

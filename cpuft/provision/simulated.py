@@ -126,7 +126,7 @@ def parse_networks(text: str) -> dict[str, str]:
 
 
 def parse_routes(text: str) -> list[str]:
-    """Return the IPv4 networks and addresses that have a route, without the default route, from `ip -json -4 route`."""
+    """Return the targets but "default" in the output of `ip -json -4 route`, such as "10.0.0.0/24" and "10.0.0.7"."""
     targets = (str(route["dst"]) for route in json.loads(text))
     return [target for target in targets if target[0].isdecimal()]
 
@@ -197,7 +197,10 @@ def _wait_for_ssh(address: str, seconds: float) -> bool:
 
 
 def check_config(config: LocalConfig) -> None:
-    """Raise CpuftError if an option but --nodes has no valid form. The image need not exist."""
+    """Raise CpuftError if --name is not valid, or too long for the interface cpuft-NAME-NODES (15 characters), --net is
+    no rate, --shm no size such as 256m, --cores-per-node less than 0.01 but not 0, or if the path of --image, which
+    need not exist, has a space, comma, colon or backslash.
+    """
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
     if len(link) > _MAX_LINK_NAME:
         most = len(config.name) - len(link) + _MAX_LINK_NAME
@@ -323,7 +326,7 @@ def _format_quota(config: LocalConfig) -> str:
 
 
 def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
-    """Return the hardware threads of host `index` (from 1): --cores-per-node, rounded up, or its share; ascending.
+    """Return the hardware threads of host `index` (from 1), ascending: --cores-per-node or an equal share, rounded up.
 
     With --cores-per-node, each of these threads has a core of its own if there are enough: hosts that share a core slow
     each other down by far more than half, because waiting OpenMP threads and MPI spin.
@@ -378,7 +381,7 @@ def _plan_node_step(config: LocalConfig, facts: MachineFacts, index: int, action
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, fault: str, node: str) -> Plan:
-    """Plan a fault, a key of `FAULTS`, of the host with number (from 1), name or address `node`.
+    """Plan "kill", "pause", "resume", "cut" or "join" for the host with number (from 1), name or address `node`.
 
     Raises CpuftError: there is no such host, or it does not run.
     """

@@ -107,7 +107,7 @@ class Supply:
 
 
 def parse_hashes(text: str) -> tuple[HashedPin, ...]:
-    """Parse a requirements file of exact versions, perhaps with hashes; the form of its lines is not checked."""
+    """Parse the text of a requirements file of exact versions, perhaps with hashes; no error of a line is noticed."""
     lines = re.sub(r"\\\n", " ", text).splitlines()
     found = [line.split("--hash=sha256:") for line in lines if line.strip() and not line.startswith("#")]
     parts = [(requirement.partition(";"), hashes) for requirement, *hashes in found]

@@ -343,7 +343,7 @@ def has_equal_cores(row: Row, base: Row) -> bool:
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
-    """Return groups of runs that differ only in seed, start and `EVALUATION_ONLY`, in the order of their first runs."""
+    """Return groups of runs that differ only in seed, start, slice_by and examples, in order of their first runs."""
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header

@@ -59,14 +59,14 @@ class Network:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of payload per second that an all-reduce sends over a link: the whole rate if `measured`, else less."""
+        """Bytes of payload per second of an all-reduce: `bits_per_second` / 8, or unless `measured` 0.82 of that."""
         return self.bits_per_second / 8 * (1.0 if self.measured else ETHERNET * RING_EFFICIENCY)
 
     def all_reduce_seconds(self, nbytes: float, members: int) -> float:
         """Return the seconds of a ring all-reduce of `nbytes` bytes between this many ranks; 0 for one rank.
 
-        2(n-1) messages of an n-th of the bytes each are sent one after another (Patarasuk and Yuan, 2009). If hosts
-        have several ranks, each host sends the messages of only one of them to another host.
+        2(n-1) messages are sent one after another (Patarasuk and Yuan, 2009). Each takes the latency, and has an n-th
+        of the bytes, with 350 more unless `measured`. Of a host's ranks, only one sends messages to another host.
         """
         more = 0 if self.measured else MESSAGE_BYTES  # a measured latency contains them
         each = self.latency_seconds + (nbytes / members + more) / self.bytes_per_second
@@ -105,11 +105,11 @@ class UpdateCosts:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of an update of one rank alone."""
+        """Seconds of an update of one rank alone: `forward_seconds`, `backward_seconds` and `update_seconds`."""
         return self.forward_seconds + self.backward_seconds + self.update_seconds
 
     def when_ready(self, share: float) -> float:
-        """Return the share of the last backward pass until `share` of the numbers is ready: `share` without `ready`."""
+        """Return the share of the last backward pass at the first of `ready` with `share` numbers; without, `share`."""
         if not self.ready:
             return share
         return next((passed for numbers, passed in self.ready if numbers >= share - 1e-9), self.ready[-1][1])
@@ -122,7 +122,7 @@ class UpdateCosts:
         return hosts if sent_as in COMPRESSIONS_WITH_FEEDBACK else hosts * self.ranks_per_host
 
     def sent_numbers(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return how many numbers of gradients, and of embedding rows, are sent in an update on `hosts` hosts."""
+        """Return (numbers of gradients, numbers of embedding rows) that are sent in an update on `hosts` hosts."""
         tokens = self.sizes.count_tokens(hosts * self.ranks_per_host)
         if sent_as in COMPRESSIONS_WITH_FEEDBACK:  # a host sends only its own rows, and the means of all rows arrive
             tokens = (tokens + self.sizes.count_tokens(self.ranks_per_host)) / 2
@@ -249,7 +249,7 @@ def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
 
 
 def find_cores(record: Record) -> float:
-    """Return how many cores (hardware threads) ranks had: those of their pinning, at most a control group's quota."""
+    """Return the number of hardware threads that ranks were pinned to, at most a control group's quota; 0: unknown."""
     bound = float(len({cpu for rank in record.header.ranks for cpu in rank.cpus}))
     return min(bound, record.header.cpu_quota or bound)
 
@@ -477,9 +477,8 @@ def _make_cells(one: Estimate) -> dict[str, str]:
 def estimates_to_json(
     estimates: Sequence[Estimate], notes: Sequence[str], least_rate: float | None = None
 ) -> dict[str, Any]:
-    """Return the estimates as a JSON object: a list `predictions`, `worth`, `least_bits_per_second` and `notes`.
-
-    `least_bits_per_second` may be infinite, and is None if it is not known.
+    """Return `predictions` (a list with the fields of each estimate), `worth` (`count_worthwhile_hosts`), `notes`, and
+    `least_bits_per_second`, which is `least_rate`: it may be infinite, and is None if it is not known.
     """
     return {
         "predictions": [asdict(one) for one in estimates],

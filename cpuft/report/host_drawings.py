@@ -27,7 +27,7 @@ class HostDrawing:
 
 
 def draw_hosts(runs: Sequence[Record]) -> list[list[HostDrawing]]:
-    """Return drawings of the first MOST_HOSTS hosts of each run; cores that only another run used are drawn in grey."""
+    """Return for each run drawings of its first 8 hosts; cores that only another run used are drawn in grey."""
     cores: dict[str, set[int]] = {}
     for run in runs:
         for one in run.header.ranks:

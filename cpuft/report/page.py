@@ -135,7 +135,7 @@ def _describe_errors(run: Record) -> dict[str, Any] | None:
 
 
 def host_row(run: Record) -> list[str]:
-    """Return a run's row in the table of hosts: folder, ranks on the first 8 hosts, CPU model, CPU flags, precision."""
+    """Return a run's cells in the table of hosts: folder, "HOST: RANKS" of 8 hosts, CPU model and flags, precision."""
     header = run.header
     ranks = ", ".join(f"{host}: {sum(one.host == host for one in header.ranks)}" for host in header.hosts[:8])
     more = f" and {len(header.hosts) - 8} more" if len(header.hosts) > 8 else ""

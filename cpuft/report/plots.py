@@ -282,7 +282,9 @@ def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
 
 
 def phases_of(run: Record) -> list[dict[str, float]]:
-    """Return each rank's mean seconds of a step by STEP_PHASES, without the warm-up; only rank 0's without a footer."""
+    """Return each rank's mean seconds of a step, by phase ("data", "forward", "backward", "communication", "update"),
+    without the first tenth of the steps; only rank 0's without a footer.
+    """
     if run.footer and run.footer.phases:
         return run.footer.phases
     steady = drop_warm_up(run.steps)

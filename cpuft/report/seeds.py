@@ -45,7 +45,7 @@ def seed_of(record: Record) -> str:
 
 
 def compare_seeds(group: Sequence[Record], baseline: Sequence[Record]) -> dict[str, SeedComparison]:
-    """Return the metrics of a group of runs over their seeds, by name; empty if there is one seed."""
+    """Return by name the metrics of a group of runs over their seeds, without those with fewer than two seeds."""
     found = dict[str, SeedComparison]()
     for name in group[0].metrics:
         own, base = _list_by_seed(group, name), _list_by_seed(baseline, name)
@@ -114,7 +114,9 @@ def describe_seeds(row: Row, base: Row) -> str:
 
 
 def judge_seeds(one: SeedComparison) -> str:
-    """Return SAME (all differences are 0), UNKNOWN (`is_different` is None), NOT_DISTINGUISHABLE, LARGER or SMALLER."""
+    """Return "the same" (all differences are 0), "not known" (`is_different` is None), "not distinguishable" (it is
+    False), "larger" or "smaller".
+    """
     if one.interval == 0 and one.difference == 0:
         return SAME
     if one.is_different is None:

@@ -91,7 +91,7 @@ class AwsBatch(Scheduler[BatchOptions]):
         return f"{arn.split(':')[3]}/{job['jobId']}"
 
     def cancel(self, job: str) -> None:
-        """Request that Batch terminates a job."""
+        """Request that Batch terminates a job. CpuftError: AWS refuses."""
         self._call("batch", "terminate_job", {"jobId": job, "reason": "cpuft submit cancel"})
 
     def is_ours(self, job: str) -> bool:

@@ -84,8 +84,8 @@ class JobLaunch:
     """Folder of the run that the launch resumes; empty for a new run."""
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
-        """Return (number of hosts, ranks on the host that has most); for `nodes` 0, np / ppn hosts, or np without ppn.
-        Raises CpuftError: there are more hosts than ranks, or too few for `ppn`.
+        """Return (number of hosts, ranks on the host that has most): `nodes` hosts, or if that is 0, np / ppn, rounded
+        up, or np without ppn. Raises CpuftError: there are more hosts than ranks, or too few for `ppn`.
         """
         hosts = nodes or (math.ceil(self.np / self.ppn) if self.ppn else self.np)
         if hosts > self.np or (self.ppn and hosts * self.ppn < self.np):
@@ -208,11 +208,11 @@ class Scheduler(ABC, Generic[Options]):
 
     @abstractmethod
     def status(self, job: str) -> JobStatus:
-        """Return the state, exit code and log of a job."""
+        """Return the state, exit code and log of a job. CpuftError: no such job, or the client fails."""
 
     @abstractmethod
     def cancel(self, job: str) -> None:
-        """End a job."""
+        """End a job. CpuftError: no such job, or the client fails."""
 
     @abstractmethod
     def is_ours(self, job: str) -> bool:
@@ -231,7 +231,7 @@ def make_node_command(options: ContainerOptions, launch: JobLaunch, cpuft: str, 
 
 
 def run_with_secret(*argv: str, stdin: str = "") -> str:
-    """Run a scheduler's client as `run_client` does, with a new secret for the job's nodes in its environment."""
+    """Run a client as `run_client` does, with a new CPUFT_JOB_TOKEN (64 hexadecimal digits) in this environment."""
     return run_client(*argv, stdin=stdin, environ={**os.environ, JOB_SECRET: secrets.token_hex(32)})
 
 
@@ -245,14 +245,14 @@ def run_client(*argv: str, stdin: str = "", environ: Mapping[str, str] | None = 
 
 
 def fetch_log(*argv: str) -> str:
-    """Return what a scheduler's client prints of a job's log; "" if it cannot be read now, as before the job starts."""
+    """Return what a scheduler's client prints of a job's log; "" if it fails, as before the job starts, or in 120 s."""
     answer = run_command(argv, ANSWER_SECONDS)
     return "" if answer.exit_code else answer.output
 
 
 @contextmanager
 def explain_answers(client: str) -> Iterator[None]:
-    """Raise CpuftError where what a scheduler's client has answered cannot be read, as that of another version."""
+    """Turn Attribute-, Lookup-, Type- and ValueError into CpuftError: `client` has answered as another version does."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -268,7 +268,7 @@ def read_template(name: str) -> str:
 
 
 def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) -> str:
-    """Return a YAML template of this folder in which each text `$key` is replaced by `values[key]` or by an option.
+    """Return a YAML template of this folder in which `values[key]`, or an option (else KeyError), replaces text `$key`.
 
     A template may have several documents. Keys of mappings whose value is None are left out. Raises CpuftError:
     `options` name no image.
@@ -296,7 +296,7 @@ def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) 
 
 
 def follow_job(scheduler: Scheduler[Any], job: str, say: Callable[[str], None]) -> int:
-    """Pass a job's log to `say` as it grows, until the job ends; return the job's exit code.
+    """Pass a job's log to `say` as it grows, looking every 5 s, until the job ends; return the job's exit code.
 
     After a restart the log may begin again; then all of it is passed on. Raises CpuftError: the job can never start, or
     the scheduler has failed 20 times in a row.

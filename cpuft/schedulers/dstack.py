@@ -81,24 +81,24 @@ class Dstack(Scheduler[DstackOptions]):
         return fill_template("dstack.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Submit a task by `dstack apply`; return the name in the text."""
+        """Submit a task by `dstack apply`; return the name in the text. CpuftError: dstack fails."""
         import yaml
 
         run_with_secret("dstack", "apply", "--yes", "--detach", "--file", "-", stdin=text)
         return str(yaml.safe_load(text)["name"])
 
     def cancel(self, job: str) -> None:
-        """Stop a run by `dstack stop`."""
+        """Stop a run by `dstack stop`. CpuftError: dstack fails."""
         run_client("dstack", "stop", "--yes", job)
 
     @explain_answers("dstack")
     def is_ours(self, job: str) -> bool:
-        """Return whether the run has the tag of cpuft's tasks, managed-by: cpuft."""
+        """Return whether the run has the tag of cpuft's tasks, managed-by: cpuft. CpuftError: there is no such run."""
         return (self._find(job)["run_spec"]["configuration"].get("tags") or {}).get("managed-by") == "cpuft"
 
     @explain_answers("dstack")
     def status(self, job: str) -> JobStatus:
-        """Return the state of a run, with the log of its first node.
+        """Return the state of a run, with the log of its first node ("" if it cannot be read). CpuftError: no such run.
 
         The exit code is 0 for done, the first node's (1 if that is 0 or missing) for failed and terminated, else None.
         """

@@ -103,7 +103,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         return f"{self.scope}/{name}" if self.scope else name
 
     def cancel(self, job: str) -> None:
-        """Delete a job and its pods by kubectl."""
+        """Delete a job and its pods by kubectl. CpuftError: kubectl fails."""
         run_client("kubectl", "delete", self._kinds, job, *self._namespace)
 
     def is_ours(self, job: str) -> bool:
@@ -118,7 +118,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         """Return the state of a job, with the log of its launcher's pod; the log is "" if it cannot be read.
 
         A job without a condition has the pod's phase as state, or Pending. The exit code is 0 for Succeeded and
-        Complete, the pod's (1 if there is none) for Failed, else None.
+        Complete, the pod's (1 if there is none) for Failed, else None. CpuftError: kubectl fails.
         """
         launcher = f"--selector={self._launcher.format(name=job)}"
         true = self._get(self._kind, job, '{.status.conditions[?(@.status=="True")].type}')
@@ -157,7 +157,7 @@ class TrainJob(Kubernetes):
     _launcher = "jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/replicatedjob-name=launcher"
 
     def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return the manifests of a runtime and of a job, with the pods of an MPIJob. Raises as `Kubernetes.render`."""
+        """Return the manifests of a runtime and a job. CpuftError: name, namespace or --nodes is wrong, or no image."""
         import yaml
 
         spec = yaml.safe_load(super().render(options, launch, cpuft))["spec"]
@@ -172,7 +172,7 @@ class TrainJob(Kubernetes):
         return fill_template("trainjob.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Create a runtime and its job, or none of them; return the job as `Kubernetes.submit` does."""
+        """Create a runtime and its job, or neither; return "NAME" or "NAMESPACE/NAME". CpuftError: kubectl fails."""
         runtime, job = text.split("\n---\n")
         made = _create(runtime)
         try:

@@ -81,7 +81,7 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
         return fill_template("skypilot.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Submit a managed job by `sky jobs launch`; return its number, such as "12"."""
+        """Submit a managed job by `sky jobs launch`; return its number, such as "12". CpuftError: sky fails."""
         with tempfile.TemporaryDirectory(prefix="cpuft-") as folder:
             path = Path(folder, "task.yaml")
             path.write_text(text, encoding="utf-8")
@@ -92,17 +92,17 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
         return found[1]
 
     def cancel(self, job: str) -> None:
-        """End a managed job by `sky jobs cancel`."""
+        """End a managed job by `sky jobs cancel`. CpuftError: sky fails."""
         run_client("sky", "jobs", "cancel", "--yes", job)
 
     @explain_answers("sky")
     def is_ours(self, job: str) -> bool:
-        """Return whether the job has the label of cpuft's tasks, managed-by: cpuft."""
+        """Return whether the job has the label of cpuft's tasks, managed-by: cpuft. CpuftError: no such job."""
         return (self._find(job).get("labels") or {}).get("managed-by") == "cpuft"
 
     @explain_answers("sky")
     def status(self, job: str) -> JobStatus:
-        """Return the state of a managed job, with its log.
+        """Return the state of a managed job, with its log ("" if it cannot be read). CpuftError: no such job.
 
         The exit code is 0 for SUCCEEDED, 1 for CANCELLED and all FAILED states (SkyPilot shows no other), else None.
         """

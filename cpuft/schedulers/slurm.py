@@ -75,12 +75,12 @@ class Slurm(Scheduler[SlurmOptions]):
         return read_template("slurm.sh").replace("#SBATCH DIRECTIVES\n", head).replace("# LAUNCH\n", lines)
 
     def submit(self, text: str) -> str:
-        """Submit a job script by sbatch; return the job's number, "1234", or CLUSTER/1234 if sbatch names one."""
+        """Submit a script by sbatch; return "1234", or "CLUSTER/1234" if sbatch names one. CpuftError: sbatch fails."""
         number, _, cluster = run_client("sbatch", "--parsable", stdin=text).strip().partition(";")
         return f"{cluster}/{number}" if cluster else number
 
     def cancel(self, job: str) -> None:
-        """End a job by scancel."""
+        """End a job by scancel. CpuftError: scancel fails."""
         run_client("scancel", *self._cluster, job)
 
     def is_ours(self, job: str) -> bool:
@@ -91,7 +91,8 @@ class Slurm(Scheduler[SlurmOptions]):
         """Return the state of a job; of an array, all different states, the largest exit code and all logs.
 
         The exit code is None until all jobs of the array have ended; it is 128 + N after signal N, and 1 if Slurm has 0
-        but the job was not completed, e.g. cancelled. The log is the files of standard output on this machine.
+        but the job was not completed, e.g. cancelled. The log is the files of standard output on this machine, "" if
+        they are not there. CpuftError: scontrol fails, as for a job that is unknown or ended long ago.
         """
         text = self._show(job)
         found = re.findall(r"\bJobState=(\w+)(?: Reason=([\w,]+))?", text)

@@ -108,7 +108,7 @@ def _suggest_value(trial: Any, name: str, values: Values) -> str:
 
 
 def make_distributions(runs: Sequence[OptionValues]) -> dict[str, Any]:
-    """Return the distribution of each option of a grid, apart from the seed: numbers from least to most, else choices.
+    """Return Optuna's distribution by option of a grid, without the seed: numbers from least to most, else choices.
 
     Each trial stores them, and the choices of a thousand numbers would fill the disk.
     """

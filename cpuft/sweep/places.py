@@ -66,8 +66,8 @@ def plan_places(config: LaunchConfig, hosts_per_run: int, parallel: int) -> list
 
 
 def divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0) -> list[Place]:
-    """Return equal parts of this machine, from the hardware threads of each core and the number of cores that the
-    control group allows (0: no limit). Raises CpuftError: there are not enough cores.
+    """Return equal parts of this machine ("CPUs 0,1"; "this machine" for one), from the hardware threads of each core
+    and the number of cores that the control group allows (0: no limit). Raises CpuftError: there are not enough cores.
     """
     if parallel == 1:
         return [Place("this machine")]
@@ -86,7 +86,10 @@ def divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float
 
 
 def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
-    """Return SILENT or REFUSES by name for the hosts of a place that cannot be used with these options; {} for none."""
+    """Return "does not answer" (for 15 s) or "refuses the login" by name of each unusable host of a place; {} for none.
+
+    `options` are those of its launches, such as "--cluster=office".
+    """
     if not place.hosts:
         return {}
     access, lost = find_access(make_launch_config(options)), dict[str, str]()

@@ -392,7 +392,9 @@ def plan_trial(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str]
 
 
 def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return unset variables that group runs in trackers, with the name of the sweep's folder; {} without trackers."""
+    """Return those of WANDB_RUN_GROUP, MLFLOW_EXPERIMENT_NAME and TRACKIO_PROJECT that are unset or empty in `environ`,
+    with the name of the sweep's folder as value; {} if no run has --report-to.
+    """
     is_tracked = any(option.startswith("--report-to=") for option in sweep.settings.options)
     is_tracked |= any("report_to" in run.values for run in sweep.runs)
     variables = ("WANDB_RUN_GROUP", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT")
@@ -400,8 +402,8 @@ def name_in_trackers(sweep: Sweep, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def find_reason(log: Path, begin: int) -> str:
-    """Return the last error in a log from byte `begin` on, where the launch has started to write; else a failed rank,
-    else the last line, else "without a message".
+    """Return the last line of a log from byte `begin` on that starts with "cpuft: error: ", without that; else the last
+    one about a failed rank, else the last one, else "without a message".
     """
     lines = list[str]()
     with suppress(OSError), log.open("rb") as file:
@@ -448,7 +450,7 @@ def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True
 
 
 def estimate_seconds_left(sweep: Sweep, now: float, places: int) -> float | None:
-    """Return the seconds until all runs have ended, by the relative lengths of runs; None before one is DONE."""
+    """Return the seconds until all runs, `places` at a time, have ended, by their lengths; None before one is DONE."""
     done, known = sweep.list_runs(DONE), [run.length for run in sweep.runs]
     spent = sum(run.seconds for run in done)
     if not spent:

@@ -184,7 +184,10 @@ def count_configurations(spaces: Sequence[Space], most: int) -> int:
 
 
 def sample_configurations(spaces: Sequence[Space]) -> list[OptionValues]:
-    """Return all combinations of values of lists and values of ranges that can matter; of over 1,000, draw 1,000."""
+    """Return combinations of all listed values and the ends of ranges (of whole numbers the first three and the last).
+
+    If there are over 1,000, the same 1,000 random ones are returned in each call.
+    """
     ends = [{name: Values(_list_ends(values)) for name, values in space.items()} for space in spaces]
     found = plan_grid(ends, _MOST_CHECKS + 1)
     if len(found) <= _MOST_CHECKS:

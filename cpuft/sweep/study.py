@@ -251,7 +251,6 @@ class Sweep:
         return {str(number): values for number, values in enumerate(runs, start=len(self.runs) + 1)}
 
     def _find_trial(self, number: int) -> int:
-        """Return the identifier of the trial with this number in the storage."""
         return int(self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number))
 
     def _add(self, trial: int) -> Configuration:
@@ -441,7 +440,7 @@ def open_sweep(folder: str) -> Iterator[Sweep]:
 
 
 def is_active(folder: str) -> bool:
-    """Return whether a process works on the sweep in a folder, on any host if the file system has locks."""
+    """Return whether a process works on the sweep in a folder, on any host if there are locks. OSError: no sweep."""
     try:
         with _lock(folder, "rb"):
             return False

@@ -94,8 +94,8 @@ def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted:
 
 
 def describe_images(images: Sequence[Image], snapshots: Mapping[str, str], region: str) -> str:
-    """Return lines `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, then those of snapshots without an
-    AMI; if there are neither, a line that says so.
+    """Return lines `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, then `NAME  ID  snapshot ...` for those without
+    an AMI; if there are neither, a line that says so. Each line ends with a newline.
     """
     lines = [
         f"{one['Name']}  {one['ImageId']}  {one['State']}, {find_disk_size(one)} GB, "
@@ -224,7 +224,7 @@ def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan
     """Return the steps that turn a host with an installed environment into the source of an image, one step per stage.
 
     The security group lets the host reach nobody: apt downloads through the connection of `ssh_command`,
-    which ends with the host and must not be empty.
+    which ends with the host and must not be empty (AssertionError).
     """
     assert ssh_command, "these steps must not run on this machine: they remove its keys"
     line = shlex.join(("sh", "-c", _APT_PROXY, "apt_proxy", _PORT, format_install(recipe)))

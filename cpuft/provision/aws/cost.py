@@ -52,7 +52,9 @@ def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
 
 
 def describe_price(price: Price, config: AwsConfig, missing: int, now: float, until: float, limit: float) -> str:
-    """Return sentences, without the last full stop, on what `missing` instances cost in an hour, lease and limit."""
+    """Return sentences, the last without a full stop: what `missing` instances cost in an hour, until the end of the
+    lease (`until`) and until its `limit`; times are in seconds since the epoch.
+    """
     spot, hourly = price.spot_by_zone.values(), price.on_demand or 0.0
     each = f"about ${hourly:.3f} per hour ({price.source})"
     if not hourly:

@@ -137,7 +137,7 @@ class Offer:
 
     @property
     def architecture(self) -> str:
-        """The one of the type's architectures, as AWS writes it, on which cpuft trains; empty if it has none."""
+        """Which of the type's architectures cpuft trains on: "x86_64" or "arm64"; empty if it has neither."""
         has = self.type["ProcessorInfo"]["SupportedArchitectures"]
         return next((name for name in _DEBIAN_PARAMETERS if name in has), "")
 
@@ -154,7 +154,7 @@ class Offer:
 
 
 def normalize_owner(arn: str) -> str:
-    """Return an ARN without the session of an assumed role, because a role is the same owner in several sessions."""
+    """Return an ARN without the session of an assumed role: ":assumed-role/ROLE" for ":assumed-role/ROLE/SESSION"."""
     return arn.rpartition("/")[0] if ":assumed-role/" in arn else arn
 
 
@@ -173,7 +173,7 @@ def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
 
 
 def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
-    """Return the rules in IpPermissions of a security group, one for each peer, which is its last value."""
+    """Return IpPermissions of a security group in the same form, but one for each peer, which is its last value."""
     rules = []
     for one in permissions:
         # AWS names no ports for all protocols.
@@ -232,7 +232,7 @@ def _parse_time(text: str) -> int:
 
 
 def is_standard(instance_type: str) -> bool:
-    """Whether a type counts against the quota of standard instances: families A, C, D, H, I, M, R, T and Z."""
+    """Whether a type begins with a, c, d, h, i, m, r, t or z, a standard instance, but not dl, hpc, inf, mac or trn."""
     return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("dl", "hpc", "inf", "mac", "trn"))
 
 
@@ -248,7 +248,7 @@ def find_disk_size(image: Image) -> int:
 
 
 def find_own_address() -> str:
-    """Return the public address of this machine, unchecked, from a web service of AWS; CpuftError without an answer."""
+    """Return the public address of this machine, unchecked, from a web service of AWS; CpuftError: none within 10 s."""
     try:
         with urllib.request.urlopen(_ADDRESS_SERVICE, timeout=10) as answer:
             return str(answer.read(100).decode(errors="replace")).strip()

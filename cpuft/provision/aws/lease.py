@@ -38,7 +38,7 @@ class Timer:
     """Whether the shutdown is scheduled again after a reboot."""
 
     def find_fault(self, limit: int) -> str:
-        """Return the first reason why the instance would not terminate itself by `limit`; "" if it will."""
+        """Return why the instance would not terminate itself by `limit` (seconds since the epoch); "" if it will."""
         if not self.scheduled:
             return "no shutdown is scheduled"
         if self.scheduled > limit:
@@ -47,7 +47,10 @@ class Timer:
 
 
 def parse_timer(text: str) -> Timer:
-    """Parse what `CHECK_TIMER` printed; without a valid line, a value is 0. A scheduled reboot does not count."""
+    """Parse the lines "until SECONDS", "usec MICROSECONDS", "mode MODE" and "enabled" that `CHECK_TIMER` prints.
+
+    A time is 0 without a valid line, and the shutdown's is 0 unless the mode is poweroff.
+    """
     values = dict(line.partition(" ")[::2] for line in text.split("\n"))
     until, usec = values.get("until", "").strip(), values.get("usec", "").strip()
     is_scheduled = values.get("mode", "").strip() == "poweroff" and is_count(usec, most=10**18)

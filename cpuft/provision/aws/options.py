@@ -73,5 +73,5 @@ class AwsConfig:
 
     @property
     def recipe(self) -> str:
-        """The recipe whose newest AMI is wanted; empty if `image` is the id of an AMI."""
+        """`image` if it ends in .yaml or .yml: the recipe whose newest AMI is wanted; "" for the id of an AMI."""
         return self.image if self.image.endswith((".yaml", ".yml")) else ""

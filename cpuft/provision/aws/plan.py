@@ -237,7 +237,6 @@ def find_lease(config: AwsConfig, resources: Resources) -> tuple[int, int]:
 
 
 def _make_cluster_tags(config: AwsConfig, resources: Resources) -> dict[str, str]:
-    """Return the tags of every resource of a cluster."""
     return {Tag.CLUSTER: config.name, Tag.OWNER: resources.caller, Tag.UNTIL: str(find_lease(config, resources)[0])}
 
 

@@ -254,7 +254,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
     def run(self, plan: Plan, say: Say) -> None:
         """Execute a plan; calls to AWS are made one after another.
 
-        A zone without capacity is no error: the next plan takes another zone.
+        A zone without capacity is no error: the next plan takes another zone. CpuftError: a step or a call fails.
         """
         for are_calls, stages in itertools.groupby(plan.stages, lambda stage: isinstance(stage[0], CallStep)):
             if are_calls:
@@ -369,7 +369,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
 
 
 def describe_region(region: str, services: Services | None = None) -> str:
-    """Return lines on all clusters that the account has in a region ("": the configured one), or that it has none."""
+    """Return lines, with newlines, on all clusters of the account in a region ("": the configured one), or on none."""
     services = services or Services()
     client, lines = services.open_client(region), list[str]()
     for name, found in find_clusters(client, services.now()).items():
