@@ -153,7 +153,6 @@ def estimate(run: str | None, json: bool, **values: Any) -> None:
 
 
 def _read_link(path: str) -> Network | list[Measurement]:
-    """Return the network in a file of cpuft doctor, or the measurements in a comm.jsonl of cpuft bench comm."""
     from cpuft.record import parse_measurements
     from cpuft.report.estimate import read_doctor_links
 

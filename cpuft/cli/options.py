@@ -37,8 +37,6 @@ class _ValueError(click.BadParameter):
 
 
 class _FieldType(click.ParamType[Any]):
-    """The values that a field of a configuration accepts."""
-
     name = "value"
 
     def __init__(self, field: dataclasses.Field[Any], kind: type) -> None:

@@ -102,7 +102,6 @@ def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
 
 
 def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str]:
-    """Return (the sweep, "sweep") after its own parser has accepted it."""
     from cpuft.sweep.study import import_optuna, read_sweep
 
     context = _parse("sweep", argv[1:])

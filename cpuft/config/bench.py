@@ -48,7 +48,7 @@ class BenchConfig:
 
 
 def list_bench_cases(config: BenchConfig) -> list[BenchCase]:
-    """Return (backend, operation, type, bytes) of all measurements, sorted so, in each round; CpuftError: bad value."""
+    """Return tuples (backend, operation, type, bytes); bytes vary fastest, rounds slowest. CpuftError: a bad value."""
     lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
     known = {"backends": BACKENDS, "operations": _OPERATIONS, "dtypes": tuple(_TYPE_BYTES)}
     for option_name, names in known.items():

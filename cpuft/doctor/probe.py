@@ -147,7 +147,7 @@ def find_kernels() -> str:
 
 
 def describe_kernels() -> str:
-    """Return what `cpuft.compiler.describe_build` says of the kernels of this Python's cpuft; "" if it has no cpuft."""
+    """Return which kernels this Python's cpuft uses, such as "from the wheel, for AVX2"; "" if it has no cpuft."""
     try:
         from cpuft.compiler import describe_build  # the only import of cpuft: a host may have none, or an older one
 

@@ -73,7 +73,6 @@ def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
 
 
 def _refuse_others(a: RunPredictions, b: RunPredictions) -> None:
-    """Raise CpuftError if the two runs have not predicted the same of the same rows."""
     if a.about.kind != b.about.kind:
         raise CpuftError(
             f"one run predicts {a.about.kind} and the other {b.about.kind}: give two runs of the same kind of task"
@@ -92,7 +91,6 @@ def _refuse_others(a: RunPredictions, b: RunPredictions) -> None:
 
 
 def _sort_rows(predictions: RunPredictions) -> RunPredictions:
-    """Return what is compared, in the order of the rows."""
     left_out = ("text", "slice", "tokens", "probabilities")
     table = predictions.table
     kept = table.select([name for name in table.column_names if name not in left_out])

@@ -414,7 +414,6 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         self.keys |= {member.known_name: key for member, key in zip(unknown, shown)}
 
     def _find_bastions(self) -> Bastions:
-        """Return how this user's own ssh configuration reaches the bastions of --jump."""
         found = find_bastions(Login("", 22, jumps=parse_jumps(self.config.jump, "--jump")))
         both = {jump.name for jump, _ in found} & {member.name for member in self.members}
         if both:

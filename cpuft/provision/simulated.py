@@ -328,10 +328,10 @@ def _format_quota(config: LocalConfig) -> str:
 def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
     """Return the hardware threads of host `index` (from 1), ascending: --cores-per-node or an equal share, rounded up.
 
-    With --cores-per-node, each of these threads has a core of its own if there are enough: hosts that share a core slow
-    each other down by far more than half, because waiting OpenMP threads and MPI spin.
+    With --cores-per-node, each of these threads has a core of its own if there are enough.
     """
     size = max(1, math.ceil(config.cores_per_node or len(facts.cpus) / config.nodes))
+    # Hosts that share a core slow each other down by far more than half: waiting OpenMP threads and MPI spin.
     cpus = facts.cores if config.cores_per_node and config.nodes * size <= len(facts.cores) else facts.cpus
     first = (index - 1) * len(cpus) // config.nodes
     return tuple(sorted({cpus[(first + at) % len(cpus)] for at in range(size)}))

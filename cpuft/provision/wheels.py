@@ -294,7 +294,6 @@ def select_hashed(hashed: Sequence[HashedPin], python: str, machine: str) -> lis
 
 
 def _format_requirements(hashed: Sequence[HashedPin]) -> str:
-    """Return the text of a requirements file for `pip --require-hashes`, without markers."""
     return "".join(" ".join((one.pin, *(f"--hash=sha256:{text}" for text in one.hashes))) + "\n" for one in hashed)
 
 

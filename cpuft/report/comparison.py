@@ -101,7 +101,6 @@ def _divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every:
 
 
 def _average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
-    """Return the mean of repeated comparisons, field by field; without parts if one of them has none."""
     names = MISSING_TIME if all(one.parts for one in found) else ()
     numbers = ((one.samples_per_second, one.efficiency, one.step_seconds, one.ideal_seconds) for one in found)
     parts = {name: statistics.fmean(one.parts[name] for one in found) for name in names}
@@ -110,7 +109,6 @@ def _average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
 
 
 def _describe_ideal(label: str, against: IdealComparison) -> str:
-    """Return one sentence: the share of the ideal that a run reached, and where the rest of the time went."""
     said = f"{label} reached {against.efficiency * 100:.0f} % of the ideal ({against.samples_per_second:.1f} samples/s)"
     missing = 1 - against.efficiency
     if missing <= 0 or not against.parts:
@@ -426,7 +424,6 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
 
 
 def _note_ideals(rows: Sequence[Row]) -> list[str]:
-    """Return notes for the reader: what the ideal is, and a sentence for each run that has an ideal."""
     found = [_describe_ideal(f"np {row.np}", row.ideal) for row in rows if row.ideal]
     if not found:
         return []
@@ -444,7 +441,6 @@ def _note_ideals(rows: Sequence[Row]) -> list[str]:
 
 
 def _note_repeats(rows: Sequence[Row]) -> list[str]:
-    """Return notes for the reader: what the intervals mean, and which differences are within them."""
     base, notes = rows[0], list[str]()
     if any(row.intervals for row in rows):
         notes.append(
@@ -472,7 +468,6 @@ def _note_other_load(records: Sequence[Record]) -> list[str]:
 
 
 def _note_restarts(records: Sequence[Record]) -> list[str]:
-    """Return notes on runs that were restarted automatically, and on those resumed on another number of ranks."""
     notes = []
     for record in records:
         ranks = record.header.world_size
@@ -513,7 +508,6 @@ def _note_limits(row: Row, scaling: str, records: Sequence[Record]) -> list[str]
 
 
 def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
-    """Return notes on the baseline, the kind of scaling, and whatever limits the meaning of the numbers."""
     base = rows[0]
     notes = [
         f"speedup and efficiency are relative to np {base.np} ({counted(base.hosts, 'host')}).",

@@ -76,7 +76,7 @@ def _list_by_seed(group: Sequence[Record], name: str) -> dict[str, float]:
 
 
 def note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
-    """Return notes for the reader: which seeds there are, and whether the rows reach the same metrics as the first."""
+    """Return notes on the seeds, and on whether rows reach the metrics of the first; [] if no row has several seeds."""
     if not any(row.seeds for row in rows):
         return []
     seeds = list(dict.fromkeys(map(seed_of, records)))

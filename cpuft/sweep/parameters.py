@@ -108,10 +108,8 @@ def _suggest_value(trial: Any, name: str, values: Values) -> str:
 
 
 def make_distributions(runs: Sequence[OptionValues]) -> dict[str, Any]:
-    """Return Optuna's distribution by option of a grid, without the seed: numbers from least to most, else choices.
-
-    Each trial stores them, and the choices of a thousand numbers would fill the disk.
-    """
+    """Return Optuna's distribution by option of a grid, without the seed: numbers from least to most, else choices."""
+    # Each trial stores them, and the choices of a thousand numbers would fill the disk.
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
     texts: dict[str, dict[str, None]] = {}

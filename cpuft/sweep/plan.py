@@ -83,7 +83,6 @@ def _count_seeds(spaces: Sequence[Space]) -> int:
 
 
 def _check_count(config: SweepConfig, spaces: Sequence[Space]) -> None:
-    """Raise CpuftError if a sweep has too many runs, or fewer configurations than --trials."""
     if config.search == "grid":
         if config.trials:
             raise CpuftError("--trials is for --search random and tpe: leave it out, as a grid has all combinations")

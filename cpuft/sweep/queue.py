@@ -131,7 +131,6 @@ class SweepQueue:
         return False
 
     def _list_open(self) -> list[Run]:
-        """Return the runs that still have to be started, the longest first."""
         active = {one.run for one in self._active}
         found = (run for run in self.sweep.runs if run not in active and not self._has_ended(run))
         return sorted(found, key=lambda run: -run.length)
@@ -210,7 +209,6 @@ class SweepQueue:
         self._conclude(run.configuration)
 
     def _conclude(self, one: Configuration) -> None:
-        """Tell Optuna the result of a configuration if its runs have ended."""
         is_active = any(active.run.configuration is one for active in self._active)
         if not one.is_told and not is_active and all(map(self._has_ended, one.runs)):
             if self._pruner:
@@ -290,7 +288,6 @@ class SweepQueue:
         self._check_progress(end)
 
     def _make_end(self, active: _ActiveRun) -> Attempt:
-        """Return how an attempt has ended: DONE, PRUNED or FAILED."""
         start, code = active.run.attempts[-1], execute.exit_code_of(active.process)
         metrics = {} if code else self._read_metrics(start.folder)
         end = replace(start, exit_code=code, seconds=time.monotonic() - active.begun, metrics=metrics)
@@ -326,7 +323,6 @@ class SweepQueue:
         return f"{told}: {sweep.metric} {end.metrics[sweep.metric]:.4f} ({where})"
 
     def _check_progress(self, end: Attempt) -> None:
-        """Raise CpuftError if this end of a run is a reason to end the sweep."""
         sweep = self.sweep
         if end.status == DONE and not list_results(sweep):
             known = ", ".join(end.metrics)
@@ -364,7 +360,6 @@ class SweepQueue:
 
 
 def _find_place(run: Run, *statuses: str) -> str:
-    """Return the name of the place of the last attempt at a run with one of these statuses, or empty."""
     return run.last.place if run.last and run.status in statuses else ""
 
 
@@ -422,7 +417,8 @@ def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
 
 
 def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True) -> str:
-    """Return lines, the last one without a newline: runs by status, the best until now, the time left, active runs.
+    """Return lines, the last one without a newline: "9 runs: 4 done, 2 running, 3 queued, 0 failed", the best until now,
+    "about 12 min left", and one for each active run; what is not known is left out.
 
     `now` is time.time(), `places` 0 if unknown. Unless a sweep `is_running`, all runs that have not ended are queued.
     """

@@ -164,7 +164,6 @@ def _list_names(results: Sequence[Result]) -> list[str]:
 
 
 def _list_notes(sweep: Sweep) -> list[str]:
-    """Return a note for each run that failed, one about pruned runs, and one about progress and costs."""
     notes, settings = list[str](), sweep.settings
     for run in sweep.list_runs(DONE, FAILED):
         end, values = run.attempts[-1], describe_values(run.values)
@@ -209,7 +208,6 @@ def _describe_page(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _list_hosts(sweep: Sweep) -> list[list[str]]:
-    """Return a row of the page's table of hosts for the first run at each place."""
     first: dict[str, Run] = {}
     for run in sweep.list_runs(DONE):
         first.setdefault(run.attempts[-1].place, run)
@@ -221,7 +219,6 @@ def _list_hosts(sweep: Sweep) -> list[list[str]]:
 
 
 def _draw_options(sweep: Sweep, results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Return captions and SVGs: for each option with several values, the metric over them."""
     drawn = list[tuple[str, str]]()
     for name in _list_names(results):
         places, ticks = _make_axis(sorted({one.values[name] for one in results if name in one.values}))

@@ -232,7 +232,7 @@ def _parse_time(text: str) -> int:
 
 
 def is_standard(instance_type: str) -> bool:
-    """Whether a type begins with a, c, d, h, i, m, r, t or z, a standard instance, but not dl, hpc, inf, mac or trn."""
+    """Whether a type is standard: begins with a, c, d, h, i, m, r, t or z, but not with dl, hpc, inf, mac or trn."""
     return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("dl", "hpc", "inf", "mac", "trn"))
 
 
@@ -290,10 +290,7 @@ def _find_clusters(client: AwsClient, filters: list[dict[str, Any]], now: float)
 
 
 def find_host_key(client: AwsClient, instance: str) -> str:
-    """Return the host key "ssh-ed25519 AAAA..." that cloud-init wrote to the console of an instance; "" before it has.
-
-    Only AWS and the instance itself write there, so the first connection to the instance can be strict.
-    """
+    """Return the host key "ssh-ed25519 AAAA..." that cloud-init wrote to an instance's console; "" before it has."""
     answer = client.find("get_console_output", "UnsupportedOperation", InstanceId=instance, Latest=True)
     # Types before the Nitro system show their console only some minutes after the boot.
     answer = answer or client.query("get_console_output", InstanceId=instance)
@@ -363,7 +360,6 @@ def _find_image(client: AwsClient, config: AwsConfig, found: Mapping[str, Any]) 
 
 
 def _find_recipe_image(client: AwsClient, path: str, architecture: str) -> str:
-    """Return the id of a recipe's newest AMI from which instances of an architecture can start; empty without one."""
     found = find_images(client, f"tag:{Tag.IMAGE}", read_recipe(path).digest)
     fitting = [one for one in found if one["State"] == READY and one.get("Architecture", "x86_64") == architecture]
     return next((str(one["ImageId"]) for one in reversed(fitting)), "")
@@ -384,7 +380,6 @@ def find_snapshots(client: AwsClient) -> dict[str, str]:
 
 
 def _find_quota(client: AwsClient, spot: bool) -> float | None:
-    """Return how many vCPUs may run at the same time; None if AWS does not say."""
     try:
         response = client.query("get_service_quota", ServiceCode="ec2", QuotaCode=QUOTA_CODES[spot])
         return float(response["Quota"]["Value"])

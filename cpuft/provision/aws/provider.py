@@ -181,7 +181,6 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         return nodes.gather()
 
     def _wait_until(self, is_done: Callable[[Resources], bool], seconds: float) -> Resources:
-        """Return the resources of the cluster as soon as `is_done` says so of them, or as they are after `seconds`."""
         end = self.services.now() + seconds
         while not is_done(found := self._find_resources()) and self.services.now() < end:
             self.services.sleep(_POLL_SECONDS)
