@@ -149,7 +149,9 @@ def _resume(config: SweepConfig, dry_run: bool) -> None:
 
 
 def list_options_for_resume() -> list[str]:
-    """Return the options that may be given again with --resume: parallel, stop_after_failures, and those of hosts."""
+    """Return the options that --resume takes again: all of LaunchConfig but np, ppn, only_hosts and run_dir, and the
+    SweepConfig's parallel and stop_after_failures.
+    """
     own = ("np", "ppn", "only_hosts", "run_dir")
     launch = [name for name in option_names(LaunchConfig) if name not in own]
     return ["parallel", "stop_after_failures", *launch]

@@ -162,7 +162,7 @@ CHECKS: list[Check] = []
 """All checks, in the order of their codes."""
 
 
-def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[Find], Find]:
+def _check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[Find], Find]:
     """Return a decorator that registers a function as a check, and returns it unchanged."""
 
     def register(find: Find) -> Find:
@@ -172,14 +172,10 @@ def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[F
     return register
 
 
-def check_each(
+def _check_each(
     code: str, title: str, cause: str, next_step: str = "", severe: bool = False, fix: tuple[str, ...] = ()
 ) -> Callable[[FindOnHost], FindOnHost]:
-    """Return a decorator that registers a check of one host by itself: a function of its state, facts and health that
-    returns evidence, or "". Hosts that do not answer are left out.
-
-    The decorator returns the function unchanged. `severe` and `fix` are those of all its findings.
-    """
+    """Return a decorator as `_check` does, for a function that returns evidence, or "", of each host that answers."""
 
     def register(find: FindOnHost) -> FindOnHost:
         def find_on_all(state: ClusterState) -> Iterator[Finding]:
@@ -187,7 +183,7 @@ def check_each(
                 if evidence := find(one, facts, health):
                     yield Finding(one.name, evidence, severe=severe, fix=fix)
 
-        check(code, title, cause, next_step)(find_on_all)
+        _check(code, title, cause, next_step)(find_on_all)
         return find
 
     return register
@@ -205,7 +201,7 @@ def find_all(state: ClusterState) -> list[Finding]:
 # Names, ssh and the network
 
 
-@check(
+@_check(
     "CPUFT-001",
     "A name in the hostfile has no address.",
     "The name is misspelt, or neither DNS nor /etc/hosts on this machine knows it.",
@@ -217,7 +213,7 @@ def _check_names(state: ClusterState) -> Iterator[Finding]:
             yield Finding(one.host.name, f"The name cannot be resolved to an address ({one.failure}).")
 
 
-@check(
+@_check(
     "CPUFT-002",
     "No ssh server answers on a host.",
     "The host is off, disconnected or overloaded, its sshd does not run, or a firewall drops packets to its ssh port.",
@@ -228,7 +224,7 @@ def _check_reachable(state: ClusterState) -> Iterator[Finding]:
         yield Finding(one.host.name, one.failure, next_step=next_step)
 
 
-@check(
+@_check(
     "CPUFT-003",
     "The ssh host key of a host is unknown or has changed.",
     "The host was installed again, or another machine answers at its address.",
@@ -247,7 +243,7 @@ def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
         )
 
 
-@check(
+@_check(
     "CPUFT-004",
     "A host refuses the ssh login.",
     "Your public key is not in authorized_keys on the host, or the user name is wrong.",
@@ -285,7 +281,7 @@ _SSH_CAUSES = {
 """Cause and next step of a login that failed, by a part of ssh's message."""
 
 
-@check(
+@_check(
     "CPUFT-005",
     "A host cannot log in to another host by ssh, which mpirun needs to start ranks.",
     "mpirun starts ranks by ssh from the head host. That host has no key for the login, or the other host refuses it.",
@@ -300,7 +296,7 @@ def _check_ssh_between(state: ClusterState) -> Iterator[Finding]:
                 yield Finding(one.name, f"ssh from this host to {peer} fails ({message[:160]}).", *known)
 
 
-@check(
+@_check(
     "CPUFT-006",
     "A host resolves its own name to a loopback address.",
     "The installers of Debian and Ubuntu write a line with 127.0.1.1 into /etc/hosts. Libraries that look up their own "
@@ -316,7 +312,7 @@ def _check_own_name(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check(
+@_check(
     "CPUFT-007",
     "Hosts cannot connect to each other's TCP ports.",
     "A firewall or security group between the hosts blocks ports, or there is no route.",
@@ -332,7 +328,7 @@ def _check_ports(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check(
+@_check(
     "CPUFT-008",
     "The hosts communicate over public addresses.",
     "Gradients and the rendezvous are neither encrypted nor protected by a password.",
@@ -345,7 +341,7 @@ def _check_public_addresses(state: ClusterState) -> Iterator[Finding]:
                 yield warning(one.name, f"The address of the host, {one.address}, is a public address.")
 
 
-@check(
+@_check(
     "CPUFT-009",
     "The route to the other hosts uses loopback, a container bridge or a VPN.",
     "The addresses in the hostfile do not belong to the network that connects the hosts.",
@@ -359,7 +355,7 @@ def _check_interfaces(state: ClusterState) -> Iterator[Finding]:
             yield Finding(one.name, str(error).split(": ")[0])
 
 
-@check(
+@_check(
     "CPUFT-010",
     "The MTU differs between hosts or is too small.",
     "Jumbo frames are enabled on some hosts only: small messages arrive, and large ones hang.",
@@ -379,7 +375,7 @@ def _find_mtu(facts: HostFacts, mtus: dict[str, int]) -> int:
     return mtus.get(name, 0)
 
 
-@check(
+@_check(
     "CPUFT-033",
     "A link carries less than half of what most links carry.",
     "The host is an instance of another size or in another placement group, or a cable or switch port is faulty. In "
@@ -399,7 +395,7 @@ def _check_links(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check(
+@_check(
     "CPUFT-035",
     "A process of a run listens on more than the cluster's own addresses.",
     "mpirun's proxies listen on all interfaces and trust whoever connects to them. Any other process is one that your "
@@ -415,7 +411,7 @@ def _check_listening(state: ClusterState) -> Iterator[Finding]:
                 yield warning(one.name, f"{process} accepts connections on {where}.")
 
 
-@check_each(
+@_check_each(
     "CPUFT-036",
     "Ports that ranks use can be reached from outside the cluster's network.",
     "No firewall or security group protects the hosts. Ranks send gradients and keys without encryption.",
@@ -440,7 +436,7 @@ def _find_different(state: ClusterState, value: Callable[[HostFacts, Health], V]
             yield one, own, common
 
 
-@check(
+@_check(
     "CPUFT-011",
     "Two lines of the hostfile are the same host.",
     "Two names or addresses lead to one machine. Its ranks would share cores that the plan counts twice.",
@@ -455,7 +451,7 @@ def _check_same_host(state: ClusterState) -> Iterator[Finding]:
         seen.setdefault(identity, one)
 
 
-@check_each(
+@_check_each(
     "CPUFT-012",
     "The clock of a host is wrong.",
     "No time service runs on the host. Logs cannot be compared, and certificates and time limits fail.",
@@ -467,7 +463,7 @@ def _check_clocks(one: HostState, facts: HostFacts, health: Health) -> str:
     return told if abs(one.skew) > _MAX_CLOCK_SKEW_SECONDS else ""
 
 
-@check(
+@_check(
     "CPUFT-013",
     "The Python of the training environment is missing, too old or of another version than on most hosts.",
     "The training environment is not at the same path on every host, or was made with an old Python.",
@@ -489,7 +485,7 @@ def _check_python(state: ClusterState) -> Iterator[Finding]:
         )
 
 
-@check(
+@_check(
     "CPUFT-014",
     "Package versions differ between hosts.",
     "The hosts were updated independently. Ranks with different versions may compute or communicate differently.",
@@ -502,7 +498,7 @@ def _check_packages(state: ClusterState) -> Iterator[Finding]:
         yield Finding(one.name, f"The host has {', '.join(versions)}.")
 
 
-@check(
+@_check(
     "CPUFT-015",
     "mpirun is missing, does not work or is another one than on most hosts.",
     "There is no MPI beside the Python of the training environment, and none in PATH.",
@@ -526,7 +522,7 @@ def _check_mpi(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check(
+@_check(
     "CPUFT-016",
     "A host has another CPU than most hosts.",
     "In every step, synchronous training waits for the slowest rank.",
@@ -539,7 +535,7 @@ def _check_cpu(state: ClusterState) -> Iterator[Finding]:
         )
 
 
-@check(
+@_check(
     "CPUFT-017",
     "Some hosts support bf16 in hardware and some do not.",
     "The hosts have CPUs of different generations, or a hypervisor hides CPU flags. All ranks then train in fp32.",
@@ -551,7 +547,7 @@ def _check_same_bf16(state: ClusterState) -> Iterator[Finding]:
         yield warning(one.name, f"The host {does} bf16 in hardware; most hosts {others}.")
 
 
-@check(
+@_check(
     "CPUFT-018",
     "A host has another kernel version than most hosts.",
     "The hosts were updated or restarted at different times, which makes measurements on them hard to compare.",
@@ -565,7 +561,7 @@ def _check_kernel(state: ClusterState) -> Iterator[Finding]:
 # Capacity: what a run needs on a host, and what slows it down
 
 
-@check(
+@_check(
     "CPUFT-019",
     "No host supports bf16 in hardware.",
     "Intel CPUs have bf16 since Cooper Lake and AMX since Sapphire Rapids. Compared with CPUs without bf16, training "
@@ -580,7 +576,7 @@ def _check_bf16(state: ClusterState) -> Iterator[Finding]:
         yield warning(one.name, f"The CPU, {facts.cpu_model}, has {name_missing_bf16(facts.cpu_flags)}.")
 
 
-@check_each(
+@_check_each(
     "CPUFT-020",
     "The CPU has AMX, but the kernel does not let a process use it.",
     "AMX needs Linux 5.16 or newer. Some hypervisors and sandboxes refuse it as well.",
@@ -591,7 +587,7 @@ def _check_amx(one: HostState, facts: HostFacts, health: Health) -> str:
     return f"The CPU has AMX, but kernel {facts.kernel} refuses permission to use it." if is_refused else ""
 
 
-@check_each(
+@_check_each(
     "CPUFT-021",
     "A host has too little memory for the planned ranks.",
     "When memory runs out, the kernel kills a rank, and the other ranks would wait for it.",
@@ -604,7 +600,7 @@ def _check_memory(one: HostState, facts: HostFacts, health: Health) -> str:
     return told if free < ranks * _MIN_MEMORY_PER_RANK else ""
 
 
-@check_each(
+@_check_each(
     "CPUFT-022",
     "/dev/shm is too small.",
     "A container has a small /dev/shm unless docker run got --shm-size, or files of earlier runs fill it.",
@@ -616,7 +612,7 @@ def _check_shared_memory(one: HostState, facts: HostFacts, health: Health) -> st
     return told if health.shm_free < _MIN_SHM and one.ranks != 1 else ""
 
 
-@check(
+@_check(
     "CPUFT-034",
     "The limit of open files is too low.",
     "Every rank has connections to all others. Some libraries wait forever when they cannot open one.",
@@ -634,7 +630,7 @@ def _check_open_files(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check_each(
+@_check_each(
     "CPUFT-023",
     "The disk is full.",
     "Data, models and records of a run are stored in /var/tmp while it runs.",
@@ -646,7 +642,7 @@ def _check_disk(one: HostState, facts: HostFacts, health: Health) -> str:
     return told if health.disk_free < _MIN_DISK else ""
 
 
-@check_each(
+@_check_each(
     "CPUFT-024",
     "A host has more ranks than cores.",
     "Ranks that share a core wait for each other, so that a run becomes several times slower, not only half as fast.",
@@ -657,7 +653,7 @@ def _check_slots(one: HostState, facts: HostFacts, health: Health) -> str:
     return f"{one.ranks} ranks are planned on {counted(cores, 'core')}." if one.ranks > cores else ""
 
 
-@check_each(
+@_check_each(
     "CPUFT-038",
     "A rank has cores on several NUMA nodes.",
     "Its threads read much of their memory over the slower link between the nodes.",
@@ -668,7 +664,7 @@ def _check_numa_nodes(one: HostState, facts: HostFacts, health: Health) -> str:
     return told if one.ranks % facts.numa_nodes else ""
 
 
-@check_each(
+@_check_each(
     "CPUFT-025",
     "A control group allows less CPU time than the visible cores have.",
     "A container or cpuft provision local limits the CPU time. Ranks use only as many cores as the limit allows.",
@@ -679,7 +675,7 @@ def _check_quota(one: HostState, facts: HostFacts, health: Health) -> str:
     return told if 0 < facts.cpu_quota < len(facts.seen_cores) else ""
 
 
-@check(
+@_check(
     "CPUFT-026",
     "Other programs use the CPU of a host.",
     "Another job is running, or an earlier run left ranks behind. Both then run at far less than half their speed.",
@@ -695,7 +691,7 @@ def _check_load(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check_each(
+@_check_each(
     "CPUFT-027",
     "The hypervisor gives CPU time of the host to other guests.",
     "The hypervisor is overcommitted, or a burstable instance has used up its CPU credits.",
@@ -706,7 +702,7 @@ def _check_steal(one: HostState, facts: HostFacts, health: Health) -> str:
     return told if health.steal > _MAX_STEAL else ""
 
 
-@check_each(
+@_check_each(
     "CPUFT-028",
     "The frequency governor saves energy.",
     "Cores lower their clock while they wait for the network, and raise it late.",
@@ -718,7 +714,7 @@ def _check_governor(one: HostState, facts: HostFacts, health: Health) -> str:
     return f"The frequency governor is {', '.join(slow)}." if slow else ""
 
 
-@check_each(
+@_check_each(
     "CPUFT-029",
     "Transparent huge pages are off.",
     "Without huge pages, large tensors cost many page faults and TLB misses.",
@@ -730,7 +726,7 @@ def _check_huge_pages(one: HostState, facts: HostFacts, health: Health) -> str:
     return f"The setting for transparent huge pages is: {setting}" if "[never]" in setting else ""
 
 
-@check_each(
+@_check_each(
     "CPUFT-030",
     "No fast memory allocator is installed.",
     "glibc takes each block above 32 MB from the kernel. Without the fast path, this costs about 6 % of a step.",
@@ -741,7 +737,7 @@ def _check_allocator(one: HostState, facts: HostFacts, health: Health) -> str:
     return "" if found else "Neither tcmalloc nor jemalloc is installed."
 
 
-@check_each(
+@_check_each(
     "CPUFT-031",
     "A host has a fast fabric, but processes may not lock enough memory for it.",
     "The libfabric providers verbs, psm3 and efa register buffers, which locks them in memory.",
@@ -753,7 +749,7 @@ def _check_memlock(one: HostState, facts: HostFacts, health: Health) -> str:
     return told if fast and 0 <= health.memlock < 64 * _MIB else ""
 
 
-@check(
+@_check(
     "CPUFT-032",
     "Ranks or files of earlier runs are left on a host.",
     "A launch was killed, or lost its connection to the host.",
@@ -781,7 +777,7 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@check_each(
+@_check_each(
     "CPUFT-037",
     "A host has neither compiled kernels nor a C++ compiler to build them.",
     "All hosts then train in plain PyTorch, because all ranks must round alike. This is 2 to 3 times slower.",
@@ -792,7 +788,7 @@ def _check_kernels(one: HostState, facts: HostFacts, health: Health) -> str:
     return "" if health.kernels else "There is neither a C++ compiler (g++ or c++) nor a wheel with compiled kernels."
 
 
-@check(
+@_check(
     "CPUFT-039",
     "A host has a CPU of another architecture than most hosts.",
     "Some hosts are x86-64 and some are Arm. Their MPI libraries and their kernels do not work together.",
@@ -803,7 +799,7 @@ def _check_architecture(state: ClusterState) -> Iterator[Finding]:
         yield Finding(one.name, f"The host is {own}; most hosts are {common}.")
 
 
-@check_each(
+@_check_each(
     "CPUFT-040",
     "The kernel of a host has memory pages of another size than 4 KB.",
     "Some kernels for Arm have pages of 64 KB. Huge pages are then of 512 MB, so that memory for large tensors is "

@@ -50,7 +50,7 @@ def describe_judgement(judgement: Judgement, is_run: bool = True) -> list[str]:
         lines += ["; ".join(map(_describe_mistake, missed))] if missed else []
     elif len(classes) > 1 and any(one.rows != one.predicted or _count_missed(one) for one in classes):
         rows = [_list_cells(judgement, one) for one in worst[:_MOST_LINES]]
-        lines += align_texts([[*rows[0]], *([*cells.values()] for cells in rows)])
+        lines += _align_texts([[*rows[0]], *([*cells.values()] for cells in rows)])
         if more := len(classes) - _MOST_LINES:
             lines += [f"and {more} more{', which cpuft report shows' * is_run}"] if more > 0 else []
         if worst[0].mistaken and judgement.kind == "class":
@@ -64,7 +64,7 @@ def _describe_metrics(judgement: Judgement, of: str) -> list[str]:
     """Return a line with the first metrics that have intervals, such as "accuracy 0.5977 (0.523 to 0.668)"."""
     several = len(judgement.classes) > 2
     parts = [
-        f"{name_metric(name)} {_format(one.value)} ({_format_interval(one)})"
+        f"{_name_metric(name)} {_format(one.value)} ({_format_interval(one)})"
         for name, one in judgement.metrics.items()
         if math.isfinite(one.low)
         and name not in ("f1_weighted", "mean_error")
@@ -92,8 +92,7 @@ def _describe_range(ranges: Sequence[Part]) -> str:
     )
 
 
-def name_metric(name: str) -> str:
-    """Return the name of a metric as tables show it: "macro F1" for f1_macro, "mean error" for mean_error."""
+def _name_metric(name: str) -> str:
     return _NAMES.get(name, name.replace("_", " "))
 
 
@@ -110,7 +109,7 @@ def _format_interval(one: MetricEstimate) -> str:
     return f"{one.low:.3f} to {one.high:.3f}" if math.isfinite(one.low) else "-"
 
 
-def align_texts(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align_texts(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return one line for each row: the first and the last column aligned to the left, the others to the right."""
     width = max(len(row[-1]) for row in rows)
     return [line.rstrip() for line in align([[*row[:-1], f"{row[-1]:<{width}}"] for row in rows])]
@@ -162,7 +161,7 @@ def _tabulate_metrics(judgement: Judgement) -> JudgementTable:
         f"Another sample of {judgement.rows:,} such {judgement.of_rows} would mostly give metrics in these intervals. "
         "They say nothing about another seed."
     )
-    rows = [[name_metric(name), _format(one.value), _format_interval(one)] for name, one in judgement.metrics.items()]
+    rows = [[_name_metric(name), _format(one.value), _format_interval(one)] for name, one in judgement.metrics.items()]
     return JudgementTable("How sure the metrics are", text, ["metric", "value", "95 % interval"], rows)
 
 
@@ -201,7 +200,7 @@ def _tabulate_confusions(judgement: Judgement) -> JudgementTable:
 
 
 def _list_parts(what: str, parts: Sequence[Part], of_rows: str) -> tuple[list[str], list[list[str]]]:
-    columns = [text for name in parts[0].metrics for text in (name_metric(name), "95 % interval")]
+    columns = [text for name in parts[0].metrics for text in (_name_metric(name), "95 % interval")]
     cells = (
         [text for one in part.metrics.values() for text in (_format(one.value), _format_interval(one))]
         for part in parts

@@ -245,7 +245,7 @@ def run_client(*argv: str, stdin: str = "", environ: Mapping[str, str] | None = 
 
 
 def fetch_log(*argv: str) -> str:
-    """Return what a scheduler's client prints of a job's log; "" if it fails, as before the job starts, or in 120 s."""
+    """Return what a client prints of a job's log; "" if it fails, as before the job starts, or takes over 120 s."""
     answer = run_command(argv, ANSWER_SECONDS)
     return "" if answer.exit_code else answer.output
 

@@ -417,8 +417,8 @@ def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
 
 
 def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True) -> str:
-    """Return lines, the last one without a newline: "9 runs: 4 done, 2 running, 3 queued, 0 failed", the best until now,
-    "about 12 min left", and one for each active run; what is not known is left out.
+    """Return lines, the last one without a newline: "9 runs: 4 done, 2 running, 3 queued, 0 failed", the best until
+    now, "about 12 min left", and one for each active run; what is not known is left out.
 
     `now` is time.time(), `places` 0 if unknown. Unless a sweep `is_running`, all runs that have not ended are queued.
     """

@@ -180,7 +180,7 @@ def _list_notes(sweep: Sweep) -> list[str]:
 
 
 def write_sweep_page(sweep: Sweep, path: Path) -> Path:
-    """Write the results as an HTML page to `path`, and return `path`. CpuftError: no results, or another file there."""
+    """Write the results as HTML to `path`; return `path`. CpuftError: no results, no matplotlib, another file there."""
     if results := list_results(sweep):
         return render_page(path, _describe_page(sweep, results))
     failed = len(sweep.list_runs(FAILED))

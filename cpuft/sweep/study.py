@@ -315,7 +315,7 @@ class Sweep:
 
 
 def import_optuna() -> Any:
-    """Return the module optuna, or raise CpuftError with the command that installs it."""
+    """Return the module optuna after turning off its warnings; CpuftError, with an install command: it is missing."""
     with requires("sweep", "sweeps are stored by Optuna, which is not installed"):
         import optuna
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -428,7 +428,7 @@ def read_sweep(folder: str) -> Sweep:
 
 @contextmanager
 def open_sweep(folder: str) -> Iterator[Sweep]:
-    """Yield the sweep in a folder, locked for this process. CpuftError: it is missing, damaged or locked already."""
+    """Yield the sweep in a folder, locked for this process. CpuftError: it is missing, damaged, or locked for 2 s."""
     read_sweep(folder)
     end = time.monotonic() + _STATUS_SECONDS
     while is_active(folder) and time.monotonic() < end:  # `cpuft sweep status` has the lock for a moment

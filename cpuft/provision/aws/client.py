@@ -247,7 +247,7 @@ class AwsClient:
     def execute(self, call: CallStep) -> dict[str, Any]:
         """Make a call that changes something, and return its response; {} for a call that has taken effect before.
 
-        A call whose outcome is unknown, or that cannot be made yet, is repeated for 3 minutes.
+        A call whose outcome is unknown, or that cannot be made yet, is repeated for 3 minutes. CallError: it fails.
         """
         waited, pause = 0.0, 1.0
         while True:

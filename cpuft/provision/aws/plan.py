@@ -68,7 +68,7 @@ class RentalFacts:
 
 
 def parse_ssh_from(text: str) -> str:
-    """Return an IPv4 range, "203.0.113.7/32" for "203.0.113.7". CpuftError: `text` is no range, or larger than /16."""
+    """Return "203.0.113.7/32" for "203.0.113.7", else the range. CpuftError: none, as 203.0.113.7/24, or over /16."""
     try:
         found = ipaddress.IPv4Network(text.strip())
     except ValueError:
