@@ -31,7 +31,7 @@ UNSUPPORTED_BY_ENGINE = {
 
 
 def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool) -> None:
-    """Raise CpuftError for a notice with another engine than torch, or independent ranks (--ideal) with deepspeed."""
+    """Raise CpuftError for --interruption-notice with another engine than torch, or for --ideal with deepspeed."""
     if has_notice and engine != "torch":
         raise CpuftError(
             f"--interruption-notice needs checkpoints, and --engine {engine} writes none: leave out one of them"

@@ -48,7 +48,8 @@ def option(
         default as "(default: ...)" if that is not the value `default`.
     section: the heading in the help, one of SECTIONS, or empty for the last one.
     choices: the only texts that are accepted; empty for any text.
-    least: a `least` of -1 stands for a default that depends on other options: messages call 0 the smallest number.
+    least, most: inclusive limits of a number. A `least` of -1 stands for a default that depends on other options:
+        messages call 0 the smallest number.
     takes: placeholder for the value in the help; shells complete FILE and FOLDER. TEXT stands for the choices, if there
         are any, and for N if the value is a number.
     rare: whether only --help-all shows the option.

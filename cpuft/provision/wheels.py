@@ -118,7 +118,9 @@ def parse_hashes(text: str) -> tuple[HashedPin, ...]:
 
 
 def parse_pins(text: str, path: str) -> tuple[str, ...]:
-    """Return the requirements in a --pins file, with hashes. CpuftError: one is not exact, or only some have a hash."""
+    """Return the requirements, without comments, in the text of the --pins file `path`, such as "a==1 --hash=sha256:0".
+    CpuftError: one is not exact, or only some have a hash.
+    """
     lines = re.sub(r"\\\n", " ", text).split("\n")
     pins = tuple(" ".join(line.split("#")[0].split()) for line in lines if line.split("#")[0].strip())
     for pin in pins:
@@ -222,7 +224,7 @@ def _refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence
 def downloads_folder(python: str, machine: str, environ: Mapping[str, str]) -> Path:
     """Return the folder in cpuft's cache for wheels of hosts with this Python and architecture; it need not exist.
 
-    The path ends in wheels/PYTHON-HASH, with a hash of all that decides on the wheels.
+    The path ends in wheels/PYTHON-HASH, such as wheels/3.11-0123456789ab, with a hash of what decides on the wheels.
     """
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))

@@ -122,14 +122,14 @@ class UpdateCosts:
         return hosts if sent_as in COMPRESSIONS_WITH_FEEDBACK else hosts * self.ranks_per_host
 
     def sent_numbers(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return (numbers of gradients, numbers of embedding rows) that are sent in an update on `hosts` hosts."""
+        """Return how many numbers of (gradients, embedding rows) `hosts` hosts send in an update with `sent_as`."""
         tokens = self.sizes.count_tokens(hosts * self.ranks_per_host)
         if sent_as in COMPRESSIONS_WITH_FEEDBACK:  # a host sends only its own rows, and the means of all rows arrive
             tokens = (tokens + self.sizes.count_tokens(self.ranks_per_host)) / 2
         return self.sizes.parameters, tokens * self.sizes.embedding_row
 
     def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return the bytes of (gradients or their factors, embedding rows) of an update, as payloads of all-reduces."""
+        """Return (bytes of gradients or powersgd's factors, bytes of embedding rows) that an update all-reduces."""
         layers, words = self.sent_numbers(hosts, sent_as)
         facts, sent = COMPRESSION_FACTS[sent_as], self.sizes.factors if sent_as == "powersgd" else layers
         each, of_rows = facts.bytes_per_number, facts.row_bytes_per_number or facts.bytes_per_number
@@ -213,7 +213,7 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
 
 
 def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float) -> tuple[tuple[float, float], ...]:
-    """Return `UpdateCosts.ready` of the gradients that are not sent by rows; () if there are none."""
+    """Return `UpdateCosts.ready` of gradients, in their order, that are not sent by rows; () if there are none."""
     layers = [(math.prod(one.shape), one.ready_seconds) for one in gradients if not one.by_rows]
     found, count, total = list[tuple[float, float]](), 0, sum(numbers for numbers, _ in layers)
     for numbers, ready in layers if total else ():
@@ -434,7 +434,7 @@ def _format_rate(bits_per_second: float) -> str:
 
 
 def describe_job(job: UpdateCosts, network: Network, source: str) -> list[str]:
-    """Return three notes that say what an estimate is made from: the recorded step, the network, and the scaling."""
+    """Return three notes on what an estimate is made from: "from SOURCE: ...", "network: ...", "weak scaling: ..."."""
     whole, words = job.sent_numbers(2, "none")
     return [
         f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; an update of "

@@ -52,7 +52,7 @@ class AwsBatch(Scheduler[BatchOptions]):
     help = "Submit a launch to AWS Batch, as a multi-node parallel job."
     takes_sweeps = False
 
-    def render(self, options: BatchOptions, launch: JobLaunch, cpuft: str) -> str:
+    def render(self, options: BatchOptions, launch: JobLaunch, program: str) -> str:
         """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`.
         Raises CpuftError: the launch has Ref::, --nodes does not fit, or an option is missing.
         """
@@ -67,7 +67,7 @@ class AwsBatch(Scheduler[BatchOptions]):
         volumes = [{"name": "work", "efsVolumeConfiguration": {"fileSystemId": options.efs}}] if options.efs else None
         values: dict[str, Any] = {
             "hosts": hosts,
-            "command": [*NODE_COMMAND, "sh", "-c", f'cpuft={cpuft}\n{lines}launch "$@"\n'],
+            "command": [*NODE_COMMAND, "sh", "-c", f'cpuft={program}\n{lines}launch "$@"\n'],
             "role": options.role or None,
             "secrets": [{"name": JOB_SECRET, "valueFrom": options.secret}] if options.secret else None,
             "cores": str(options.cores),

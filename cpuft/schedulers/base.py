@@ -195,10 +195,10 @@ class Scheduler(ABC, Generic[Options]):
         self.scope = scope
 
     @abstractmethod
-    def render(self, options: Options, launch: JobLaunch, cpuft: str) -> str:
+    def render(self, options: Options, launch: JobLaunch, program: str) -> str:
         """Return the text of a job that runs a launch. Pure: the same arguments give the same text, nothing is asked.
 
-        `cpuft` is the path of the cpuft program on the job's hosts. Raises CpuftError: an option that the scheduler
+        `program` is the path of cpuft on the job's hosts. Raises CpuftError: an option that the scheduler
         needs is missing, a value cannot stand in the text, or the number of hosts contradicts --np and --ppn.
         """
 
@@ -219,13 +219,13 @@ class Scheduler(ABC, Generic[Options]):
         """Return whether `cpuft submit` has submitted a job; only those may be cancelled. CpuftError: no such job."""
 
 
-def make_node_command(options: ContainerOptions, launch: JobLaunch, cpuft: str, job_id: str) -> tuple[int, list[str]]:
+def make_node_command(options: ContainerOptions, launch: JobLaunch, program: str, job_id: str) -> tuple[int, list[str]]:
     """Return (number of hosts, argv that each of them runs) for a service that starts the same command on all hosts.
 
     `job_id` is shell for an identifier that all starts of the job share, and no other job. CpuftError: --nodes does not
     fit.
     """
-    begin = f"cpuft={cpuft} CPUFT_JOB_UID={job_id}\n{read_template('has_begun.sh')}"
+    begin = f"cpuft={program} CPUFT_JOB_UID={job_id}\n{read_template('has_begun.sh')}"
     lines = launch.to_shell(options.name, '$(has_begun "$run")', "--grace-period", "20")
     return launch.count_hosts(options.nodes)[0], [*NODE_COMMAND, "sh", "-c", f'{begin}{lines}launch "$@"\n']
 

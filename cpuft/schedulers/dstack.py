@@ -55,11 +55,11 @@ class Dstack(Scheduler[DstackOptions]):
     help = "Submit a launch to dstack, which rents hosts of many clouds."
     takes_sweeps = False
 
-    def render(self, options: DstackOptions, launch: JobLaunch, cpuft: str) -> str:
+    def render(self, options: DstackOptions, launch: JobLaunch, program: str) -> str:
         """Return the YAML of a task. Raises CpuftError: --nodes does not fit, a name is not valid, the launch has ${{,
         or there is no image.
         """
-        hosts, command = make_node_command(options, launch, cpuft, '"${DSTACK_RUN_ID:-$DSTACK_RUN_NAME}"')
+        hosts, command = make_node_command(options, launch, program, '"${DSTACK_RUN_ID:-$DSTACK_RUN_NAME}"')
         if not _NAME.fullmatch(options.name):
             raise CpuftError(
                 f"--name {options.name[:80]!r}: use 2 to 41 small letters, digits and dashes, a letter first"

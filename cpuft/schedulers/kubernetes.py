@@ -63,7 +63,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
     _launcher: ClassVar[str] = "training.kubeflow.org/job-name={name},training.kubeflow.org/job-role=launcher"
     """Labels of the launcher's pod."""
 
-    def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
+    def render(self, options: KubernetesOptions, launch: JobLaunch, program: str) -> str:
         """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host. Raises
         CpuftError: the name, namespace or --nodes does not fit, or there is no image.
         """
@@ -80,7 +80,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
                     f"--{flag} {text[:80]!r}: use at most {most} small letters, digits and dashes, a letter first"
                 )
         lines = launch.to_shell(options.name, '$(has_begun "$run")', *_DEFAULTS)
-        script = f"cpuft={cpuft}\n{read_template('has_begun.sh')}{lines}{read_template('kubernetes.sh')}"
+        script = f"cpuft={program}\n{read_template('has_begun.sh')}{lines}{read_template('kubernetes.sh')}"
         claim = {"claimName": options.claim} if options.claim else None
         values: dict[str, Any] = {
             "hosts": hosts,
@@ -156,11 +156,11 @@ class TrainJob(Kubernetes):
     _last_pod = "{name}-launcher-0-{last}-abcde"
     _launcher = "jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/replicatedjob-name=launcher"
 
-    def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
+    def render(self, options: KubernetesOptions, launch: JobLaunch, program: str) -> str:
         """Return the manifests of a runtime and a job. CpuftError: name, namespace or --nodes is wrong, or no image."""
         import yaml
 
-        spec = yaml.safe_load(super().render(options, launch, cpuft))["spec"]
+        spec = yaml.safe_load(super().render(options, launch, program))["spec"]
         values: dict[str, Any] = {"ranks": spec["slotsPerWorker"], "seconds": options.seconds or None}
         values |= {"namespace": options.namespace or None, "queue": options.queue or None}
         for role, replicas in spec["mpiReplicaSpecs"].items():

@@ -61,9 +61,9 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
     help = "Submit a launch to SkyPilot, which rents hosts of many clouds, as a managed job."
     takes_sweeps = False
 
-    def render(self, options: SkyPilotOptions, launch: JobLaunch, cpuft: str) -> str:
+    def render(self, options: SkyPilotOptions, launch: JobLaunch, program: str) -> str:
         """Return the YAML of a task. CpuftError: --nodes does not fit, a name is not valid, or there is no image."""
-        hosts, command = make_node_command(options, launch, cpuft, '"$SKYPILOT_TASK_ID"')
+        hosts, command = make_node_command(options, launch, program, '"$SKYPILOT_TASK_ID"')
         if not _NAME.fullmatch(options.name):
             raise CpuftError(f"--name {options.name[:80]!r}: use letters, digits, dots and dashes, a letter first")
         run = shlex.join(command)

@@ -47,7 +47,7 @@ class Slurm(Scheduler[SlurmOptions]):
     help = "Submit a launch or a sweep by sbatch: cpuft submit slurm -- launch --np 8 --task mrpc."
     has_submitters_files = True
 
-    def render(self, options: SlurmOptions, launch: JobLaunch, cpuft: str) -> str:
+    def render(self, options: SlurmOptions, launch: JobLaunch, program: str) -> str:
         """Return a job script that has its hosts for itself alone and requeues itself after an interruption. Raises
         CpuftError: --array or --nodes does not fit the launch, or an option cannot stand in a script.
         """
@@ -71,7 +71,7 @@ class Slurm(Scheduler[SlurmOptions]):
                 raise CpuftError(f"{directive[:60]!r} cannot stand in a job script: {advice}")
         lines = launch.to_shell(options.name, "${SLURM_RESTART_COUNT#0}")
         head = "".join(f"#SBATCH {directive}\n" for directive in directives)
-        lines = f"cpuft={shlex.quote(cpuft)} retries={options.retries}\n{lines}"
+        lines = f"cpuft={shlex.quote(program)} retries={options.retries}\n{lines}"
         return read_template("slurm.sh").replace("#SBATCH DIRECTIVES\n", head).replace("# LAUNCH\n", lines)
 
     def submit(self, text: str) -> str:

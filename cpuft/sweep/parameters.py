@@ -41,8 +41,8 @@ class Parameters:
     ) -> tuple[Any, list[OptionValues]]:
         """Return (trial, options of one run for each seed) of a configuration whose key is not among `known`.
 
-        The choice depends on nothing but the results in the study, `seed` and `number`, that of the configuration, so
-        that a continued sweep chooses the same. Raises CpuftError: no other configuration was found.
+        The choice depends on nothing but the results in the study, `search` ("random" or "tpe"), `seed` and `number`,
+        that of the configuration, so that a continued sweep chooses the same. Raises CpuftError: no other was found.
         """
         import optuna
 

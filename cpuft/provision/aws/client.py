@@ -60,7 +60,7 @@ class CallStep(Step):
 
 
 def plan_call(method: str, why: str, region: str, parameters: Mapping[str, Any]) -> CallStep:
-    """Return the step that makes a call, with the `aws` command that does the same.
+    """Return the step that makes a call by its name in boto3 ("run_instances"), with the same as an `aws` command.
 
     `region` is in the command only: the client that executes the step has its own. No parameter is a secret.
     """

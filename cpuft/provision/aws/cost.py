@@ -39,7 +39,7 @@ class Price:
 
 
 def find_price(instance_type: str, region: str, spot_by_zone: Mapping[str, float]) -> Price:
-    """Return the price of an instance type; the list price is None outside `LISTED` and for types not in our table."""
+    """Return the price of a type; the list price is None outside us-east-1, and for types that cpuft does not know."""
     listed = read_instance_types().get(instance_type) if region == LISTED else None
     return Price(listed.dollars_per_hour if listed else None, listed.dated if listed else "", spot_by_zone)
 

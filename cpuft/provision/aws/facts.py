@@ -366,7 +366,7 @@ def _find_recipe_image(client: AwsClient, path: str, architecture: str) -> str:
 
 
 def find_images(client: AwsClient, name: str, value: str) -> list[Image]:
-    """Return the AMIs of this account that a filter of DescribeImages selects, the oldest first, in any state."""
+    """Return this account's AMIs in any state, the oldest first, that the DescribeImages filter name=value selects."""
     filters = [{"Name": name, "Values": [value]}]
     found = client.query("describe_images", Owners=["self"], Filters=filters)["Images"]
     return sorted(found, key=lambda one: (one["CreationDate"], one["ImageId"]))

@@ -91,7 +91,9 @@ def format_span(seconds: float) -> str:
 
 
 def format_user_data(until: int, limit: int, public_key: str) -> str:
-    """Return the user data of an instance for cloud-init: its lease, its kind of host key, and the key that logs in."""
+    """Return user data for cloud-init: the end of the lease and its limit (in seconds since the epoch), the kind of
+    host key, and the key that logs in.
+    """
     # JSON is valid YAML, and no value that is written as JSON can end its line.
     return (
         "#cloud-config\n"
