@@ -113,7 +113,7 @@ def _read_field(path: str, name: str) -> str:
 
 
 def read_packages() -> dict[str, str]:
-    """Return the versions of those packages in PACKAGES that are installed, by name."""
+    """Return the versions by name of those of PACKAGES that are installed, such as {"torch": "2.4.0+cpu"}."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -201,10 +201,10 @@ def read_mtus() -> dict[str, int]:
 def find_leftovers(root: str = "/var/tmp") -> list[str]:
     """Return what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a process, or a directory's path.
 
-    A process is left over when it has been handed to process 1, because its mpirun is gone; but process 1 of a
-    container may be the launcher itself, a Python. A run's directory is left over when it is a day old and no process
-    of this user names it; `UNFETCHED` follows its path if it has checkpoints or the state of a run, which the launcher
-    removes when it has fetched the run.
+    A process is left over when process 1 is its parent, because its mpirun is gone; but not if process 1 is a Python,
+    which in a container may be the launcher. A run's directory below `root` is left over when it is a day old and no
+    process of this user names it; " (with checkpoints or results that were not fetched)" follows its path if it has
+    checkpoints or the state of a run.
     """
     found, mentioned = [], ""
     has_init = "python" not in os.path.basename(_read("/proc/1/cmdline").split("\0")[0])

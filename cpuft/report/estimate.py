@@ -109,7 +109,9 @@ class UpdateCosts:
         return self.forward_seconds + self.backward_seconds + self.update_seconds
 
     def when_ready(self, share: float) -> float:
-        """Return the share of the last backward pass at the first of `ready` with `share` numbers; without, `share`."""
+        """Return the share of the last backward pass after which `share` of the numbers is ready: that of the first
+        entry of `ready` with so many, else of the last entry; `share` itself if `ready` is empty.
+        """
         if not self.ready:
             return share
         return next((passed for numbers, passed in self.ready if numbers >= share - 1e-9), self.ready[-1][1])
@@ -418,7 +420,10 @@ def find_least_rate(job: UpdateCosts, network: Network, hosts: Sequence[int]) ->
 
 
 def describe_least_rate(hosts: int, rate: float) -> str:
-    """Return a sentence on the least rate (`find_least_rate`: bit/s, 0 or infinite) at which `hosts` are worth it."""
+    """Return "8 hosts are worth it on a network of at least 350 Mbit/s per host.", by the rate of `find_least_rate`.
+
+    If the rate is 0, that is "on every network of at least 1 Mbit/s"; if it is infinite, they "are not worth it".
+    """
     if math.isinf(rate):
         reason = "because of the latency, or of the CPU time that communication takes from computing"
         return f"{hosts} hosts are not worth it on a network of any rate, {reason}."

@@ -52,7 +52,7 @@ class Quality:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object: `a`, `b`, `verdict`, `notes`, and `metrics`, a list with an object for each metric."""
+        """Return for JSON: `a`, `b`, `verdict`, `notes`, and `metrics`, a list with the fields of each `Difference`."""
         found = [{**dataclasses.asdict(one), "difference": one.difference} for one in self.differences.found]
         return {"a": self.a, "b": self.b, "verdict": self.verdict, "metrics": found, "notes": list(self.notes)}
 

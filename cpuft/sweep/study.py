@@ -106,7 +106,9 @@ class Run:
 
     @property
     def status(self) -> str:
-        """End of the last attempt, RUNNING, or "" before one; PRUNED if the configuration is, unless DONE or FAILED."""
+        """How the last attempt has ended, "running" until then, or "" before one; but "pruned" if the configuration is,
+        unless the attempt is "done" or "failed".
+        """
         own = (self.last.status or RUNNING) if self.last else ""
         return PRUNED if self.configuration.pruned and own not in (DONE, FAILED) else own
 
