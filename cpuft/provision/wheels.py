@@ -380,7 +380,7 @@ def make_own_wheel(machine: str) -> tuple[str, bytes]:
 
 
 def write_own_wheel(folder: Path, machine: str) -> Path:
-    """Write the wheel of `make_own_wheel`, with its errors, into `folder`, which is made if needed; return the path."""
+    """Write this cpuft's wheel into `folder`, made if needed; return its path. CpuftError: cpuft is not installed."""
     return _write_wheel(folder, *make_own_wheel(machine))
 
 

@@ -453,7 +453,7 @@ def describe_job(job: UpdateCosts, network: Network, source: str) -> list[str]:
 
 
 def format_estimates(estimates: Sequence[Estimate], notes: Sequence[str], title: str) -> str:
-    """Return the estimates as `format_table` does, with notes: how many hosts are worth it, and the given ones."""
+    """Return a table of estimates, with notes (how many hosts are worth it, then `notes`); a newline ends the text."""
     worth = count_worthwhile_hosts(estimates)
     verdict = (
         f"worth it: up to {counted(worth, 'host')}; the hosts that were added last do at least half of what they would "

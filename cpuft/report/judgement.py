@@ -45,7 +45,7 @@ def judge_record(record: Record) -> Judgement | None:
 
 
 def format_judgement(judgement: Judgement) -> str:
-    """Return the tables of a judgement, each as `format_table` does, with an empty line between them."""
+    """Return the tables of a judgement with their headings, an empty line between them; a newline ends the text."""
     return "\n".join(
         format_table(table.columns, table.rows, f"{table.heading}\n{textwrap.fill(table.text, WIDTH)}", left=1)
         for table in list_tables(judgement, most=20)

@@ -177,7 +177,7 @@ def format_markdown(comparison: Comparison) -> str:
 
 
 def format_quality(quality: Quality) -> str:
-    """Return the comparison of two runs' metrics as `format_table` does, with the verdict below the title."""
+    """Return title, verdict, table and notes of the comparison of two runs' metrics; a newline ends the text."""
     title = f"{quality.title}\n{textwrap.fill(quality.verdict, WIDTH)}"
     return format_table(quality.columns, quality.rows, title, quality.notes, left=1)
 

@@ -101,7 +101,7 @@ def _parse_range(flag: str, field: dataclasses.Field[Any], kind: type, text: str
 
 
 def read_conditions(path: str) -> list[Space]:
-    """Return the alternatives of a YAML file. Raises CpuftError: another file, an unknown option or a wrong value.
+    """Return the alternatives of a YAML file, values by option (with _ for -). CpuftError: bad file, option or value.
 
     A sweep combines each alternative with the options of the command line, so that options can depend on each other:
 
