@@ -116,8 +116,8 @@ def parse_survey(text: str, host: str) -> ServerFacts:
 
 
 def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bool, need_kb: int) -> str:
-    """Return "HOST: REASON: ADVICE" for the first reason why a server cannot be provisioned, else "". `has_pip` says
-    that pip will be sent, and `need_kb` how many KiB a server without an environment needs.
+    """Return "HOST: REASON", mostly with advice, for the first reason why a server cannot be provisioned, else "".
+    `has_pip` says that pip will be sent, and `need_kb` how many KiB a server without an environment needs.
     """
     if facts.machine not in ARCHITECTURES:
         return f"{host}: its CPU is {facts.machine or 'unknown'}, and cpuft needs {' or '.join(ARCHITECTURES)}"

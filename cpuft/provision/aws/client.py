@@ -216,7 +216,7 @@ class AwsClient:
         return str(self.query("get_caller_identity")["Arn"])
 
     def query(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Make a call that `is_read` (AssertionError); return the response: all pages, or with MaxResults the first."""
+        """Make a call that `is_read`, else AssertionError; return all pages as one, or with MaxResults the first."""
         assert is_read(method), method
         return self._request(method, parameters)
 
