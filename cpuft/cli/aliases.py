@@ -23,7 +23,7 @@ class Alias:
     """How cpuft's option differs, or why there is none."""
 
     def names(self, *tools: str) -> list[str]:
-        """Return all names that these of TOOLS have for the option, such as ["--log_dir"]; [] if they have none."""
+        """Return the names that `tools`, such as "torchrun", have for the option: ["--log_dir"]; [] if none has one."""
         parts = [part.split() for part in self.theirs.split("; ")]
         return [name for tool, *names in parts for name in names if tool in tools]
 

@@ -192,8 +192,8 @@ class CheckedCommand(click.Command):
     """A command that refuses control characters in its options and arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments into `ctx.params`; click.UsageError: an unknown option, or a control character outside of
-        UNPROCESSED.
+        """Parse the arguments into `ctx.params`; click.UsageError: an unknown option, or a control character in a value
+        whose type is not click.UNPROCESSED.
         """
         try:
             rest = super().parse_args(ctx, args)

@@ -85,8 +85,8 @@ def examine_hosts(
 def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     """Examine a run's hosts. Raises CpuftError with all errors, or tells `say` a line for each check with findings.
 
-    On a single host, for which no other waits, only what differs from run to run is told (`_TRANSIENT`), and only too
-    little /dev/shm and too few open files are errors (`_FATAL`). A missing memory allocator is never told.
+    On a single host, only what differs from run to run is told, such as load, memory and disk, and only too little
+    /dev/shm and too few open files are errors. A missing memory allocator is never told.
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     hosts = tuple(one.host for one in cluster.assignments)

@@ -155,7 +155,7 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
     without it those that are downloaded for the version `python` ("3.11"); none if both are "". `machine` is the hosts'
     architecture as in uname -m; empty: that of this machine, or x86_64 if this machine has another system than Linux.
     Raises CpuftError when other users could have written the wheels or cpuft's cache folder, `folder` has no wheel, or
-    a wheel is for another architecture or has a version of `HASHES` but another hash.
+    a wheel is for another architecture, or has another hash than cpuft's constraints-hashes.txt for this version.
     """
     machine = machine or (platform.machine() if sys.platform == "linux" else "x86_64")
     name, content = make_own_wheel(machine)

@@ -446,7 +446,7 @@ def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True
 
 
 def estimate_seconds_left(sweep: Sweep, now: float, places: int) -> float | None:
-    """Return the seconds until all runs, `places` at a time, have ended, by their lengths; None before one is DONE."""
+    """Return the seconds until all runs, `places` at a time, have ended, by their lengths; None before one is done."""
     done, known = sweep.list_runs(DONE), [run.length for run in sweep.runs]
     spent = sum(run.seconds for run in done)
     if not spent:

@@ -74,7 +74,7 @@ class Result:
 
 
 def list_results(sweep: Sweep) -> list[Result]:
-    """Return the results of configurations with a DONE run that reports the metric, the best mean first, NaN last."""
+    """Return the results of configurations with a "done" run that has the metric, the best mean first, NaN last."""
     sign, made = 1 if sweep.is_maximized else -1, list[Result]()
     for one in sweep.configurations:
         found = {
