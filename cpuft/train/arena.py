@@ -23,7 +23,7 @@ def plan_buckets(
     min_elements: int,
     unused: Collection[nn.Parameter] = (),
 ) -> list[list[nn.Parameter]]:
-    """Return the parameters of each bucket; that with the last parameters, whose gradients are complete first, leads.
+    """Return the parameters of each bucket; buckets are in descending order of their first one in `parameters`.
 
     A bucket has parameters of one kind (`find_kind`) in their given order, and at least `min_elements` elements, except
     the one with the first parameters of a kind. Parameters of a kind in one block of memory, which are multiplied as
@@ -78,7 +78,7 @@ class Bucket:
         return self._is_last
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Return, for a tensor as long as the buffer, the part of each parameter as a view in the parameter's shape."""
+        """Return each parameter's part of `whole`, one-dimensional and as long as the buffer, as a view in its shape."""
         *found, _ = torch.split(whole, [*self._sizes, self._length - sum(self._sizes)])
         return [value.view(parameter.shape) for value, parameter in zip(found, self._parameters, strict=True)]
 
@@ -89,8 +89,8 @@ class Bucket:
         self.clear()
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Make a parameter's gradient a view of the buffer: one that a kernel wrote there stays, any other one is
-        copied, and zeros stand for None.
+        """Make a parameter's `grad` a view of the buffer: one that a kernel wrote there stays, any other one is copied
+        there, and zeros stand for None. KeyError: it is not in the bucket.
         """
         withdraw_place(parameter)
         view, grad = self._views[parameter], parameter.grad

@@ -36,7 +36,7 @@ _SCALES = ".scales"
 
 
 def find_weight_files(source: str) -> list[Path]:
-    """Return the safetensors files of a folder, those of adapters if it has any, or of a hub name, which are
+    """Return the safetensors files of a model's folder (of adapters alone if it has any), or of a hub name, which are
     downloaded; sorted by name. Raises CpuftError: there are none, one is missing, or the index is damaged; OSError: the
     hub does not answer.
     """
@@ -65,7 +65,7 @@ def find_weight_files(source: str) -> list[Path]:
 
 
 def find_stored_type(files: Iterable[list[tuple[str, tuple[int, ...]]]]) -> torch.dtype:
-    """Return the type of most matrices that `read_stored_tensors` has read if it is bf16 or fp16, else fp32."""
+    """Return the type of most matrices in the files' lists by `read_stored_tensors` if bf16 or fp16, else fp32."""
     counts = Counter(dtype for tensors in files for dtype, shape in tensors if len(shape) > 1)
     return _STORED.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.float32
 
@@ -101,7 +101,7 @@ def _is_base(module: nn.Module, model: Any) -> bool:
 
 @contextmanager
 def as_fp32(model: nn.Module) -> Iterator[None]:
-    """Inside, floating-point weights of other types are fp32 zeros that take no memory; they come back at the end."""
+    """Inside, floating-point parameters of other types are fp32 zeros without memory; they come back at the end."""
     # peft makes adapters in the type of the weights that they are for: those of bf16 weights would begin rounded.
     narrow = [(p, p.data) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
     for parameter, value in narrow:
@@ -124,11 +124,11 @@ class _Held:
 
 
 def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
-    """Hold a peft model's frozen linear weights and token embedding in fp32, bf16 or int8, and the rest in fp32.
+    """Hold a peft model's frozen linear weights and token embedding in fp32, bf16 or int8, the rest in fp32, in place.
 
     With int8, the token embedding and the head of a language model are bf16, as in LLM.int8. The content of `files`,
-    from which the model was loaded, identifies converted weights in the cache. Raises CpuftError: the cache cannot be
-    written.
+    from which the model was loaded, identifies converted weights in the cache folder. Raises CpuftError: the cache
+    cannot be written.
     """
     held = _find_held(model, precision)
     # Weights of another type, and those that adapters were merged into, which are in this rank's memory.

@@ -63,8 +63,8 @@ _CLASSES_AT_ONCE = 10
 
 
 def find_baseline(config: TrainConfig) -> BaselineLine:
-    """Return the baseline of a task on its own rows: from the user's cache folder, or computed and then written there.
-    Raises CpuftError: the task has none, there are too many classes or texts, or the examples cannot be read.
+    """Return the baseline of a task on its own rows: from the user's cache folder, or computed and written there if it
+    can be. Raises CpuftError: the task has none, there are too many classes or texts, or the examples cannot be read.
     """
     data = _read(config)
     train = _select_rows(data)
@@ -92,9 +92,9 @@ def find_baseline(config: TrainConfig) -> BaselineLine:
 
 
 def find_static_baseline(config: TrainConfig, model: str) -> BaselineLine:
-    """Return what a linear model of the mean static embeddings of model2vec's `model` reaches on a task's own rows.
-    Raises CpuftError: the task's kind is neither class nor labels, there are too many classes, the examples cannot be
-    read, or model2vec or the model is missing.
+    """Return what a linear model of the mean static embeddings of model2vec's `model`, a folder or hub name, reaches on
+    a task's own rows. Raises CpuftError: the task's kind is neither class nor labels, there are too many classes, the
+    examples cannot be read, or model2vec or the model is missing.
     """
     data = _read(config)
     kind, classes = data.task.kind, len(data.task.labels)
@@ -140,9 +140,7 @@ def _read(config: TrainConfig) -> TaskData:
 
 
 def _select_rows(data: TaskData) -> Examples:
-    """Return the training rows to which a baseline is fitted: all, or every second, fourth and so on, with short enough
-    texts. Rows that are sorted by label keep all of their labels.
-    """
+    """Return the training rows for a baseline: all, or every second, fourth and so on, for short enough texts."""
     most, step, count, number = _MOST_CHARACTERS, 1, 0, 0
     if data.task.kind in ("class", "labels"):
         most //= max(1, len(data.task.labels) // _CLASSES_AT_ONCE)
@@ -171,7 +169,6 @@ def _one_thread() -> Iterator[Callable[[], float]]:
 
 
 def _checksum(data: TaskData, train: Examples) -> str:
-    """Return a checksum, 16 hexadecimal digits, of what decides on a baseline."""
     task, versions = data.task, [importlib.metadata.version(name) for name in ("scikit-learn", "scipy", "seqeval")]
     parts = (_FORMAT, versions, task.kind, task.labels, task.metrics, train.checksum, len(data.train))
     digest = hashlib.sha256(repr(parts).encode())
@@ -181,7 +178,6 @@ def _checksum(data: TaskData, train: Examples) -> str:
 
 
 def _measure(data: TaskData, predict: Predict) -> dict[str, float]:
-    """Return the metrics of predictions for all validation splits."""
     metrics, task = dict[str, float](), data.task
     for suffix, split in data.validation.items():
         predicted, labels = list[Any](), list[Any]()

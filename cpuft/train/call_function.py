@@ -83,7 +83,7 @@ def _call_function(world: World, run_dir: str, digest: str, check: ConnectionChe
 
 def load_call(pickled: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return (function, args, kwargs) of a call whose digest has been checked. Raises CpuftError: a module that the
-    call needs cannot be imported on this host.
+    call needs cannot be imported on this host; other errors of pickle pass through.
     """
     try:
         function, args, kwargs = pickle.loads(pickled)
@@ -96,7 +96,7 @@ def load_call(pickled: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def pickle_result(header: CallHeader, world: World, result: object) -> bytes:
-    """Return the signed pickle of this rank's result. Raises CpuftError: it cannot be pickled."""
+    """Return this rank's result pickled, after a signature of 32 bytes. Raises CpuftError: it cannot be pickled."""
     import cloudpickle
 
     try:

@@ -49,8 +49,8 @@ class ControlMessages:
         """Updates and the numbers of all ranks, (ranks, 6)."""
 
     def find_due(self, may_save: bool) -> Request:
-        """Read the message under way, and return what all ranks carry out after this update; without `may_save`, a
-        requested checkpoint waits for a later update, but a stop does not.
+        """Wait for the message under way, and return what all ranks carry out after this update: the same on all of
+        them. Without `may_save`, a requested checkpoint waits for a later update, but a stop does not.
         """
         self._receive()
         if self._is_alone:

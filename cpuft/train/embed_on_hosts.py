@@ -49,9 +49,9 @@ _TIMEOUT_SECONDS = 3600.0
 
 
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
-    """Compute embeddings as one of the ranks; rank 0, which alone needs --file, writes `choose_embeddings_file`.
-    Collective. Raises CpuftError: the file, the model or the backend cannot be used, or a rank has another model than
-    rank 0, or another place than planned.
+    """Compute embeddings as one of the ranks; rank 0, which alone needs --file, writes `choose_embeddings_file` and
+    prints the speed. Collective. Raises CpuftError: the file, the model or the backend cannot be used, or a rank has
+    another model than rank 0, or another place than planned.
     """
     import torch.distributed as dist
 
@@ -87,9 +87,7 @@ def refuse_other_models(found: list[tuple[str, str, str]]) -> None:
 
 
 def _compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Window], ranks: int) -> Iterator[Computed]:
-    """Yield windows and their embeddings in the order of the windows, which all ranks compute in turn. Rank 0 calls it;
-    the others have to be in `_compute_for_rank_0`, and leave it after the last window.
-    """
+    """Yield windows in order with their embeddings by all ranks; the others have to be in `_compute_for_rank_0`."""
     import torch
     import torch.distributed as dist
 
@@ -150,7 +148,7 @@ def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
 
 
 def check_request(request: PredictConfig) -> None:
-    """Raise CpuftError if file, model or output cannot be used on the host that needs them; no weights are loaded."""
+    """Put sent secret variables into the environment. Raises CpuftError: file, model or output cannot be used here."""
     os.environ.update(take_secrets(os.environ, "prepare"))
     choose_embeddings_file(request)
     open_windows(request, _WINDOW_TEXTS_ON_HOSTS)

@@ -49,7 +49,7 @@ def pool(pooling: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 
 def normalize(embeddings: torch.Tensor) -> torch.Tensor:
-    """Return embeddings scaled to length 1; those of zeros stay zeros."""
+    """Return embeddings, (..., dimensions), scaled to length 1; those of zeros stay zeros."""
     return torch.nn.functional.normalize(embeddings, dim=-1)
 
 
@@ -58,8 +58,8 @@ def plan_text_batches(
 ) -> list[NDArray[np.int64]]:
     """Return the numbers of the texts that have tokens, in the batches of all forward passes, the longest texts first.
 
-    With `batch_size` 0, a batch has at most 1024 tokens with padding (4096 in bf16), but at least one text, and fewer
-    in a small job, so that all threads end at about the same time. Raises KeyError then for other precisions.
+    With `batch_size` 0, a batch has at least one text and at most 1024 tokens with padding (4096 in bf16), in a small
+    job at most all tokens / (4 * `threads`), but 128 or more. Raises KeyError then for other precisions.
     """
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
@@ -77,8 +77,9 @@ def plan_text_batches(
 class Embedder:
     """An embedding model with the layers of the fast path, which computes embeddings of texts. Making one loads it.
 
-    `name` is a hub name, or the folder of a model or finished run; an empty `pooling` is the model's own. Texts are cut
-    at the form's length, else the number of positions, else 512. Raises CpuftError: the model cannot be used.
+    `name` is a hub name, or the folder of a model or finished run; `precision` is auto, fp32 or bf16; an empty
+    `pooling` is the model's own. Texts are cut at the form's length, else the number of positions, else 512. Raises
+    CpuftError: the model cannot be used, or the CPU does not multiply bf16.
     """
 
     def __init__(self, name: str, precision: str = "auto", pooling: str = "") -> None:
@@ -110,7 +111,9 @@ class Embedder:
         return self.embed_encoded(self.encode(texts, prompt), batch_size)
 
     def encode(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return the token ids of each text after `prompt`, cut at `max_length`. No two threads may call it at once."""
+        """Return each text's token ids after `prompt`, cut with special ones at `max_length`. Not for two threads at
+        once.
+        """
         if not texts:
             return []
         found = self.tokenizer([prompt + text for text in texts], truncation=True, max_length=self.max_length)
@@ -118,7 +121,7 @@ class Embedder:
         return ids
 
     def embed_encoded(self, encoded: Sequence[Sequence[int]], batch_size: int = 0) -> Embeddings:
-        """Return the embeddings of texts from their token ids: fp32, (texts, dimensions), zeros if a text has none."""
+        """Return the embeddings of token ids, which are not cut: fp32, (texts, dimensions), zeros if a text has none."""
         lengths = np.asarray([len(ids) for ids in encoded], np.int64)
         found = np.zeros((len(encoded), self.dimensions), np.float32)
         threads = torch.get_num_threads()
@@ -165,14 +168,14 @@ class Embedder:
 
 
 def finish_embeddings(form: EmbeddingForm, pooled: torch.Tensor) -> torch.Tensor:
-    """Return embeddings cut to `form.dimensions` (0: whole), and scaled to length 1 if `form.normalize`."""
+    """Return embeddings, (texts, hidden size), cut to `form.dimensions` (0: whole), to length 1 if `form.normalize`."""
     cut = pooled[:, : form.dimensions] if form.dimensions else pooled
     return normalize(cut) if form.normalize else cut
 
 
 def load_encoder(source: str) -> tuple[Any, Any]:
-    """Return a model's encoder in fp32 and evaluation mode without the fast path, and its transformers configuration.
-    Raises CpuftError: the model cannot be read.
+    """Return the encoder of a model's folder or hub name, in fp32 and evaluation mode without the fast path, and its
+    transformers configuration. Raises CpuftError: the model cannot be read.
     """
     import transformers
 
@@ -189,7 +192,6 @@ def load_encoder(source: str) -> tuple[Any, Any]:
 
 
 def _copy_with_same_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a model with modules and hooks of its own, but the same parameters and buffers."""
     # While it runs, the fast encoder stores the layout of the batch, so that each thread needs one of its own.
     tensors: list[Any] = [*model.parameters(), *model.buffers(), getattr(model, MASTERS_ATTRIBUTE, None)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

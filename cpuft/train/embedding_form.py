@@ -60,7 +60,7 @@ class EmbeddingForm:
 
 
 def find_embedding_model(name: str) -> str:
-    """Return the folder of the model if `name` is a finished run's folder, else what `find_model` returns or raises."""
+    """Return NAME/model if `name` is the folder of a finished run, else what `find_model` returns or raises."""
     is_run = Path(name, MODEL_DIR, "config.json").exists()
     return str(Path(name, MODEL_DIR)) if is_run else find_model(name)
 

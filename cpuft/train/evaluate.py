@@ -38,7 +38,7 @@ class KeptPredictions:
     """Why there are none; empty if there are."""
 
     def add(self, suffix: str, objective: Objective, predictions: Predictions, tokens: Tokens) -> None:
-        """Keep the predictions for a split, or note in `problem` why not: such a fault must not end the training."""
+        """Keep the predictions for a split, or note any error in `problem`: such a fault must not end the training."""
         try:
             self.splits[suffix] = objective.list_predictions(predictions, tokens)
         except Exception as error:
@@ -46,8 +46,9 @@ class KeptPredictions:
 
 
 def evaluate(setup: TrainingSetup, step: int, kept: KeptPredictions | None = None) -> EvaluationLine:
-    """Evaluate the model on all validation splits; return the metrics, named with the split's suffix, the same on every
-    rank. Collective. The model is in training mode afterwards. `kept` gets rank 0's predictions.
+    """Evaluate the model after update `step` on all validation splits; return the metrics, named with the split's
+    suffix, the same on each rank. Collective. The model is in training mode afterwards. `kept` gets rank 0's
+    predictions.
     """
     start = time.perf_counter()
     setup.model.eval()
@@ -86,13 +87,13 @@ def _run_on_first(compute: Callable[[], dict[str, float]] | None, interval: floa
 
 
 def is_better(value: float, than: float, metric: str) -> bool:
-    """Return whether a metric's value is better than another one: lower for perplexity, else higher; False for nan."""
+    """Return whether `value` is better than the other: lower for perplexity, else higher; False if equal or nan."""
     return value < than if metric.startswith(LOWER_IS_BETTER) else value > than
 
 
 def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationLine | None:
     """Return the evaluation with the best value of a metric, of equal ones the first; None without evaluations. One
-    whose value is nan is the best only if all are.
+    whose value is nan is the best only if all are. KeyError: an evaluation lacks the metric.
     """
     choose = min if metric.startswith(LOWER_IS_BETTER) else max
     known = [line for line in evaluations if not math.isnan(line.metrics[metric])]
@@ -118,11 +119,11 @@ def _predict_on_all_ranks(setup: TrainingSetup, tokens: Tokens) -> list[BatchPre
 def compute_outputs(
     model: torch.nn.Module, objective: Objective, tokens: Tokens, batch_size: int, ranks: int, precision: str
 ) -> Predictions:
-    """Return the head's outputs for all examples in their order, a NumPy array, computed by this process alone.
+    """Return the head's outputs for all examples in their order, an fp32 NumPy array, computed by this process alone.
 
     The batches are those of an evaluation on `ranks` ranks, so that the outputs are the same to the bit. The shape is
     (examples, outputs), or (examples, longest example, classes) for tags, filled up with -1. The model must be in
-    evaluation mode already. Raises ValueError: there are no examples.
+    evaluation mode already. `precision` is that of `autocast`. Raises ValueError: there are no examples.
     """
     batches = chain(*plan_batches(tokens, batch_size, ranks))
     with autocast(precision):
@@ -130,8 +131,8 @@ def compute_outputs(
 
 
 def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indices]]:
-    """Return each rank's batches of example numbers, which are sorted by length, shortest first, and dealt to ranks in
-    turn.
+    """Return each rank's batches of example numbers, [] for a rank without any: examples sorted by length, shortest
+    first, and dealt to ranks one by one in turn.
     """
     order = np.argsort(tokens.lengths, kind="stable")
     shares = [order[rank::ranks] for rank in range(ranks)]

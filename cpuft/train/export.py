@@ -90,9 +90,9 @@ def choose_export_folder(request: ExportConfig) -> Path:
 
 
 def export(request: ExportConfig) -> None:
-    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model. Raises
-    CpuftError: the run is not finished, the output folder is not empty, a package is missing, or the graph computes
-    other outputs.
+    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model and print
+    that. Raises CpuftError: the run is not finished, the output folder is not empty, a package is missing, or the graph
+    computes other outputs.
     """
     run, target = read_finished_run(request.run), choose_export_folder(request)
     refuse_filled(target)
@@ -130,7 +130,7 @@ def export(request: ExportConfig) -> None:
 
 
 def make_sample(task: Task) -> dict[str, Examples]:
-    """Return made-up examples of the task's form (splits "traced", "0", "1", "2", ""): an export needs no data."""
+    """Return made-up examples of the task's form, 1 to 5 for each of the splits "traced", "0", "1", "2" and ""."""
     names = {"traced": _TRACED_LENGTHS, **{str(n): lengths for n, lengths in enumerate(_CHECKED_LENGTHS)}, "": (1,)}
     return {name: _make_examples(lengths, task) for name, lengths in names.items()}
 
@@ -153,7 +153,7 @@ def make_batch(objective: Objective, prepared: Prepared, split: str) -> Any:
 
 def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Objective, sample: Prepared) -> None:
     """Raise CpuftError if the graph cannot run the batches of `sample` (see `make_sample`), or its outputs have another
-    shape than the model's, are not finite, or in fp32 differ by more than MAX_DIFFERENCE.
+    shape than the model's, are not finite, or in fp32 differ by over MAX_DIFFERENCE (of the largest output if above 1).
     """
     from cpuft.train.graphs import measure_difference
 

@@ -58,8 +58,8 @@ class Prompt:
 
 
 def generate(request: PredictConfig) -> None:
-    """Answer all prompts, then write prompts and answers to a file, and print its name. Raises CpuftError: the run, the
-    file or the output cannot be used.
+    """Answer all prompts, then write prompts and answers to --output, or predictions.csv of the run, and print its
+    name. Raises CpuftError: the run, the file or the output cannot be used.
     """
     run = read_finished_run(request.run)
     path = Path(request.output or Path(request.run, "predictions.csv"))
@@ -137,7 +137,6 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
 def _compute_answers(
     request: PredictConfig, run: FinishedRun, tokenizer: Any, prompts: Sequence[Prompt], encoded: Sequence[list[int]]
 ) -> list[str]:
-    """Load the run's model, in bf16 as a whole with that precision, and return its answer to each prompt."""
     # Imported here because it takes seconds, for which an error about bad input should not wait.
     import torch
 
@@ -171,7 +170,7 @@ def _compute_answers(
 
 
 def find_stop_tokens(model: Any, tokenizer: Any, is_chat: bool) -> list[int]:
-    """Return the ids of the tokens that end an answer, in ascending order, with the one that ends a turn for a chat."""
+    """Return the ids that end an answer, ascending: eos of model and tokenizer, and for a chat the end of a turn."""
     # A model that was no chat model before does not name the token that ends an answer in the chat template.
     own = model.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
@@ -183,8 +182,8 @@ def find_stop_tokens(model: Any, tokenizer: Any, is_chat: bool) -> list[int]:
 def generate_batch(
     model: Any, prompts: Sequence[list[int]], pad_id: int, stops: list[int], request: PredictConfig
 ) -> list[list[int]]:
-    """Return the tokens with which a model continues each prompt, at most --max-new-tokens, without the one of `stops`
-    that ended them. They are the likeliest ones with --temperature 0, else drawn at random.
+    """Return the token ids with which a model continues each prompt, at most --max-new-tokens, without the one of
+    `stops` that ended them. They are the likeliest ones with --temperature 0, else drawn by torch's generator.
     """
     import torch
 

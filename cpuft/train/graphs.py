@@ -66,7 +66,7 @@ class Graph(torch.nn.Module, abc.ABC):
         super().__init__()
 
     def forward(self, **inputs: torch.Tensor) -> GraphOutput:
-        """Return the logits in fp32 for the inputs of a batch."""
+        """Return the logits in fp32 for the inputs of a batch, of which the graph may lack some."""
         return GraphOutput(torch.from_numpy(self._run({name: inputs[name].numpy() for name in self._names})))
 
     @abc.abstractmethod
@@ -184,7 +184,7 @@ class _Logits(torch.nn.Module):
 
 
 def check_packages(format: str) -> None:
-    """Raise CpuftError if a package that --format needs is not installed."""
+    """Raise CpuftError if a package that --format (a key of GRAPHS) needs is not installed."""
     missing = [name for name in GRAPHS[format].packages if importlib.util.find_spec(name) is None]
     if missing:
         raise CpuftError(
@@ -195,9 +195,9 @@ def check_packages(format: str) -> None:
 def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str, precision: str) -> None:
     """Write the graph of a model, which takes batches of any size and length, into a folder.
 
-    The model, in fp32 and without the fast path, is put into evaluation mode. The batch with which it is traced must
-    have two examples and two tokens or more. Raises CpuftError: the model cannot be traced. Quantising and converting
-    raise exceptions of their libraries, and writing OSError.
+    The model, in fp32 and without the fast path, is put into evaluation mode. The batch that traces it must have two
+    examples and two tokens or more; `precision` is fp32 or int8. Raises CpuftError: the model cannot be traced.
+    Quantising and converting raise exceptions of their libraries, and writing OSError.
     """
     traced = folder / "traced"
     traced.mkdir()
@@ -260,8 +260,8 @@ def _quiet() -> Iterator[None]:
 
 
 def measure_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
-    """Return the `largest_difference` of the logits of model and graph, infinity if their shapes differ; and the
-    model's largest absolute logit.
+    """Return the `largest_difference` of the logits of model and graph, infinity if their shapes differ, and the
+    model's largest absolute logit, for a batch with attention_mask.
     """
     with torch.inference_mode():
         wanted, found = (one(**batch.inputs).logits.float().numpy() for one in (model, graph))
@@ -272,7 +272,7 @@ def measure_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, f
 
 
 def largest_difference(wanted: NDArray[np.float32], found: NDArray[np.float32], lengths: NDArray[np.int64]) -> float:
-    """Return the largest absolute difference of two outputs; for tags, outputs of padding are not compared."""
+    """Return the largest absolute difference of outputs; of tags, (examples, length, classes), not after `lengths`."""
     if wanted.ndim == 3:
         mask = np.arange(wanted.shape[1]) < lengths[:, None]
         wanted, found = wanted[mask], found[mask]

@@ -101,7 +101,6 @@ def deal(examples: Indices, most: int) -> list[Indices]:
 
 
 def _compares_ranks(setup: TrainingSetup) -> bool:
-    """Return whether the loss compares the examples of all ranks, not only those of this one."""
     config = setup.config
     return setup.world.size > 1 and not setup.independent and config.gather_negatives and config.sync_every == 1
 

@@ -132,9 +132,7 @@ def compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> b
 
 
 def _count_terms_of_ranks(setup: TrainingSetup, examples: Indices, epoch: int, own: float) -> Callable[[], float]:
-    """Return a function that returns the number of terms of all examples of an update. Where counting takes long
-    (`Objective.counts_by_drawing`), ranks add up their `own` numbers, in the background. Collective.
-    """
+    """Return a function that returns the number of terms of all examples of an update, or waits for it. Collective."""
     if setup.objective.counts_by_drawing and setup.world.size > 1 and not setup.independent:
         find_numbers = gather_numbers([own])
         return lambda: float(find_numbers().sum())
@@ -164,15 +162,12 @@ def _set_learning_rate(setup: TrainingSetup, update: int) -> float:
 
 
 def _plan_all_updates(setup: TrainingSetup) -> Iterator[tuple[int, Indices]]:
-    """Yield the epoch and the examples of every update, from the first one on."""
     prepared = setup.prepared
     return plan_updates(prepared.train, setup.global_batch, setup.config.seed, setup.updates, is_grouped(prepared.kind))
 
 
 def _run_untimed_pass(setup: TrainingSetup, done: int) -> None:
-    """Run one forward and one backward pass on the examples of the first update without effect, to compile kernels
-    and fill caches before the first timed step. Collective.
-    """
+    """Run a forward and a backward pass without effect, to compile kernels and fill caches. Collective."""
     world = setup.world
     for _, examples in islice(_plan_all_updates(setup), done, done + 1):
         if setup.exchange.allows_warm_up:

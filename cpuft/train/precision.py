@@ -62,7 +62,6 @@ def format_products(products: dict[str, float]) -> str:
 
 
 def _measure_rate(dtype: torch.dtype) -> float:
-    """Return the TFLOP/s of a square product, the best of a few."""
     left, right = torch.randn(2, _SIZE, _SIZE).to(dtype)
     multiply: Callable[..., torch.Tensor] = torch._int_mm if dtype == torch.int8 else torch.mm
     out = multiply(left, right)

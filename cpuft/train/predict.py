@@ -365,9 +365,7 @@ def use_fast_path(run: FinishedRun, model: Any, precision: str) -> None:
 def _compute_predictions(
     request: PredictConfig, run: FinishedRun, prepared: Prepared, splits: dict[str, Examples], threshold: float
 ) -> tuple[dict[str, Outputs], dict[str, float], Callable[[], list[str]]]:
-    """Return the outputs of each split by its suffix, the metrics of splits with labels, and a function that tells
-    where the model fails; print the speed.
-    """
+    """Return outputs by suffix, metrics of splits with labels, and what describes failures; print the speed."""
     # Imported here because it imports torch, for which an error about bad input should not wait.
     from cpuft.train.evaluate import compute_outputs
 
@@ -404,7 +402,6 @@ def _describe_failures(
     tokens: Tokens,
     metrics: dict[str, float],
 ) -> list[str]:
-    """Return lines that tell where the model fails on the labelled examples of the first split."""
     from cpuft.train.saved_predictions import join_columns, make_columns  # imports torch
 
     try:

@@ -359,9 +359,7 @@ def _describe_hardly_better(prepared: Prepared, metrics: Mapping[str, float], ot
 
 
 def _find_constant_answer(objective: Objective, prepared: Prepared) -> tuple[str, dict[str, float]]:
-    """Return the commonest label of the first validation split, and the metrics of this answer for all rows; empty for
-    tasks without labels, or if too few rows have another label.
-    """
+    """Return the commonest label, and the metrics of this answer for all rows; empty if too few have another one."""
     tokens = prepared.validation[""]
     if prepared.kind not in LABEL_KINDS:
         return "", {}

@@ -13,9 +13,7 @@ from cpuft.rank.script import end_process, prepare_torch, run_script
 
 
 def _wrap_trainer(accelerated: list[str]) -> None:
-    """Make every Trainer accelerate model and optimizer when it has made the latter, before DistributedDataParallel
-    wraps the model, and append the model's class name to `accelerated`.
-    """
+    """Make every Trainer accelerate model and optimizer when it has made the latter, and note the model's class."""
     from transformers import Trainer
 
     from cpuft.train.fast.acceleration import accelerate, describe_layers

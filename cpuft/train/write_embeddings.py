@@ -225,7 +225,6 @@ def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
 
 
 def _pin_process(places: Any) -> None:
-    """Let a computing process end with its parent, and use the cores that are next in the queue."""
     end_with_parent()
     cores = places.get()
     os.sched_setaffinity(0, cores)

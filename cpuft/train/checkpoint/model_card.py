@@ -81,9 +81,7 @@ def _is_of_hub(model: str) -> bool:
 
 
 def _inline(text: str) -> str:
-    """Return a text for a line of Markdown with ? for line breaks and the characters of tables, code and links, also
-    of bare addresses.
-    """
+    """Return a text for a line of Markdown, with ? for line breaks and whatever makes tables, code or links."""
     plain = "".join(c if c.isprintable() and c not in "|`<>[]" else "?" for c in text)
     return re.sub(r":(?=//)|(?<=www)\.", "?", plain, flags=re.IGNORECASE)
 

@@ -83,9 +83,7 @@ class Checkpoints:
                 self.writer.finish()
 
     def _write(self, update: int, **options: Any) -> bool:
-        """Write this rank's checkpoint, as `CheckpointWriter.write` does, or contribute to those of other ranks: also
-        while its previous one is being written.
-        """
+        """Write this rank's checkpoint, or contribute to others': also while its previous one is being written."""
         if self.writer and not self.writer.is_writing:
             return self.writer.write(update, **options)
         self._exchange.contribute_to_checkpoint()

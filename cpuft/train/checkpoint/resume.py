@@ -118,7 +118,6 @@ def describe_other_job(record: Record, same_tensors: bool, options: Mapping[str,
 
 
 def _broadcast(content: bytearray, nbytes: int, root: int, rank: int) -> torch.Tensor:
-    """Return on every rank the bytes that the rank `root` has read."""
     block = torch.frombuffer(content, dtype=torch.uint8) if rank == root else torch.empty(nbytes, dtype=torch.uint8)
     for start in range(0, nbytes if dist.is_initialized() else 0, _BROADCAST_BYTES):
         dist.broadcast(block[start : start + _BROADCAST_BYTES], root)

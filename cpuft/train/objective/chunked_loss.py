@@ -58,8 +58,6 @@ def predict_tokens(
 
 
 class _Head:
-    """The head of a decoder, in the type of its products."""
-
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: HeadForm) -> None:
         self.dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
         self.hidden = hidden.to(self.dtype)

@@ -171,7 +171,6 @@ class Pairs(EmbeddingObjective):
     def _split(
         self, predictions: Predictions, tokens: Tokens
     ) -> tuple[Predictions, Predictions, NDArray[np.int32], str]:
-        """Return the embeddings of queries and of documents, the judgements, and the similarity."""
         queries = int(tokens.labels[:, 0].max()) + 1
         return predictions[:queries], predictions[queries:], tokens.labels, self.form.similarity
 

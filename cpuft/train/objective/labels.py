@@ -18,7 +18,6 @@ from cpuft.train.objective.base import Batch, Objective, Predictions, pad
 
 
 def _name_classes(labels: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a model's configuration that number the classes, from 0, and name them."""
     names = dict(enumerate(labels))
     return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
 
@@ -183,7 +182,6 @@ class TokenClassification(ClassObjective):
         return {"label": tags, "prediction": predicted}
 
     def _list_tags(self, predictions: Predictions, tokens: Tokens) -> tuple[list[list[str]], list[list[str]]]:
-        """Return the predicted tags of each example's words, and their labels."""
         predicted, tags = [], []
         for example, (start, end) in enumerate(zip(tokens.offsets, tokens.offsets[1:])):
             wanted = tokens.labels[start:end]
