@@ -18,9 +18,9 @@ _MAX_NAMED = 8
 def match_labels(stored: Sequence[str], labels: Sequence[str]) -> list[int]:
     """Return for each label the number of the output that a head with the labels `stored` has for it, or -1.
 
-    Names are equal if they differ only in case, spaces, - and _, or are forms of one number (see `find_value`). If one
-    side has only numbers, or LABEL_0, and the other as many other labels, both are taken to be in the same order, where
-    numbers are sorted by value.
+    Names are equal if they differ only in case, spaces, -, _ and a prefix LABEL_, or are forms of one number (see
+    `find_value`). If one side has only numbers, or LABEL_0, and the other as many other labels, both are taken to be in
+    the same order, where numbers are sorted by value.
     """
     old, new = _make_keys(stored), _make_keys(labels)
     if len(old) == len(new) and {*old} != {*new} and any(map(_read_numbers, (stored, labels))):
@@ -53,8 +53,9 @@ def _list_in_order(names: Sequence[str]) -> list[int]:
 
 
 def match_head(stored: Any, head: Mapping[str, Any]) -> list[int]:
-    """Return what `match_labels` returns for the labels of a model's configuration and of its new head. [] if these are
-    the same in the same order; or are not equally many, and no label has a stored output by its name (LABEL_0 is none).
+    """Return what `match_labels` does for the labels of a model's configuration and the "id2label" of its new head. []
+    if these are the same in the same order; or are not equally many, and no label has an output by its name (not
+    LABEL_0).
     """
     old, labels = _list_labels(stored.id2label), _list_labels(head.get("id2label", {}))
     rows = match_labels(old, labels)

@@ -167,7 +167,7 @@ def _backward_to_examples(
 
 def exchange_examples(own: torch.Tensor, counts: list[int], rank: int) -> torch.Tensor:
     """Return the rows of all ranks in their order, fp32, (sum of `counts`, numbers). `own` are the `counts[rank]` rows
-    of this rank, to which alone gradients go. Collective.
+    of this rank, (rows, numbers), to which alone gradients go. Collective.
     """
     largest = max(counts)
     # All ranks have to send equally many rows.

@@ -68,7 +68,7 @@ def get_encoder_prefix(model: Any) -> str:
 
 
 def find_target_layers(model: Any) -> list[str]:
-    """Return the dotted names of the linear layers to adapt: an encoder's in attention, a decoder's but its head."""
+    """Return dotted names of the linear layers to adapt: in attention; of decoders like Llama, all but the head's."""
     from torch import nn
 
     encoder = get_encoder_prefix(model)
@@ -79,8 +79,8 @@ def find_target_layers(model: Any) -> list[str]:
 
 
 def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
-    """Return the names of the modules that are trained whole: a classifier's head, and modules with weights of `new` (a
-    pooler), but no head of a language model, which is large, and may share the token embedding's weight.
+    """Return the names of the modules that are trained whole: a classifier's head, then modules with parameters of
+    `new` (a pooler), but no head of a language model, which is large, and may share the token embedding's weight.
     """
     outputs = model.get_output_embeddings()
     heads = [

@@ -79,9 +79,9 @@ class Layer(NamedTuple):
 
 
 def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> Layer:
-    """Return the bytes of one layer's activations: of a decoder's own layer as measured; a fast one keeps inputs of
-    products and norms, queries, keys and values, also before their norms, and what the activation's gradient needs.
-    """
+    """Return the bytes of one layer's activations. `shape` has layers; every precision but bf16 counts as fp32."""
+    # A decoder's own layer is as measured. A fast one keeps inputs of products and norms, queries, keys and values, also
+    # before their norms, and what the activation's gradient needs.
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
     tokens, positions = batch.tokens, batch.positions
     relative, distances = shape.relative_embeddings, 2 * batch.length - 1
@@ -303,7 +303,7 @@ def _describe_shortage(shortage: Shortage) -> str:
 
 
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
-    """Return the options that make the run fit, the cheapest in time first, and adapters last; else other advice."""
+    """Return `add` and the fastest of `list_changes`, then of adapters, that make the run fit; else other advice."""
     found = list_changes(config, 1 if memory.independent else sum(host.ranks for host in memory.hosts))
     if config.lora_rank > 0 and config.base_precision != "int8":
         for narrow in ({"base_precision": "bf16"}, {"base_precision": "int8"}):
@@ -325,7 +325,7 @@ def _can_shard(config: TrainConfig, ranks: int) -> bool:
 
 
 def list_changes(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
-    """Return dicts of new options that lead to the same updates with less memory, the cheapest in time first."""
+    """Return dicts of options (names of TrainConfig) for the same updates with less memory, the fastest first."""
     rows, micro_batches = config.batch_size, config.gradient_accumulation
     # Each choice with its cost: the share by which a step takes longer; without checkpoints, what a loss may cost.
     choices: list[list[tuple[float, dict[str, Any]]]] = [

@@ -113,8 +113,8 @@ def search_negatives(
     rules: MineConfig,
     say: Callable[[int], None] = lambda done: None,
 ) -> Negatives:
-    """Return the negatives of all anchors, from embeddings of the task's texts, which need not be normalised and may be
-    memory maps; after each block, `say` gets the number of anchors that are done.
+    """Return the negatives of all anchors, of equal scores the lower number first, from embeddings of the task's texts,
+    which need not be normalised and may be memory maps; after each block, `say` gets the number of anchors done.
     """
     numbers = np.full((len(task.anchors), rules.negatives), -1, np.int64)
     scores = np.full((len(task.anchors), rules.negatives), -np.inf, np.float32)

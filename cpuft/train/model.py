@@ -83,8 +83,8 @@ def _refuse_pointers(folder: Path) -> None:
 
 
 def locate_file(source: str, name: str, needs_hub: bool = False) -> Path | None:
-    """Return a file of a model's folder, or of a hub name, which is downloaded; None if there is none. If the hub does
-    not answer, a file that is not in the cache is None, or with `needs_hub` an OSError.
+    """Return the path of a file of a model's folder, or of a hub name, which is downloaded; None if there is none. If
+    the hub does not answer, a file that is not in the cache is None, or with `needs_hub` an OSError.
     """
     if Path(source).is_dir():
         path = Path(source, name)
@@ -454,8 +454,9 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
 
 
 def count_stored_parameters(config: TrainConfig, may_be_encoder: bool = False) -> int:
-    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration; with
-    `may_be_encoder` 0 if the model is none like Llama, or small by its files. Raises CpuftError: they cannot be read.
+    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration. With
+    `may_be_encoder`, it is 0 for a model that is none like Llama, or has at most LARGE_DECODER by its files. Raises
+    CpuftError: they cannot be read.
     """
     source = find_model(config.model)
     source = find_base_model(source) or source

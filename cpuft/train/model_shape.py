@@ -110,7 +110,7 @@ def read_encoder_shape(settings: Mapping[str, Any]) -> ModelShape | None:
 
 def read_decoder_shape(settings: Mapping[str, Any], predicts_tokens: bool = True) -> ModelShape | None:
     """Return the shape of a decoder by its config.json; None if it is none like Llama or a size is missing. Without
-    `predicts_tokens`, its head is small.
+    `predicts_tokens`, its head is small and not counted.
     """
     *sizes, _ = (_read_size(settings, *names) for names in SIZE_SETTINGS.values())
     if not all(sizes) or "num_key_value_heads" not in settings:

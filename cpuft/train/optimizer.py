@@ -20,8 +20,8 @@ from cpuft.train.fast.stack import find_stacks
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
-    """Return an AdamW for a model, and give the model gradient checkpointing and layers as the options say, in place.
-    Raises CpuftError: it lacks the layers that an option needs.
+    """Return an AdamW for a model, and give the model gradient checkpointing and layers as the options say, in place,
+    for `precision` fp32, bf16 or int8. Raises CpuftError: it lacks the layers that an option needs.
     """
     if config.gradient_checkpointing:
         checkpoint_gradients(model, config.uses_fast_path)
@@ -43,7 +43,8 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
 
 
 def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
-    """Return how many layers of a model `make_optimizer` has replaced by fast ones, or why it has replaced none."""
+    """Return "6 of 6 layers replaced" or the like, why none is, or "not used, because of" the option that forbids it.
+    """
     option = "--no-fast-path" if not config.fast_path else f"--engine {config.engine}"
     return describe_layers(model) if config.uses_fast_path else f"not used, because of {option}"
 
@@ -73,8 +74,9 @@ RATE_FACTOR = "rate_factor"
 
 
 def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_decay: float = 1.0) -> list[dict[str, Any]]:
-    """Return AdamW's groups of the trainable parameters, none empty: for each learning rate, from the head down, the
-    matrices, then biases and norms, without weight decay. Raises CpuftError: layerwise decay finds no stack of layers.
+    """Return AdamW's groups ("params", "weight_decay", RATE_FACTOR) of the trainable parameters, none empty: for each
+    learning rate, from the head down, the matrices, then biases and norms, without weight decay. Raises CpuftError:
+    layerwise decay finds no stack of layers.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     factors = dict.fromkeys(parameters, 1.0)

@@ -27,7 +27,7 @@ class Clock:
 
     def make_line(self, update: int, rate: float, loss: float, examples: int, tokens: int, waited: float) -> StepLine:
         """Return the line of an update that ends now, with this rank's numbers, its sum of losses, and the bytes that
-        were sent since the last `take_traffic`; `waited` seconds of the backward pass are counted as communication.
+        were sent since the last `take_traffic`; `waited` seconds are moved from the backward pass to communication.
         """
         seconds = self.seconds
         return StepLine(

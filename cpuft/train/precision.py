@@ -34,8 +34,8 @@ def autocast(precision: str) -> torch.autocast:
 def measure_products(precision: str) -> dict[str, float]:
     """Measure how fast matrix products in bf16, int8 or fp32 (any other value) are here, in about 0.1 s.
 
-    `teraflops` and `fp32_teraflops` are 10**12 operations per second of a product of two 1024 x 1024 matrices, in the
-    precision and in fp32.
+    `teraflops` and `fp32_teraflops`, rounded to 3 digits, are 10**12 operations per second of a product of two 1024 x
+    1024 matrices, in the precision and in fp32.
     """
     dtype = {"bf16": torch.bfloat16, "int8": torch.int8}.get(precision, torch.float32)
     fp32 = _measure_rate(torch.float32)
@@ -45,8 +45,9 @@ def measure_products(precision: str) -> dict[str, float]:
 
 
 def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float, earlier: str = "") -> Precision:
-    """Return fp32 for a bf16 whose products were measured to be clearly slower than those in fp32: the CPU multiplies
-    bf16, but this build of torch does not use that, as some builds for Arm. A run that goes on keeps its `earlier` one.
+    """Return `chosen`, or fp32 for a bf16 that was measured to have less than 0.8 of fp32's speed: the CPU multiplies
+    bf16, but this build of torch does not use that, as some for Arm. With `earlier`, the precision in which a resumed
+    run began, measurements do not count: bf16 stays if that was bf16, else it is fp32.
     """
     if chosen.name != "bf16" or earlier == "bf16" or (not earlier and teraflops >= _WORTH * fp32_teraflops):
         return chosen
