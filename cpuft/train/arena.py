@@ -78,7 +78,7 @@ class Bucket:
         return self._is_last
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Return each parameter's part of `whole`, one-dimensional and as long as the buffer, as a view in its shape."""
+        """Return each parameter's part of `whole`, one-dimensional and long as the buffer, as a view in its shape."""
         *found, _ = torch.split(whole, [*self._sizes, self._length - sum(self._sizes)])
         return [value.view(parameter.shape) for value, parameter in zip(found, self._parameters, strict=True)]
 

@@ -111,9 +111,7 @@ class Embedder:
         return self.embed_encoded(self.encode(texts, prompt), batch_size)
 
     def encode(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return each text's token ids after `prompt`, cut with special ones at `max_length`. Not for two threads at
-        once.
-        """
+        """Return each text's token ids after `prompt`, cut with special ones to `max_length`. Not from two threads."""
         if not texts:
             return []
         found = self.tokenizer([prompt + text for text in texts], truncation=True, max_length=self.max_length)
@@ -121,7 +119,8 @@ class Embedder:
         return ids
 
     def embed_encoded(self, encoded: Sequence[Sequence[int]], batch_size: int = 0) -> Embeddings:
-        """Return the embeddings of token ids, which are not cut: fp32, (texts, dimensions), zeros if a text has none."""
+        """Return the embeddings of token ids, which are not cut: fp32, (texts, dimensions), zeros for a text without.
+        """
         lengths = np.asarray([len(ids) for ids in encoded], np.int64)
         found = np.zeros((len(encoded), self.dimensions), np.float32)
         threads = torch.get_num_threads()

@@ -80,8 +80,8 @@ class Layer(NamedTuple):
 
 def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> Layer:
     """Return the bytes of one layer's activations. `shape` has layers; every precision but bf16 counts as fp32."""
-    # A decoder's own layer is as measured. A fast one keeps inputs of products and norms, queries, keys and values, also
-    # before their norms, and what the activation's gradient needs.
+    # A decoder's own layer is as measured. A fast one keeps inputs of products and norms, queries, keys and values also
+    # before norms, and what the activation's gradient needs.
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
     tokens, positions = batch.tokens, batch.positions
     relative, distances = shape.relative_embeddings, 2 * batch.length - 1

@@ -43,8 +43,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
 
 
 def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
-    """Return "6 of 6 layers replaced" or the like, why none is, or "not used, because of" the option that forbids it.
-    """
+    """Return "6 of 6 layers replaced" or the like, why none is, or "not used, because of --no-fast-path"."""
     option = "--no-fast-path" if not config.fast_path else f"--engine {config.engine}"
     return describe_layers(model) if config.uses_fast_path else f"not used, because of {option}"
 
