@@ -119,8 +119,7 @@ class Embedder:
         return ids
 
     def embed_encoded(self, encoded: Sequence[Sequence[int]], batch_size: int = 0) -> Embeddings:
-        """Return the embeddings of token ids, which are not cut: fp32, (texts, dimensions), zeros for a text without.
-        """
+        """Return the embeddings of token ids, which are not cut: fp32, (texts, dimensions), zeros for an empty text."""
         lengths = np.asarray([len(ids) for ids in encoded], np.int64)
         found = np.zeros((len(encoded), self.dimensions), np.float32)
         threads = torch.get_num_threads()

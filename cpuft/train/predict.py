@@ -91,7 +91,7 @@ def tabulate_predictions(
 
 
 def name_given(own: Sequence[Column], given: Given) -> list[Column]:
-    """Return the column of the index and those of the input, before `own`; a name that is taken becomes input_NAME."""
+    """Return the columns before `own`, without it: the index and those of `given`; a taken name becomes input_NAME."""
     columns, taken = [_INDEX], {column.name for column in (_INDEX, *own)}
     for name, cells in given:
         while name in taken:
@@ -102,7 +102,7 @@ def name_given(own: Sequence[Column], given: Given) -> list[Column]:
 
 
 def give_ids(id_column: str, ids: Sequence[str]) -> Given:
-    """Return the column of the ids, as whole numbers if all of them are; [] without `id_column`."""
+    """Return the ids' column, as ints if all are whole numbers of at most 18 digits (not 007); [] without a name."""
     if not id_column:
         return []
     return [(id_column, [*map(int, ids)] if all(map(_WHOLE_NUMBER.fullmatch, ids)) else ids)]
@@ -129,13 +129,13 @@ def _predict(task: Task, output: Outputs, threshold: float = DEFAULT) -> Cells:
 
 
 def shift(outputs: Outputs, threshold: float) -> NDArray[np.float64]:
-    """Return outputs minus the threshold's logit, fp64: those of a probability above the threshold are above 0."""
+    """Return logits minus the logit of the threshold (0 to 1), fp64: those of a probability above it are above 0."""
     shifted: NDArray[np.float64] = outputs.astype(np.float64) - np.log(threshold / (1 - threshold))
     return shifted
 
 
 def tabulate_submission(task: Task, outputs: Outputs) -> Table:
-    """Return the table that the GLUE benchmark takes: each label as in its files, or a score that is cut to 0 to 5."""
+    """Return GLUE's table, index and prediction: names of labels as in its files, or a score that is cut to 0 to 5."""
     if task.labels:
         predictions: Iterator[Any] = (task.labels[number] for number in outputs.argmax(-1))
     else:
@@ -145,7 +145,7 @@ def tabulate_submission(task: Task, outputs: Outputs) -> Table:
 
 
 def name_submission(task: Task, suffix: str) -> str:
-    """Return the name of a split's file in a GLUE submission, for example MRPC.tsv, MNLI-m.tsv or MNLI-mm.tsv."""
+    """Return a split's file in a GLUE submission: MRPC.tsv, or MNLI-m.tsv, and MNLI-mm.tsv for "_mismatched"."""
     part = {"": "-m", "_mismatched": "-mm"}[suffix] if len(task.validation) > 1 else ""
     return f"{task.folder}{part}.tsv"
 
@@ -418,7 +418,7 @@ def _describe_failures(
 
 
 def number_words(examples: Examples) -> Examples:
-    """Return the examples with the numbers of words as labels, which show after tokenising which words were kept."""
+    """Return the examples with each word's place (from 0) as label, to tell after tokenising what words were kept."""
     return replace(examples, labels=[tuple(range(len(words))) for words in examples.texts])
 
 

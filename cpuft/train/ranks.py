@@ -94,8 +94,8 @@ def broadcast_value(value: Any) -> Any:
 
 
 def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
-    """Start to send this rank's numbers to all ranks; return a function that waits for those of all ranks, (ranks,
-    numbers) in fp64, and may be called several times. Collective.
+    """Start to send this rank's numbers, as many as on each other rank; return a function that waits for those of all
+    ranks, (ranks, numbers) in fp64, and may be called several times. Collective; needs a process group.
     """
     # Directly to each rank: the 2 (ranks - 1) messages of a ring, as in gloo's all-reduce, would be sent one after the
     # other, and each of them would wait behind larger messages on the same link.

@@ -264,7 +264,7 @@ def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
 
 
 def average_phases(steps: list[StepLine]) -> dict[str, float]:
-    """Return the mean seconds of a step by phase; the first tenth of the steps does not count. 0.0 without steps."""
+    """Return a step's mean seconds by phase (STEP_PHASES), 0.0 without steps; the first tenth of them is left out."""
     steady = drop_warm_up(steps)
     return {
         name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) if steady else 0.0
@@ -273,7 +273,7 @@ def average_phases(steps: list[StepLine]) -> dict[str, float]:
 
 
 def make_footer(result: TrainingResult, peak_memory_bytes: int, other_load: float, total_seconds: float) -> Footer:
-    """Return the footer of the run's record, with the most memory and load of any rank; without steps, speeds are 0."""
+    """Return the footer of the run's record. Memory and load are the most of any rank; without steps, speeds are 0."""
     steps = result.steps
     steady = drop_warm_up(steps)
     seconds = sum(line.step_seconds for line in steps)

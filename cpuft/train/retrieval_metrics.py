@@ -22,7 +22,8 @@ def measure_queries(
     similarity: str,
 ) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
     """Return the numbers of the queries with relevant documents, and each metric of each of them, for a search by
-    embeddings, (texts, dimensions). ValueError: nothing is relevant, or a metric is unknown.
+    embeddings, (texts, dimensions). `relevant` has query number, document number and relevance, (judgements, 3), and
+    `names` those of `measure_searches`, such as ndcg@10. ValueError: nothing is relevant, or a metric is unknown.
     """
 
     def rank(asked: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -36,7 +37,7 @@ def rank_documents(
 ) -> NDArray[np.int64]:
     """Return the numbers of the `count` documents that score highest for each query by cosine or dot, best first.
 
-    The shape is (queries, count), or (queries, documents) if there are fewer; equal scores are in the order of the
+    The shape is (queries, count), or (queries, documents) if these are fewer; equal scores are in the order of the
     documents. Memory does not grow with queries times documents.
     """
     asked = _prepare(queries, similarity)

@@ -250,7 +250,8 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
     """Return what the header records, `compiled` if all ranks have kernels, else `absent`; then a warning that names
-    the hosts without kernels, "" for none. Each rank's status is `on`, or `off: ` and the reason.
+    the hosts without kernels, "" for none. Each rank's status is `on`, or `off: ` and the reason. Unless `independent`,
+    the warning tells that the other ranks use none either.
     """
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:

@@ -59,7 +59,7 @@ half of them misses all of 5 in 3 % of the cases."""
 
 
 def find_early_warnings(config: TrainConfig, prepared: Prepared) -> Iterator[str]:
-    """Yield the warnings for which nothing has to be trained."""
+    """Yield warnings of unknown tokens, repeated or few validation rows, and a learning rate above 0.1."""
     if prepared.unknown_share > MAX_UNKNOWN_SHARE:
         yield (
             f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer "
@@ -89,8 +89,8 @@ def find_early_warnings(config: TrainConfig, prepared: Prepared) -> Iterator[str
 
 
 def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
-    """Return the smallest mean training loss of one and the same answer for every example, or token; nan if the loss
-    depends on the other examples of a batch, or no label is known.
+    """Return the smallest mean training loss of one and the same answer for every example or tag; for texts, that of
+    equally likely tokens; nan if the loss depends on the other examples of a batch, or no label is known.
     """
     labels = prepared.train.labels
     if prepared.kind in TEXT_KINDS:
@@ -241,8 +241,9 @@ def _advise_rate(config: TrainConfig) -> str:
 def find_standard_error(prepared: Prepared, metric: str, value: float) -> float:
     """Return the standard error of a metric's value on its validation split, rather too large than too small.
 
-    That of a mean of numbers from 0 to 1 is at most that of a share, here with 2 rows added to both sides as in Agresti
-    and Coull's interval. Of perplexity, nobody knows it: a hundredth.
+    Of a correlation it is (1 - value**2) / sqrt(rows - 1), and of perplexity, where nobody knows it, a hundredth. That
+    of a mean of numbers from 0 to 1 is at most that of a share, here with 2 rows added to both sides as in Agresti and
+    Coull's interval.
     """
     suffix = max((suffix for suffix in prepared.validation if metric.endswith(suffix)), key=len)
     tokens, name = prepared.validation[suffix], metric.removesuffix(suffix)

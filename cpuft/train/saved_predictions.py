@@ -38,7 +38,7 @@ def save_predictions(
 
 
 def make_columns(config: TrainConfig, prepared: Prepared, suffix: str, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return all columns of a split (`RunPredictions.table`), those of its kind last."""
+    """Return a split's columns "split", "row", "tokens" and, if kept, "text" and "slice", then those of `columns`."""
     tokens, rows = prepared.validation[suffix], prepared.validation_rows.get(suffix)
     numbers = columns.get("row", np.arange(len(tokens)))
     # An example of a retrieval set is a text, not a query.

@@ -58,7 +58,7 @@ def run_as_process(work: Callable[[], None]) -> None:
 
 def describe_exit(error: Exception) -> tuple[str, int]:
     """Return the line and the exit code with which a process ends after an error: a CpuftError's own, those of a full
-    disk, or 2 for another problem with a path; ("", 1) for other errors, which need a traceback.
+    disk, or 2 for another problem with a path; ("", 1) for a missing file and other errors, which need a traceback.
     """
     explained = explain_os_error(error) if isinstance(error, OSError) else error
     return (str(explained), explained.exit_code) if isinstance(explained, CpuftError) else ("", 1)
@@ -91,7 +91,7 @@ def find_hub_problem() -> str:
 
 
 def advise_on_hub(problem: str) -> str:
-    """Return what to do about a problem that `find_hub_problem` has found, as a clause."""
+    """Return what to do about a problem of `find_hub_problem`, as `check the network and the proxy settings`."""
     variable, forbids, _ = problem.partition(" forbids ")
     return f"unset {variable} to download it once" if forbids else "check the network and the proxy settings"
 

@@ -142,8 +142,8 @@ def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
 def read_windows(
     table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = 0
 ) -> Iterator[Window]:
-    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts` (0: 8192), or 2048
-    times as many characters. Raises CpuftError: a cell is no text, or there are no rows.
+    """Yield the texts of a table after a prompt, and their ids, in windows that end after `window_texts` texts (0:
+    8192), or 2048 times as many characters. Raises CpuftError: a cell is no text, or there are no rows.
     """
     limit = window_texts or _WINDOW_TEXTS
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
@@ -296,7 +296,7 @@ def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Wind
 
 
 def write_embeddings(request: PredictConfig) -> None:
-    """Write the embeddings of a file's texts and print their file. Raises CpuftError: model or files cannot be used."""
+    """Write the embeddings of a file's texts, and print where. Raises CpuftError: model or files cannot be used."""
     path = choose_embeddings_file(request)
     windows = open_windows(request)  # an empty file is found before the model is loaded
     with (
@@ -308,7 +308,7 @@ def write_embeddings(request: PredictConfig) -> None:
 
 
 def write_all(write: Write, computed: Iterator[Computed]) -> int:
-    """Write embeddings as they come, and return their number; tell the speed every 10 s and at the end."""
+    """Write embeddings as they come; return their number. Print the speed on stderr every 10 s and at the end."""
     rows, tell = 0, make_progress(lambda done, speed: f"{counted(done, 'text')} embedded, {speed:.1f} texts/s")
     for window, embeddings in computed:
         write(embeddings, window.ids)

@@ -78,7 +78,7 @@ def _embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, 
 
 
 def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
-    """Yield (anchor, positive, *negatives) for each positive of each anchor in `found.complete`."""
+    """Yield (anchor, positive, *negatives) of each positive of each anchor with all negatives (`found.complete`)."""
     for place in np.flatnonzero(found.complete):
         negatives = [task.documents[number] for number in found.numbers[place]]
         for positive in task.positives[place]:

@@ -221,9 +221,9 @@ def remove_all(root: Path) -> None:
         root.rmdir()
 
 
-def to_view(text: Iterable[str]) -> memoryview:
+def to_view(lines: Iterable[str]) -> memoryview:
     """Return the content of a file in UTF-8 with these lines, to each of which a newline is added."""
-    return memoryview("".join(f"{line}\n" for line in text).encode())
+    return memoryview("".join(f"{line}\n" for line in lines).encode())
 
 
 def main() -> None:
