@@ -28,8 +28,8 @@ def save_model(
     """Write the model and its tokenizer to `run_dir`/model, whose earlier content stays if this fails; return the path.
 
     Adapters are saved with their head or, if `merged`, as a whole model. `source` is the folder or hub name whose
-    tokenizer is saved, unless `made` is the JSON of one. `finish` writes more files before the folder gets its name.
-    Raises DiskFullError, CpuftError, and whatever transformers and safetensors raise.
+    tokenizer is saved, unless `made` is the JSON of one. `finish(folder, model)` writes more files before the folder
+    gets its name. Raises DiskFullError, CpuftError, and whatever transformers and safetensors raise.
     """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:

@@ -46,7 +46,7 @@ class Request(IntEnum):
 
     @classmethod
     def merge(cls, total: float) -> Request:
-        """Return what all ranks requested, from the sum of their numbers."""
+        """Return what all ranks requested, from the sum of their numbers: 0 nothing, 1 a checkpoint, else a stop."""
         return cls(min(int(total), cls.STOP))
 
 

@@ -102,8 +102,8 @@ def resume(state: TrainingState, root: Path, world: World, options: Mapping[str,
 def describe_other_job(record: Record, same_tensors: bool, options: Mapping[str, Any], data: str) -> str:
     """Return, as the end of a sentence about a checkpoint, how its job differs from this one, and what to do; else "".
 
-    The first difference counts: of `options` (those that both have and that may not change on resume), of `data`, the
-    checksum of the examples, or of the states' headers (`same_tensors` is False).
+    The first difference counts: of `options` (by names of TrainConfig; those that both have and that may not change on
+    resume), of `data`, the checksum of the examples, or of the states' headers (`same_tensors` is False).
     """
     then = record.header.options
     for name, value in options.items():

@@ -50,7 +50,7 @@ class TensorPlace:
         return self.dtype.itemsize * math.prod(self.shape)
 
     def view(self, block: Tensor) -> Tensor:
-        """Return the tensor, which shares the memory of the block."""
+        """Return the tensor, which shares the memory of the block, uint8 of shape (bytes,)."""
         return block[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 

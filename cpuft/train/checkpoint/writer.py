@@ -84,7 +84,7 @@ class CheckpointWriter:
         self._note_update(update)
 
     def add_line(self, line: Line) -> None:
-        """Add a line to the record that checkpoints hold, and note its update if it has one."""
+        """Add a line to the record that checkpoints hold, and note its update if it has one (not on rank 0)."""
         self.record.append(format_line(line))
         if isinstance(line, StepLine):
             self._note_update(line.step)

@@ -81,8 +81,8 @@ def _installed_version(package: str) -> str:
 
 
 def find_problem(engine: str, versions: Mapping[str, str], machine: str) -> str:
-    """Return why an engine cannot train with these versions of its packages ("": missing) on this type of machine, and
-    what to do, as one line; "" if it can. Raises KeyError for `torch`.
+    """Return why an engine cannot train with these versions of its packages ("": missing) on this type of machine (as
+    of `uname -m`), and what to do, as one line; "" if it can. Raises KeyError for `torch`.
     """
     needs = ENGINES[engine]
     if needs.machine not in ("", machine):

@@ -121,7 +121,9 @@ class DataParallelExchange(GradientExchange[Bucket]):
 def make_buckets(
     layers: Sequence[torch.nn.Parameter], unused: Sequence[torch.nn.Parameter], compression: str, members: int
 ) -> list[Bucket]:
-    """Return buckets in the order of sending, last layers first, `unused` last; `members` ranks send to each other."""
+    """Return buckets, one `count_buckets`-th of all elements or more each, in the order of sending: last layers first,
+    `unused` ones last. `members` ranks send to each other.
+    """
     total, late = sum(one.numel() for one in layers), {*unused}
     least = -(-total // count_buckets(compression, total, members))
     return [Bucket(some) for some in plan_buckets(layers, lambda one: (one.dtype, one in late), least, unused)]

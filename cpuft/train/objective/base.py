@@ -42,7 +42,7 @@ class Batch:
 
 
 def pad(values: NDArray[Any], mask: NDArray[np.bool_], filler: int = 0) -> torch.Tensor:
-    """Return int64 numbers in the mask's shape: the next of `values` at each true place, row by row, else `filler`."""
+    """Return int64 numbers in the mask's shape: `values`, row by row, at as many true places, elsewhere `filler`."""
     padded = np.full(mask.shape, filler, np.int64)
     padded[mask] = values
     return torch.from_numpy(padded)
@@ -109,7 +109,7 @@ class Objective:
         return float(losses.detach().sum())
 
     def deal_to_ranks(self, setup: TrainingSetup, examples: Indices) -> list[Indices]:
-        """Return for each rank those of an update's examples whose tokens it looks up; the first if it has none."""
+        """Return for each rank those of an update's examples whose tokens it looks up; the first one if it has none."""
         return [select_for_rank(examples, rank, setup.world.size) for rank in range(setup.world.size)]
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -46,7 +46,7 @@ def compute_token_losses(
 def predict_tokens(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, form: HeadForm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, without gradients, each token's loss of `compute_token_losses`, and whether its target is likeliest."""
+    """Return without gradients each token's loss (`compute_token_losses`), and whether its target is likeliest."""
     head = _Head(hidden, weight, bias, form)
     losses, is_right = torch.empty(len(hidden)), torch.empty(len(hidden), dtype=torch.bool)
     for part in head.chunks:

@@ -101,7 +101,7 @@ class EmbeddingObjective(Objective):
         return pooled.view(-1, len(batch.labels) if len(batch.labels) else len(pooled), pooled.shape[1])
 
     def cut(self, embeddings: torch.Tensor) -> list[torch.Tensor]:
-        """Return the embeddings with each of the `matryoshka` numbers of dimensions, or as they are without any."""
+        """Return the embeddings, (..., dimensions), cut to each number of `matryoshka`; [embeddings] without any."""
         return [embeddings[..., :dimensions] for dimensions in self.matryoshka] or [embeddings]
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Predictions:

@@ -31,7 +31,9 @@ class ClassObjective(Objective):
     """Weight of each class in the loss, in the order of their numbers; empty if all count the same."""
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return each label's cross entropy, fp32, in the shape of `labels`, 0 for UNTAGGED; classes are axis 1."""
+        """Return each label's cross entropy, smoothed and times its class's weight if asked, fp32, in the shape of
+        `labels` (int64), 0 for UNTAGGED. Classes are axis 1 of the logits.
+        """
         weights = torch.tensor(self.class_weights) if self.class_weights else None
         return torch.nn.functional.cross_entropy(
             logits.float(),

@@ -146,8 +146,8 @@ class MaskedLanguageModelling(TokenClassification):
 
 
 def compute_perplexity(predictions: Predictions) -> tuple[float, float]:
-    """Return e to the mean loss over all tokens to predict, at most e**700, and the share of right predictions; 1 and 0
-    without tokens. `predictions` has each example's sum of losses, right predictions, and tokens to predict.
+    """Return e to the mean loss over all tokens to predict, at most e**700, and the share of right predictions; 1.0 and
+    0.0 without tokens. `predictions`, (examples, 3), has each example's sum of losses, right predictions, and tokens.
     """
     sums = predictions.sum(0, dtype=np.float64)
     loss, right = sums[:2] / max(1.0, sums[2])

@@ -107,5 +107,7 @@ class Relevance(Objective):
 def compute_reranking_metrics(
     names: tuple[str, ...], scores: NDArray[np.float32], relevant: NDArray[np.bool_], queries: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Return the means of metrics (ndcg@K, mrr@K, map) over all queries, by name. ValueError: another name."""
+    """Return the means of metrics (ndcg@K, mrr@K, map) over all queries, by name, from arrays of shape (examples,);
+    `queries` are numbers, and a query without relevant documents counts as 0. ValueError: another name.
+    """
     return {name: float(np.mean(measure_rankings(name, scores, relevant, queries))) for name in names}
