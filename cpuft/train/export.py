@@ -224,7 +224,7 @@ def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, pr
 
 
 def measure(objective: Objective, prepared: Prepared, outputs: dict[str, Outputs]) -> dict[str, float]:
-    """Return the metrics of outputs on all splits, with the suffix of the split at the end of each name."""
+    """Return the metrics of outputs, by suffix, on all splits, with the suffix of the split at the end of each name."""
     return {
         name + suffix: value
         for suffix, tokens in prepared.validation.items()

@@ -200,7 +200,7 @@ def _refuse_quantised(quantisation: Any, name: str) -> None:
 
 
 def count_positions(settings: Any) -> int:
-    """Return the most tokens that a model with this configuration can read at once; 0 if there is no limit."""
+    """Return how many tokens a model of this configuration can read at once, 0 for no limit; RoBERTa's 514 are 512."""
     positions = getattr(settings, "max_position_embeddings", 0) or 0  # -1 in XLNet: no limit
     if settings.model_type in POSITIONS_AFTER_PADDING:
         positions -= (settings.pad_token_id or 0) + 1
@@ -293,7 +293,7 @@ def _list_weight_files(source: str) -> list[Path]:
 
 
 def choose_attention(settings: Any) -> str | None:
-    """Return None, with which transformers takes sdpa if a model supports it, or eager for models that need it."""
+    """Return None, with which transformers takes sdpa if a model supports it, or "eager" for one that caps scores."""
     # Gemma 2 caps attention scores, which sdpa would leave out without a word.
     return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None
 

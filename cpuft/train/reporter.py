@@ -76,7 +76,7 @@ class Progress:
             self.show(f"gradients over {header.backend}: {backend_reason}")
 
     def show(self, text: str) -> None:
-        """Show a line on standard error."""
+        """Show a line on standard error; on other ranks than 0, do nothing."""
         if self._is_shown:
             print(text, file=sys.stderr, flush=True)
 
@@ -87,7 +87,7 @@ class Progress:
         self.show(f"{resumed}{repeated}{f'; not in the checkpoint: {line.reset}' if line.reset else ''}")
 
     def show_step(self, line: StepLine, updates: int) -> None:
-        """Count a finished step, out of `updates`, and show it in the bar, or as a line after each tenth of the run."""
+        """Count a finished step of `updates`; show it on rank 0 in the bar, or as a line each tenth of the run."""
         if not self._is_shown:
             return
         self._steps_made += 1
@@ -130,17 +130,17 @@ class Progress:
         self.show(f"{FINAL_EVALUATION_MARK}{counted(examples, 'example')}")
 
     def show_evaluation(self, line: EvaluationLine, name: str) -> None:
-        """Show an evaluation while training on standard error; the bar goes on with the metric `name`."""
+        """Show an evaluation while training on rank 0's standard error; the bar goes on with the metric `name`."""
         self._metric = f"{name} {line.metrics[name]:.4f}"
         self.show(format_evaluation(line.step, line.metrics))
 
     def show_metrics(self, line: EvaluationLine) -> None:
-        """Print the metrics of the trained model in one line on standard output."""
+        """Print the metrics of the trained model in one line on rank 0's standard output, and end the bar."""
         self._end_bar()
         self.show_result(format_metrics(line.metrics))
 
     def show_result(self, text: str) -> None:
-        """Print a line on standard output, where the metrics are."""
+        """Print a line on standard output, where the metrics are; on other ranks than 0, do nothing."""
         if self._is_shown:
             print(text, flush=True)
 
@@ -226,7 +226,7 @@ def make_header(
 
 
 def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> ResumedLine:
-    """Return the line which records that a run is resumed after `done` updates, with the header of this start."""
+    """Return the line of a run that is resumed after `done` updates; later ones that were recorded are `repeated`."""
     reset = ""
     if header.options["sync_every"] > 1:
         reset = "the outer momentum, and the moments of all ranks but the one that wrote the checkpoint"

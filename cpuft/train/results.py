@@ -70,7 +70,7 @@ def save_results(
 
 
 def show_judgement(folder: Path, progress: Progress) -> None:
-    """Show where the saved model fails, if there are predictions; if that fails, show a warning only."""
+    """Show where the saved model fails, if the run's folder has predictions; if that fails, show a warning only."""
     if not (folder / FILE_NAME).is_file():
         return
     try:

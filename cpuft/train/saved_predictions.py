@@ -52,7 +52,7 @@ def make_columns(config: TrainConfig, prepared: Prepared, suffix: str, columns: 
 
 
 def join_columns(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the columns of all splits, one split after another, in forms that PyArrow takes."""
+    """Return each column of all splits, one after another: arrays joined, two-dimensional ones as rows, or lists."""
     joined = dict[str, Any]()
     for name in parts[0]:
         found = [part[name] for part in parts]

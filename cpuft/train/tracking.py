@@ -26,11 +26,10 @@ _LOG = "trackers.err"
 
 @contextmanager
 def run_trackers(names: str, run_dir: str, warn: Callable[[str], None]) -> Iterator[None]:
-    """Run this module beside the training, on the first rank, for trackers `names` with commas between them; "" runs
-    none.
+    """Run this module beside the training, on the first rank, for trackers with commas between their `names`, or none.
 
     At the end, this waits less than a second until the trackers have the whole record, and shows a warning if they do
-    not, have failed or were not started.
+    not or have failed.
     """
     process = _start(names, run_dir, warn) if names else None
     try:

@@ -62,7 +62,7 @@ Write = Callable[[NDArray[np.float32], Sequence[str]], None]
 
 @contextmanager
 def open_npy(path: Path, dimensions: int) -> Iterator[Write]:
-    """Yield what appends embeddings to a .npy file, fp32, shape (texts, dimensions), in order; ids are ignored."""
+    """Yield what appends embeddings to a new .npy file, fp32, (texts, dimensions), in order; ids are ignored."""
     rows = 0
 
     def write(embeddings: NDArray[np.float32], ids: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ class MaskedLanguageModelling(TokenClassification):
         """Return the batch of these examples with the masks of this epoch (-1: evaluation, which has always the same).
 
         Labels are the true tokens at masked places, elsewhere UNTAGGED. The input `places` has the indices of the
-        masked places among all positions of the batch, row by row.
+        masked places among all positions of the batch, row by row. A batch without padding has no attention_mask.
         """
         ids, labels = zip(*(self.mask_example(tokens, int(example), epoch) for example in examples))
         offsets = np.cumsum([0, *map(len, ids)])

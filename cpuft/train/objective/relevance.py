@@ -81,7 +81,9 @@ class Relevance(Objective):
         return scores
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` by name, from scores of shape (examples, 1), as `compute_reranking_metrics`."""
+        """Return each of `metrics` (`compute_reranking_metrics`) of scores, (examples, 1); from 0.5, labels are
+        relevant.
+        """
         return compute_reranking_metrics(
             self.metrics, predictions[:, 0], tokens.labels[:, 0] >= LEAST_RELEVANT, tokens.labels[:, 1].astype(np.int64)
         )
@@ -92,7 +94,7 @@ class Relevance(Objective):
         return {"query": queries.astype(np.int64), "label": labels, "prediction": predictions[:, 0].astype(np.float64)}
 
     def finish_folder(self, folder: Path, model: Any) -> None:
-        """Write how scores are made, and `max_length` if it is not 0, into the saved model for `CrossEncoder`."""
+        """Write how scores are made to config.json of the folder, `max_length` (0: not) to tokenizer_config.json."""
         changes: dict[str, dict[str, Any]] = {
             "config.json": {"sentence_transformers": {"activation_fn": ACTIVATIONS[self.activation]}}
         }

@@ -36,7 +36,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
-    """Return the objective for these examples' kind. Raises CpuftError: an option or the file it names is invalid."""
+    """Return the objective for `prepared.kind` (OBJECTIVES). CpuftError: an option or the file it names is invalid."""
     objective = OBJECTIVES[prepared.kind]
     shared = (prepared.labels, find_metrics(config, prepared), prepared.pad_id, prepared.vocab_size)
     if objective is MaskedLanguageModelling:
