@@ -48,11 +48,8 @@ _TIMEOUT_SECONDS = 3600.0
 """How long a rank waits for another one that still answers: a window may take long. Lost ranks are noticed at once."""
 
 
-def embed_on_hosts(request: PredictConfig, world: World) -> None:
-    """Compute embeddings as one of the ranks; rank 0, which alone needs --file, writes `choose_embeddings_file` and
-    prints the speed. Collective. Raises CpuftError: the file, the model or the backend cannot be used, or a rank has
-    another model than rank 0, or another place than planned.
-    """
+def _embed_as_rank(request: PredictConfig, world: World) -> None:
+    """Compute embeddings as one of the ranks; rank 0, which alone needs --file, writes them. Collective."""
     import torch.distributed as dist
 
     from cpuft.hardware import choose_precision
@@ -162,7 +159,7 @@ def main() -> None:
     start_reporting()
     code = 0
     try:
-        run_as_process(lambda: embed_on_hosts(parse_arguments(PredictConfig, sys.argv[1:]), parse_world(os.environ)))
+        run_as_process(lambda: _embed_as_rank(parse_arguments(PredictConfig, sys.argv[1:]), parse_world(os.environ)))
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
     except Exception:

@@ -66,7 +66,7 @@ def evaluate(setup: TrainingSetup, step: int, kept: KeptPredictions | None = Non
 def _compute_metrics(
     objective: Objective, parts: list[BatchPredictions], suffix: str, tokens: Tokens, kept: KeptPredictions | None
 ) -> dict[str, float]:
-    predictions = join(parts)
+    predictions = join_batches(parts)
     if kept is not None:
         kept.add(suffix, objective, predictions, tokens)
     return objective.compute_metrics(predictions, tokens)
@@ -127,7 +127,7 @@ def compute_outputs(
     """
     batches = chain(*plan_batches(tokens, batch_size, ranks))
     with autocast(precision):
-        return join(predict_batches(partial(objective.outputs, model), objective, tokens, batches))
+        return join_batches(predict_batches(partial(objective.outputs, model), objective, tokens, batches))
 
 
 def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indices]]:
@@ -147,7 +147,7 @@ def predict_batches(
         return [(examples, predict(objective.make_batch(tokens, examples))) for examples in batches]
 
 
-def join(parts: Sequence[BatchPredictions]) -> Predictions:
+def join_batches(parts: Sequence[BatchPredictions]) -> Predictions:
     """Return the predictions of all batches in the order of examples, fp32, (examples, longest, ...), shorter ones
     filled up with -1. The batches must contain each example of the split once. Raises ValueError: there are no batches.
     """

@@ -114,7 +114,7 @@ def export(request: ExportConfig) -> None:
         resume_garbage_collection()
         if is_embedding:
             model = SentenceEncoder(model, read_form(str(run.model)))
-        write_graph(model, make_batch(objective, sample, "traced"), folder, request.format, request.precision)
+        write_graph(model, _make_batch(objective, sample, "traced"), folder, request.format, request.precision)
         (model.encoder if is_embedding else model).config.save_pretrained(folder)
         load_tokenizer(str(run.model), run.task.kind == "tags").save_pretrained(folder)
         graph = GRAPHS[request.format](folder)
@@ -123,7 +123,7 @@ def export(request: ExportConfig) -> None:
         lines = [f"exported to {target}: {request.format}, {request.precision}, {size / 1e6:.1f} MB"]
         if request.validate:
             prepared = tokenize_splits(run, *found) if found else read_prepared(str(prepare(run.train)))
-            validation = validate(request, run, model, graph, prepared)
+            validation = _validate(request, run, model, graph, prepared)
             write_text(folder / VALIDATION_FILE, json.dumps(asdict(validation), indent=2) + "\n")
             lines += format_validation(validation)
     print("\n".join(lines))
@@ -145,8 +145,7 @@ def _make_examples(lengths: tuple[int, ...], task: Task) -> Examples:
     return Examples(texts, [() if task.kind == "labels" else 0.0 for _ in words], False)
 
 
-def make_batch(objective: Objective, prepared: Prepared, split: str) -> Any:
-    """Return all examples of one of `prepared.validation`'s splits as one batch of the objective."""
+def _make_batch(objective: Objective, prepared: Prepared, split: str) -> Any:
     tokens = prepared.validation[split]
     return objective.make_batch(tokens, np.arange(len(tokens)))
 
@@ -159,7 +158,7 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
 
     kind, advice = type(model).__name__, "serve the model with transformers, or train another one"
     for number in range(len(_CHECKED_LENGTHS)):
-        batch = make_batch(objective, sample, str(number))
+        batch = _make_batch(objective, sample, str(number))
         try:
             difference, size = measure_difference(model, graph, batch)
         except Exception as error:  # the runtimes raise errors of their own classes
@@ -174,8 +173,7 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
             )
 
 
-def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, prepared: Prepared) -> Validation:
-    """Compare the exported model with the run's own, which gets the fast path here, on `prepared.validation`."""
+def _validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, prepared: Prepared) -> Validation:
     import torch
 
     from cpuft.train.evaluate import compute_outputs, plan_batches, predict_batches
@@ -210,7 +208,7 @@ def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, pr
             break
     examples = sum(map(len, splits.values()))
     own, exported = (
-        ValidatedModel(name, its_precision, examples / seconds[name], measure(objective, prepared, outputs[name]))
+        ValidatedModel(name, its_precision, examples / seconds[name], _measure(objective, prepared, outputs[name]))
         for name, (_, its_precision) in both.items()
     )
     difference = max(
@@ -223,8 +221,7 @@ def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, pr
     )
 
 
-def measure(objective: Objective, prepared: Prepared, outputs: dict[str, Outputs]) -> dict[str, float]:
-    """Return the metrics of outputs, by suffix, on all splits, with the suffix of the split at the end of each name."""
+def _measure(objective: Objective, prepared: Prepared, outputs: dict[str, Outputs]) -> dict[str, float]:
     return {
         name + suffix: value
         for suffix, tokens in prepared.validation.items()

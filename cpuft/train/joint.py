@@ -62,7 +62,7 @@ def make_joint_batches(
     batches = []
     for group in _split_into_batches(setup, examples):
         most = config.micro_batch or config.batch_size
-        shares = [deal(group[rank :: world.size], most) for rank in range(world.size)]
+        shares = [split_evenly(group[rank :: world.size], most) for rank in range(world.size)]
         members, place = (shares, world.rank) if _compares_ranks(setup) else ([shares[world.rank]], 0)
         # A rank without an example takes the first one, as every rank has to run a pass; its gradient is 0.
         parts = shares[world.rank] if len(shares[world.rank][0]) else [group[:1]]
@@ -92,7 +92,7 @@ def deal_examples(setup: TrainingSetup, examples: Indices) -> list[Indices]:
     return [np.concatenate([select_for_rank(batch, rank, size) for batch in batches]) for rank in range(size)]
 
 
-def deal(examples: Indices, most: int) -> list[Indices]:
+def split_evenly(examples: Indices, most: int) -> list[Indices]:
     """Return `examples`, which are sorted by length, in as few parts of at most `most` as possible, at least one; each
     part has every n-th example, so that all take about the same memory.
     """

@@ -303,7 +303,7 @@ def _describe_shortage(shortage: Shortage) -> str:
 
 
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
-    """Return `add` and the fastest of `list_changes`, then of adapters, that make the run fit; else other advice."""
+    """Return "add --shard optimizer" or the like, the fastest change that makes the run fit; else other advice."""
     found = list_changes(config, 1 if memory.independent else sum(host.ranks for host in memory.hosts))
     if config.lora_rank > 0 and config.base_precision != "int8":
         for narrow in ({"base_precision": "bf16"}, {"base_precision": "int8"}):

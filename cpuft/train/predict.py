@@ -91,7 +91,9 @@ def tabulate_predictions(
 
 
 def name_given(own: Sequence[Column], given: Given) -> list[Column]:
-    """Return the columns before `own`, without it: the index and those of `given`; a taken name becomes input_NAME."""
+    """Return the columns before `own`: the index, and those of `given`, of one row or more; a taken name becomes
+    input_NAME.
+    """
     columns, taken = [_INDEX], {column.name for column in (_INDEX, *own)}
     for name, cells in given:
         while name in taken:
@@ -122,15 +124,17 @@ def _predict(task: Task, output: Outputs, threshold: float = DEFAULT) -> Cells:
     if task.kind in SCORE_KINDS:
         return (float(output[0]),)
     if task.kind == "labels":
-        likely = [label for label, is_likely in zip(task.labels, shift(output, threshold) > 0) if is_likely]
+        likely = [
+            label for label, is_likely in zip(task.labels, subtract_threshold(output, threshold) > 0) if is_likely
+        ]
         return (likely, *(1 / (1 + np.exp(-output.astype(np.float64)))).tolist())
     powers = np.exp(output - output.max(), dtype=np.float64)
     return (task.labels[int(output.argmax())], *(powers / powers.sum()).tolist())
 
 
-def shift(outputs: Outputs, threshold: float) -> NDArray[np.float64]:
+def subtract_threshold(logits: Outputs, threshold: float) -> NDArray[np.float64]:
     """Return logits minus the logit of the threshold (0 to 1), fp64: those of a probability above it are above 0."""
-    shifted: NDArray[np.float64] = outputs.astype(np.float64) - np.log(threshold / (1 - threshold))
+    shifted: NDArray[np.float64] = logits.astype(np.float64) - np.log(threshold / (1 - threshold))
     return shifted
 
 
@@ -382,7 +386,7 @@ def _compute_predictions(
             labelled = tag_tokens(tokens, splits[suffix]) if prepared.kind == "tags" else tokens
             reduced: Any = objective.reduce_outputs(outputs[suffix])
             if prepared.kind == "labels":
-                reduced = shift(reduced, threshold)
+                reduced = subtract_threshold(reduced, threshold)
             found = objective.compute_metrics(reduced, labelled)
             metrics |= {name + suffix: value for name, value in found.items()}
             if not suffix:  # as at the end of a run

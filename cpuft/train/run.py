@@ -96,7 +96,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
             faster = broadcast_value(drop_slow_bf16(precision, *speeds, earlier.precision))
             if faster != precision:
                 precision, products = faster, measure_products(faster.name)
-        kernels, kernel_warning = find_kernels(config, ranks, worker.independent)
+        kernels, kernel_warning = _find_kernels(config, ranks, worker.independent)
         if kernels == "absent" and not worker.independent:
             stack.enter_context(plain_torch())  # now, because layers keep the kernels with which they are made
 
@@ -133,7 +133,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         for warning in (lora_reason, kernel_warning, compression, *early):
             if warning:
                 progress.show(warning)
-        checkpoints, done = begin(reporter, setup, worker, header, stack)
+        checkpoints, done = _begin(reporter, setup, worker, header, stack)
         if world.rank == 0:
             watch = RunWatch(setup.config, prepared, setup.updates, setup.global_batch, setup.best_metric)
             earlier_lines: list[Line] = [*reporter.earlier_steps, *reporter.earlier_evaluations]
@@ -161,15 +161,13 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
             raise CpuftError(f"{result.difference}. The training is complete, and {saved}")
 
 
-def begin(
+def _begin(
     reporter: RunReporter, setup: TrainingSetup, worker: WorkerConfig, header: Header, stack: ExitStack
 ) -> tuple[Checkpoints, int]:
     """Restore the newest checkpoint if the run is resumed; then open the record and prepare checkpoints. Collective.
 
     Checkpoints are written only in a run folder, with --engine torch, and by ranks that train together; then SIGUSR1
-    asks the run to stop from here on. `stack` closes the record. Returns the checkpoints, and the number of updates
-    that are done (0 if no checkpoint is found). Raises CpuftError on all ranks: the checkpoint is of another job, or
-    all are damaged. Raises OSError: a new run finds a record in its folder, or it cannot be written.
+    asks the run to stop from here on. Returns the checkpoints, and the number of updates that are done.
     """
     config, world, exchange = setup.config, setup.world, setup.exchange
     is_resumed = worker.recorded_updates >= 0
@@ -216,19 +214,18 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
         remove_all(Path(worker.run_dir, FOLDER))
 
 
-def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:
+def _find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:
     """Compile or load the C++ kernels on every rank, before anything is timed. Return ("compiled" or "absent", a
     warning or ""), or ("", "") if neither layers nor gradients may need kernels. Collective.
 
     Ranks that train together must round alike in an update, or their parameters drift apart. So if a rank has no
-    kernels, the caller lets no rank use them. Raises CpuftError, on all ranks: torch makes updates that must be the
-    same on all ranks, without kernels or the fast path, and uses other instructions on some of them.
+    kernels, the caller lets no rank use them.
     """
     may_encode = len(ranks) > 1 and config.grad_compression in ("auto", *COMPRESSIONS_WITH_FEEDBACK)
     status = kernel_status() if config.uses_fast_path or may_encode else ""
     statuses, capabilities = zip(*gather((status, torch.backends.cpu.get_cpu_capability())))
     hosts = [rank.host for rank in ranks]
-    kernels, warning = describe_kernels(statuses, hosts, independent) if status else ("", "")
+    kernels, warning = _describe_kernels(statuses, hosts, independent) if status else ("", "")
     # With other exchanges, an update is made by one rank, or ranks differ on purpose.
     is_same_update = not independent and config.sync_every == 1 and config.shard != "optimizer"
     if is_same_update and not (config.uses_fast_path and kernels == "compiled"):
@@ -248,11 +245,8 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
         )
 
 
-def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
-    """Return what the header records, `compiled` if all ranks have kernels, else `absent`; then a warning that names
-    the hosts without kernels, "" for none. Each rank's status is `on`, or `off: ` and the reason. Unless `independent`,
-    the warning tells that the other ranks use none either.
-    """
+def _describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
+    """Return what the header records, and a warning or "", from each rank's status: `on`, or `off: ` and the reason."""
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:
         return "compiled", ""

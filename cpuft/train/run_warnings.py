@@ -141,7 +141,7 @@ class RunWatch:
         self._warned_of_loss = self._warned_of_turn = False
 
     def add(self, line: Line) -> str:
-        """Take note of a line of the record; return a warning, or an empty text."""
+        """Take note of a line of the record, a step or evaluation; return a warning, of each kind once, else ""."""
         warning = ""
         if isinstance(line, StepLine):
             self._losses.append(line.loss)

@@ -65,7 +65,7 @@ def train_and_evaluate(
     if is_predicted:
         evaluations.append(_evaluate_at_end(setup, reporter, last, predictions))
         reporter.add(evaluations[-1])
-    saved = restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
+    saved = _restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
     if saved is not evaluations[-1]:
         with exchange.full_weights():
             checksum, difference = compare_parameters(
@@ -97,7 +97,7 @@ def _evaluate_at_end(
     return evaluate(setup, step, predictions)
 
 
-def restore_best(
+def _restore_best(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, evaluations: list[EvaluationLine]
 ) -> EvaluationLine:
     """Give the model the weights of the best evaluation and return that evaluation; if it is the last one, or its

@@ -43,7 +43,7 @@ _COLUMNS = ("anchor", "positive")
 _ROWS_AT_ONCE = 4096
 
 
-def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
+def _read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
     """Return all rows' anchors and positives of --file. Raises CpuftError: a column, a text or all rows are missing."""
     table = read_tables(request.file, "--file", request)
     columns = choose_pair_columns(table, request.text_columns, True)[:2]
@@ -58,7 +58,7 @@ def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
     return anchors, positives
 
 
-def read_corpus(request: MineConfig) -> list[str] | None:
+def _read_corpus(request: MineConfig) -> list[str] | None:
     """Return the documents of --corpus without blank ones; None without it. Raises CpuftError: it cannot be read."""
     if not request.corpus:
         return None
@@ -77,7 +77,7 @@ def _embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, 
     return embeddings
 
 
-def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
+def _list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
     """Yield (anchor, positive, *negatives) of each positive of each anchor with all negatives (`found.complete`)."""
     for place in np.flatnonzero(found.complete):
         negatives = [task.documents[number] for number in found.numbers[place]]
@@ -91,8 +91,8 @@ def write_negatives(request: MineConfig) -> None:
     """
     path = Path(request.output)
     check_output(path, request.overwrite, request.file, request.corpus)
-    anchors, positives = read_anchors(request)
-    corpus = read_corpus(request)
+    anchors, positives = _read_anchors(request)
+    corpus = _read_corpus(request)
     form = read_form(find_embedding_model(request.model))
     model = PredictConfig(
         model=request.model, precision=request.precision, batch_size=request.batch_size, np=request.np
@@ -119,7 +119,7 @@ def write_negatives(request: MineConfig) -> None:
     if left_out == len(task.anchors):
         raise CpuftError(f"{why}: loosen --max-score, --min-score or the margins, or lower --negatives")
     columns = [*_COLUMNS, *(f"negative_{number}" for number in range(1, request.negatives + 1))]
-    rows = list(list_rows(task, found))
+    rows = list(_list_rows(task, found))
     write_table(path, [Column(name) for name in columns], rows, guards=False)
     print(f"negatives: {path} ({counted(len(rows), 'row')} of {counted(request.negatives, 'negative')}; {why})")
 

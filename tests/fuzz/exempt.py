@@ -2,8 +2,6 @@
 
 EXEMPT = {
     "load_encoder": "transformers reads it",
-    "read_anchors": "read_tables",
-    "read_corpus": "read_tables",
     "read_windows": "read_tables",
     "parse_value": "parse_arguments, of each option",
     "read_activation": "transformers reads it, and read_settings",

@@ -35,7 +35,7 @@ from cpuft.train.run import run  # noqa: E402
 from tests.comm.ranks import become_rank  # noqa: E402
 
 calls = Counter[str]()
-own_mask, own_join = MaskedLanguageModelling.mask_example, evaluate.join
+own_mask, own_join = MaskedLanguageModelling.mask_example, evaluate.join_batches
 
 
 def mask(self: Any, tokens: Any, example: int, epoch: int) -> Any:
@@ -58,7 +58,7 @@ def damage(self: Any, updates: int) -> None:
 become_rank()
 patch = pytest.MonkeyPatch()
 patch.setattr(MaskedLanguageModelling, "mask_example", mask)
-patch.setattr(evaluate, "join", join)
+patch.setattr(evaluate, "join_batches", join)
 if "doubt" in words:
     patch.setattr("cpuft.train.run.read_cpu", lambda: Cpu("Arm", ("asimd", "bf16")))
     speeds = {"kernel": "", "teraflops": 0.4 if rank else 0.1, "fp32_teraflops": 0.2}

@@ -29,7 +29,7 @@ from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import prepare
 from cpuft.train.embedder import Embedder
 from cpuft.train.evaluate import evaluate
-from cpuft.train.joint import deal, make_joint_batches
+from cpuft.train.joint import make_joint_batches, split_evenly
 from cpuft.train.loop import list_tokens_of_ranks, train
 from cpuft.train.objective.embeddings import EmbeddingObjective
 from cpuft.train.objective.table import make_objective
@@ -238,7 +238,7 @@ def test_a_resumed_run_keeps_its_batches_in_parts_that_fit_into_memory(ranks: in
 @given(count=st.integers(0, 200), most=st.integers(1, 64))
 def test_micro_batches_are_few_and_equally_mixed(count: int, most: int) -> None:
     examples = np.arange(count)
-    parts = deal(examples, most)
+    parts = split_evenly(examples, most)
     assert sorted(np.concatenate(parts).tolist()) == examples.tolist()
     assert len(parts) == max(1, -(-count // most))
     sizes = [len(part) for part in parts]

@@ -33,7 +33,7 @@ from cpuft.train.predict import (
     number_words,
     predict,
     resolve_threshold,
-    shift,
+    subtract_threshold,
     tabulate_predictions,
     tabulate_submission,
     tag_tokens,
@@ -213,8 +213,8 @@ def test_outputs_are_shifted_by_the_threshold() -> None:
     outputs = np.linspace(-5, 5, 1000, dtype=np.float32)
     for threshold in (0.01, 0.3, 0.5, 0.9):
         probabilities = 1 / (1 + np.exp(-outputs.astype(np.float64)))
-        assert ((shift(outputs, threshold) > 0) == (probabilities > threshold)).all()
-    assert (shift(outputs, 0.5) == outputs).all()
+        assert ((subtract_threshold(outputs, threshold) > 0) == (probabilities > threshold)).all()
+    assert (subtract_threshold(outputs, 0.5) == outputs).all()
 
 
 def read_csv(path: str) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ import torch
 from cpuft.config.train import TrainConfig
 from cpuft.judge.metrics import compute_label_metrics, compute_tag_metrics
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
-from cpuft.train.evaluate import join
+from cpuft.train.evaluate import join_batches
 from cpuft.train.model import load_model
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.labels import (
@@ -190,7 +190,7 @@ def test_answers_of_batches_of_different_lengths_are_measured() -> None:
     tokens = make_tagged()
     outputs = [torch.eye(4)[[1, 0, 3, 3]][None], torch.eye(4)[[0, 0]][None]]
     parts = [(np.asarray([row]), TAGGING.reduce_outputs(output.numpy())) for row, output in enumerate(outputs)]
-    answers = join(parts[::-1])
+    answers = join_batches(parts[::-1])
     assert answers.tolist() == [[1, 0, 3, 3], [0, 0, -1, -1]]
     # PER is cut short, LOC is right: one of two entities found, one of two right; three of four words.
     assert TAGGING.compute_metrics(answers, tokens) == dict(zip(NAMES, (0.5, 0.5, 0.5, 0.75)))
