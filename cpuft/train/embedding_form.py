@@ -124,7 +124,9 @@ def _refuse_unknown(source: str) -> None:
 
 
 def has_form(source: str) -> bool:
-    """Return whether a model's files name a pooling, as no reranker's do; False without files. CpuftError: damaged."""
+    """Return whether a folder's or hub name's files have a pooling, as no reranker's do; False without. CpuftError:
+    damaged.
+    """
     modules = _read(source, _MODULES, list[dict[str, Any]]) or []
     return any(str(module.get("type", "")).endswith(".Pooling") for module in modules)
 
@@ -166,8 +168,8 @@ def _read(source: str, name: str, kind: type[Any]) -> Any:
         raise CpuftError(f"{path} cannot be read ({error}): copy or download the model again") from None
 
 
-def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
-    """Write the files by which sentence-transformers loads the model in `folder`, whose hidden size is `width`."""
+def write_form(folder: Path, form: EmbeddingForm, hidden_size: int) -> None:
+    """Write the files by which sentence-transformers loads the model in `folder`, in place of earlier ones."""
     parts = [("", "Transformer"), (POOLING_FOLDER, "Pooling")]
     if form.normalize:
         parts.append((NORMALIZE_FOLDER, "Normalize"))
@@ -185,7 +187,7 @@ def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
         settings["truncate_dim"] = form.dimensions
     files: dict[str, Any] = {
         _MODULES: modules,
-        _POOLING_SETTINGS: {"word_embedding_dimension": width, **pooling, "include_prompt": True},
+        _POOLING_SETTINGS: {"word_embedding_dimension": hidden_size, **pooling, "include_prompt": True},
         _MODEL_SETTINGS: settings,
         _TRANSFORMER_SETTINGS: {"max_seq_length": form.max_length or None, "do_lower_case": False},
     }

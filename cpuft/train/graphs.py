@@ -82,7 +82,7 @@ class OnnxGraph(Graph):
 
     @classmethod
     def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
-        """Write the graph, for int8 with the weights of matrix products and embeddings in int8."""
+        """Write the graph: move it for fp32; for int8 with the weights of matrix products and embeddings in int8."""
         if precision == "int8":
             _quantize_onnx(onnx_file, folder / cls.file_name)
         else:

@@ -63,7 +63,7 @@ def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> An
 
 
 def get_encoder_prefix(model: Any) -> str:
-    """Return how the names of the encoder's parameters begin, such as `bert.`; empty for an encoder without a head."""
+    """Return how the names of the encoder's parameters begin, such as `bert.`; "" for an encoder without a head."""
     return f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
 
 

@@ -25,15 +25,17 @@ class Clock:
         self.last_laps[phase] = (self.last, now)
         self.last = now
 
-    def make_line(self, update: int, rate: float, loss: float, examples: int, tokens: int, waited: float) -> StepLine:
-        """Return the line of an update that ends now, with this rank's numbers, its sum of losses, and the bytes that
-        were sent since the last `take_traffic`; `waited` seconds are moved from the backward pass to communication.
+    def make_line(
+        self, update: int, learning_rate: float, loss_sum: float, examples: int, tokens: int, waited: float
+    ) -> StepLine:
+        """Return the line of an update that ends now, with this rank's numbers and the bytes that were sent since the
+        last `take_traffic`; `waited` seconds are moved from the backward pass to communication.
         """
         seconds = self.seconds
         return StepLine(
             step=update,
-            loss=loss,
-            learning_rate=rate,
+            loss=loss_sum,
+            learning_rate=learning_rate,
             samples=examples,
             tokens=tokens,
             data_seconds=seconds["data"],

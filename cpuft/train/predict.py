@@ -155,8 +155,8 @@ def name_submission(task: Task, suffix: str) -> str:
 
 
 def check_predictions_file(path: Path, request: PredictConfig) -> None:
-    """Raise CpuftError if predictions may not be written to `path`: it has another ending than a table, or .parquet
-    without pyarrow; it is a folder, or exists without --overwrite; it is --file, or the run's own file of predictions.
+    """Raise CpuftError if predictions may not be written to `path`: it ends in none of .csv, .tsv, .jsonl and .parquet,
+    or in .parquet without pyarrow; it is a folder, --file or the run's own predictions, or exists without --overwrite.
     """
     check_output(path, request.overwrite, request.file)
     if path.resolve() == Path(request.run, FILE_NAME).resolve():

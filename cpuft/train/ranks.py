@@ -162,7 +162,7 @@ def prove_equal_parameters(model: torch.nn.Module, when: str) -> None:
 
 def compare_parameters(model: torch.nn.Module, when: str) -> tuple[str, str]:
     """Return the checksum of most ranks' parameters, 16 hexadecimal digits, and how the other ranks' differ: "", or a
-    text that begins with `when`, such as `after update 2`. Collective.
+    text that begins with `when`, such as `after update 2`, and names ranks, hosts and parameters. Collective.
     """
     checksums = gather((checksum_parameters(model), socket.gethostname()))
     usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]

@@ -35,10 +35,10 @@ def measure_queries(
 def rank_documents(
     queries: NDArray[np.float32], documents: NDArray[np.float32], count: int, similarity: str
 ) -> NDArray[np.int64]:
-    """Return the numbers of the `count` documents that score highest for each query by cosine or dot, best first.
+    """Return the numbers of the `count` documents that score highest for each query, best first.
 
-    The shape is (queries, count), or (queries, documents) if these are fewer; equal scores are in the order of the
-    documents. Memory does not grow with queries times documents.
+    `similarity` is cosine or dot. The shape is (queries, count), or (queries, documents) if these are fewer; equal
+    scores are in the order of the documents. Memory does not grow with queries times documents.
     """
     asked = _prepare(queries, similarity)
     scores = torch.empty(len(asked), 0)

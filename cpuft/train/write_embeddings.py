@@ -105,8 +105,9 @@ def _open_parquet(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]
 
 @contextmanager
 def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
-    """Yield what appends embeddings to a .npy file, or else a Parquet file with ids (row numbers without `has_ids`).
-    The file gets its name after the block. Raises CpuftError: `path` is a folder, a device or a pipe.
+    """Yield what appends embeddings to a .npy file, or with another ending to a Parquet file with ids (row numbers from
+    0 without `has_ids`). The file gets its name after the block. Raises CpuftError: `path` is a folder, a device or a
+    pipe.
     """
     with write_atomically(path) as beside:
         is_npy = path.suffix == ".npy"

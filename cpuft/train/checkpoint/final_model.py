@@ -22,19 +22,19 @@ def save_model(
     source: str,
     run_dir: str,
     merged: bool = False,
-    made: str = "",
+    tokenizer_json: str = "",
     finish: Callable[[Path, Any], None] = lambda folder, model: None,
 ) -> Path:
     """Write the model and its tokenizer to `run_dir`/model, whose earlier content stays if this fails; return the path.
 
     Adapters are saved with their head or, if `merged`, as a whole model. `source` is the folder or hub name whose
-    tokenizer is saved, unless `made` is the JSON of one. `finish(folder, model)` writes more files before the folder
+    tokenizer is saved, unless `tokenizer_json` is not "". `finish(folder, model)` writes more files before the folder
     gets its name. Raises DiskFullError, CpuftError, and whatever transformers and safetensors raise.
     """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:
         _write_weights(model, beside, merged)
-        (make_tokenizer(made) if made else load_tokenizer(source)).save_pretrained(beside)
+        (make_tokenizer(tokenizer_json) if tokenizer_json else load_tokenizer(source)).save_pretrained(beside)
         finish(beside, model)
         shutil.rmtree(target, ignore_errors=True)  # of a run that broke off after saving it, and was resumed
         beside.rename(target)

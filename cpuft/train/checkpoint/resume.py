@@ -57,17 +57,17 @@ class HostCheckpoint:
 
 
 def find_newest_checkpoint(
-    root: Path, world: World, text: str, header: int = 0
+    root: Path, world: World, text_file: str, header_bytes: int = 0
 ) -> tuple[HostCheckpoint, Callable[[], torch.Tensor]]:
     """Find the newest whole checkpoint in `root` on any host. Collective: the first rank of each host reads `root`.
 
-    Returns on all ranks the checkpoint, with `text`, RECORD or VALUES, and the first `header` bytes of its state
-    (update -1 without one); and a collective function that returns the state, uint8, (nbytes,). Rank 0 prints a line
-    for each newer checkpoint that is damaged. Raises CpuftError on all ranks: all are damaged.
+    Returns on all ranks the checkpoint, with the text of `text_file`, RECORD or VALUES, and the first bytes of its
+    state (update -1 without one); and a collective function that returns the state, uint8, (nbytes,). Rank 0 prints a
+    line for each newer checkpoint that is damaged. Raises CpuftError on all ranks: all are damaged.
     """
     update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
-    content, decoded = files.get(STATE, bytearray()), files.get(text, bytearray()).decode(errors="replace")
-    own = HostCheckpoint(socket.gethostname(), update, damaged, bytes(content[:header]), decoded, len(content))
+    content, decoded = files.get(STATE, bytearray()), files.get(text_file, bytearray()).decode(errors="replace")
+    own = HostCheckpoint(socket.gethostname(), update, damaged, bytes(content[:header_bytes]), decoded, len(content))
     everyone: list[HostCheckpoint] = gather(own)
     for one in everyone if world.rank == 0 else ():
         for message in one.damaged:
@@ -80,17 +80,20 @@ def find_newest_checkpoint(
     return newest, lambda: _broadcast(content, newest.nbytes, everyone.index(newest), world.rank)
 
 
-def resume(state: TrainingState, root: Path, world: World, options: Mapping[str, Any], data: str) -> ResumePoint:
+def resume(
+    state: TrainingState, root: Path, world: World, options: Mapping[str, Any], data_checksum: str
+) -> ResumePoint:
     """Restore the newest whole checkpoint in `root` on any host into model and optimizer, if there is one. Collective.
 
     Returns `ResumePoint()` without one. Removes newer checkpoints, also best ones. Raises CpuftError on all ranks: the
-    checkpoint is of another job by `describe_other_job`, or all checkpoints are damaged.
+    checkpoint is of another job by `describe_other_job`, or all checkpoints are damaged. `options` are by names of
+    TrainConfig.
     """
     newest, read = find_newest_checkpoint(root, world, RECORD, len(state.header))
     record = None
     if newest.update >= 0:
         record = parse_record(newest.text, f"checkpoint of update {newest.update} on {newest.host}")
-        if problem := describe_other_job(record, newest.header == state.header, options, data):
+        if problem := describe_other_job(record, newest.header == state.header, options, data_checksum):
             raise CpuftError(f"{record.path} {problem}")
         state.restore(read())
     if world.local_rank == 0:
@@ -99,18 +102,18 @@ def resume(state: TrainingState, root: Path, world: World, options: Mapping[str,
     return ResumePoint(max(0, newest.update), newest.text, record)
 
 
-def describe_other_job(record: Record, same_tensors: bool, options: Mapping[str, Any], data: str) -> str:
+def describe_other_job(record: Record, same_tensors: bool, options: Mapping[str, Any], data_checksum: str) -> str:
     """Return, as the end of a sentence about a checkpoint, how its job differs from this one, and what to do; else "".
 
-    The first difference counts: of `options` (by names of TrainConfig; those that both have and that may not change on
-    resume), of `data`, the checksum of the examples, or of the states' headers (`same_tensors` is False).
+    The first difference counts: of `options`, by names of TrainConfig (those that both have and that may not change on
+    resume), of the examples' checksum, or of the states' headers (`same_tensors` is False).
     """
     then = record.header.options
     for name, value in options.items():
         if name not in (*_HOST_OPTIONS, *CHANGEABLE_ON_RESUME) and then.get(name, value) != value:
             flag = "--" + name.replace("_", "-")
             return f"is of another job, with {flag} {then[name]}, and this is {value}: start a new run without --resume"
-    if record.header.data != data:
+    if record.header.data != data_checksum:
         return "was trained on other examples: restore the data as it was, or start a new run without --resume"
     if not same_tensors:
         return "is of another model: see whether it was copied from another run, or start a new run without --resume"

@@ -32,10 +32,11 @@ def compute_token_losses(
 ) -> torch.Tensor:
     """Return the cross entropy of each token, fp32, shape (tokens,).
 
-    `hidden` has the shape (tokens, hidden size), `weight` (vocabulary, hidden size), `targets` (tokens,), int64.
-    Products are computed in the type of autocast if that is switched on, else in the type of `hidden`; softmax and
-    losses always in fp32. Gradients flow to `hidden`, `weight` and `bias`, if they require them; they are computed in
-    the forward pass, and so the losses have to be added up with one factor for all tokens.
+    `hidden` has the shape (tokens, hidden size), `weight` (vocabulary, hidden size), `bias` (vocabulary,), `targets`
+    (tokens,), int64. Products are computed in the type of autocast if that is switched on, else in the type of
+    `hidden`; softmax and losses always in fp32. Gradients flow to `hidden`, `weight` and `bias`, if they require them;
+    they are computed in the forward pass, and so a backward pass raises ValueError if the losses have different
+    factors.
     """
     function: Any = _ChunkedCrossEntropy  # torch has no types for functions of one's own
     losses: torch.Tensor = function.apply(hidden, weight, bias, targets, form, torch.is_grad_enabled())
@@ -46,7 +47,7 @@ def compute_token_losses(
 def predict_tokens(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, form: HeadForm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return without gradients each token's loss (`compute_token_losses`), and whether its target is likeliest."""
+    """Return the losses of `compute_token_losses`, and whether each target is the likeliest token, bool, (tokens,)."""
     head = _Head(hidden, weight, bias, form)
     losses, is_right = torch.empty(len(hidden)), torch.empty(len(hidden), dtype=torch.bool)
     for part in head.chunks:
