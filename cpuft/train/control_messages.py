@@ -63,7 +63,8 @@ class ControlMessages:
 
     def add(self, own: StepLine, terms: float, is_pause: bool) -> None:
         """Add an update that this rank has made, whose loss is a sum over `terms` terms. Send a message if it is time;
-        before a pause (an evaluation, a comparison, a checkpoint or the end), send it and wait for all lines.
+        before a pause (an evaluation, a comparison, a checkpoint or the end), send it and wait until all lines are
+        complete.
         """
         self._unsent.append(own)
         self._numbers += [own.loss, terms, own.samples, own.tokens, *own.compute_seconds, own.step_seconds]

@@ -113,7 +113,7 @@ def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
 
 def check_ranks(world: World) -> list[RecordedRank]:
     """Return where each rank is. Raises CpuftError on all ranks if one is not on the hardware threads of CPUFT_CORES,
-    to which `cpuft.rank` has pinned it; it has also checked the host and the number of ranks. Collective.
+    to which `cpuft.rank` has pinned it (unset: any). Collective.
     """
     own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
     planned = [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or own.cpus

@@ -139,12 +139,12 @@ class Checkpoints:
         if any(gather(written)):
             raise TrainingInterrupted(line)
 
-    def write_final(self, updates: int) -> None:
-        """Begin to write a checkpoint after the last update, if `keep_final` is set. Collective.
+    def write_final(self, update: int) -> None:
+        """Begin to write a checkpoint after `update`, the run's last one, if `keep_final` is set. Collective.
 
-        If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again
-        from the checkpoint. With one host, `keep_final` is False: the checkpoint would be lost as well.
+        If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again from
+        the checkpoint. With one host, `keep_final` is False: the checkpoint would be lost as well.
         """
         if self._keep_final:
             self.finish()
-            self._write(updates)
+            self._write(update)

@@ -70,8 +70,8 @@ class GradientExchange(Exchange, ABC, Generic[B]):
         self._seconds += time.perf_counter() - start
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
-        """Wait for the mean of the buckets, average the gradient rows of the word embedding, and return seconds as
-        `Exchange` does. With late rows, it waits for those of the update before. Unused parameters' zeros become None.
+        """Wait for the mean of the buckets, average the gradient rows of the word embedding (with powersgd, wait for
+        those of the update before), and return seconds as `Exchange` does. Unused parameters' zeros become None.
         """
         seconds = self._seconds
         self._gradients.send_rest()

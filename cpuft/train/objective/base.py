@@ -49,7 +49,7 @@ def pad(values: NDArray[Any], mask: NDArray[np.bool_], filler: int = 0) -> torch
 
 
 def run_without_cache(model: torch.nn.Module, batch: Batch) -> Any:
-    """Return the output of a forward pass without decoders' cache, which takes memory and stops fast evaluation."""
+    """Return the model's output for a batch without decoders' cache, which takes memory and stops fast evaluation."""
     whole: Any = model
     inner = whole.get_base_model() if has_adapters(model) else whole
     # Decoders' configurations ask for the cache, also in classifiers, where nobody reads it.
