@@ -257,8 +257,8 @@ class Shortage(NamedTuple):
 
 
 def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
-    """Raise CpuftError if 90 % of the estimate does not fit into a host's free memory, with what would make the run
-    fit. Activations of encoders that do not train with the fast path are not counted.
+    """Raise CpuftError if 90 % of the estimate does not fit into the free memory of a host or machine, with what would
+    make the run fit. Activations of encoders that do not train with the fast path are not counted.
     """
     shape, config = find_shape(config, prepared.vocab_size), replace(config, precision=memory.precision)
 

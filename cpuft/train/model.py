@@ -104,8 +104,8 @@ def _find_config(source: str) -> str:
 
 
 def read_config(source: str, **settings: Any) -> Any:
-    """Return the configuration of a model's folder or hub name with these settings, without running code from there.
-    Raises OSError or ValueError: it is missing or not valid.
+    """Return transformers' configuration of a model's folder or hub name, with these settings in place of its own,
+    without running code from there. Raises OSError or ValueError: it is missing or not valid.
     """
     import transformers
 

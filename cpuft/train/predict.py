@@ -268,8 +268,9 @@ def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str])
 
 
 def predict(request: PredictConfig) -> None:
-    """Predict all examples, write the predictions of each split to its file, and print metrics and the files' names.
-    Raises CpuftError: the run, the examples or the output cannot be used.
+    """Predict all examples; write each split's predictions to --output, with its suffix before the ending, else to the
+    run's predictions.csv or GLUE's file (--split test); print metrics and the files' names. Raises CpuftError: the run,
+    the examples or the output cannot be used.
     """
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)

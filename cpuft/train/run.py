@@ -205,8 +205,8 @@ def _begin(
 
 
 def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> None:
-    """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host, unless the launcher
-    still has to fetch the results (`worker.keep_checkpoints`). Collective.
+    """Wait for the last checkpoint and for all ranks; then the first rank of each host removes its checkpoints, unless
+    the launcher still has to fetch the results (`worker.keep_checkpoints`). Collective.
     """
     checkpoints.finish()
     # Where the launcher still has to fetch the results, the checkpoints stay until it has.

@@ -86,8 +86,9 @@ def _list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
 
 
 def write_negatives(request: MineConfig) -> None:
-    """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file,
-    whose folder is made. Raises CpuftError: file, model or output cannot be used, or no anchor has enough negatives.
+    """Write the rows of a file with their negatives to --output, or nothing at an error, and print the name of that
+    file, whose folder is made. Raises CpuftError: file, model or output cannot be used, or no anchor has enough
+    negatives.
     """
     path = Path(request.output)
     check_output(path, request.overwrite, request.file, request.corpus)

@@ -129,8 +129,8 @@ def _checksum(meta: Mapping[str, Any]) -> str:
 
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Return (update, folder) of the checkpoint of each update and rank in `root`, newest first; [] without `root`.
-    Damaged ones are included, but not those that are still being written or removed.
+    """Return (update, folder) of the checkpoint of each update and rank in `root`, newest first, of one update the last
+    name first; [] without `root`. Damaged ones are included, but not those that are being written or removed.
     """
     return sorted(((int(name[1]), path) for path, name in _list_folders(root) if not name[3]), reverse=True)
 

@@ -136,8 +136,8 @@ class Pairs(EmbeddingObjective):
         return torch.from_numpy(keys.view(np.int64).reshape(len(examples), -1))
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the cross entropy of each anchor's search, fp32, (examples,), summed over `matryoshka`, from results
-        of `represent`, (examples, texts * hidden), and `make_labels`, (examples, texts).
+        """Return the cross entropy of each anchor's search among all other texts, fp32, (examples,), summed over
+        `matryoshka`, from results of `represent`, (examples, texts * hidden), and `make_labels`, (examples, texts).
         """
         count, texts = labels.shape
         # Candidates are all positives, then all first negatives, and so on.
