@@ -101,7 +101,7 @@ def _is_base(module: nn.Module, model: Any) -> bool:
 
 @contextmanager
 def as_fp32(model: nn.Module) -> Iterator[None]:
-    """Inside, floating-point parameters of other types are fp32 zeros without memory; they come back at the end."""
+    """Inside, floating-point weights of other types are fp32 zeros that take no memory; they come back at the end."""
     # peft makes adapters in the type of the weights that they are for: those of bf16 weights would begin rounded.
     narrow = [(p, p.data) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
     for parameter, value in narrow:

@@ -145,7 +145,9 @@ def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
 
 
 def check_request(request: PredictConfig) -> None:
-    """Put sent secret variables into the environment. Raises CpuftError: file, model or output cannot be used here."""
+    """Raise CpuftError if file, model or output cannot be used on the host that needs them; no weights are loaded.
+    Secret variables that the launcher has sent to this host are put into the environment.
+    """
     os.environ.update(take_secrets(os.environ, "prepare"))
     choose_embeddings_file(request)
     open_windows(request, _WINDOW_TEXTS_ON_HOSTS)

@@ -111,7 +111,9 @@ class Embedder:
         return self.embed_encoded(self.encode(texts, prompt), batch_size)
 
     def encode(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return each text's token ids after `prompt`, cut with special ones to `max_length`. Not from two threads."""
+        """Return each text's token ids after `prompt`, with special tokens, cut at `max_length`. No two threads may
+        call it at once.
+        """
         if not texts:
             return []
         found = self.tokenizer([prompt + text for text in texts], truncation=True, max_length=self.max_length)
@@ -166,7 +168,9 @@ class Embedder:
 
 
 def finish_embeddings(form: EmbeddingForm, pooled: torch.Tensor) -> torch.Tensor:
-    """Return embeddings, (texts, hidden size), cut to `form.dimensions` (0: whole), to length 1 if `form.normalize`."""
+    """Return embeddings cut to `form.dimensions` (0: whole) and then, if `form.normalize`, scaled to length 1. `pooled`
+    has the shape (texts, hidden size).
+    """
     cut = pooled[:, : form.dimensions] if form.dimensions else pooled
     return normalize(cut) if form.normalize else cut
 

@@ -82,7 +82,9 @@ class OnnxGraph(Graph):
 
     @classmethod
     def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
-        """Write the graph: move it for fp32; for int8 with the weights of matrix products and embeddings in int8."""
+        """Write the graph: for fp32 by moving its files, for int8 with the weights of matrix products and embeddings in
+        int8.
+        """
         if precision == "int8":
             _quantize_onnx(onnx_file, folder / cls.file_name)
         else:
@@ -272,7 +274,9 @@ def measure_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, f
 
 
 def largest_difference(wanted: NDArray[np.float32], found: NDArray[np.float32], lengths: NDArray[np.int64]) -> float:
-    """Return the largest absolute difference of outputs; of tags, (examples, length, classes), not after `lengths`."""
+    """Return the largest absolute difference of two outputs of the same shape. Of outputs for tags, (examples, length,
+    classes), only the first tokens of each example, as many as `lengths` says, are compared.
+    """
     if wanted.ndim == 3:
         mask = np.arange(wanted.shape[1]) < lengths[:, None]
         wanted, found = wanted[mask], found[mask]

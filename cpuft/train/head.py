@@ -54,8 +54,8 @@ def _list_in_order(names: Sequence[str]) -> list[int]:
 
 def match_head(stored: Any, head: Mapping[str, Any]) -> list[int]:
     """Return what `match_labels` does for the labels of a model's configuration and the "id2label" of its new head. []
-    if these are the same in the same order; or are not equally many, and no label has an output by its name (not
-    LABEL_0).
+    if these are the same in the same order; or are not equally many, and no label has an output by its name, which
+    LABEL_0 is not.
     """
     old, labels = _list_labels(stored.id2label), _list_labels(head.get("id2label", {}))
     rows = match_labels(old, labels)

@@ -200,7 +200,7 @@ def _refuse_quantised(quantisation: Any, name: str) -> None:
 
 
 def count_positions(settings: Any) -> int:
-    """Return how many tokens a model of this configuration can read at once, 0 for no limit; RoBERTa's 514 are 512."""
+    """Return how many tokens a model of this configuration can read at once (RoBERTa: 512 of 514); 0 for no limit."""
     positions = getattr(settings, "max_position_embeddings", 0) or 0  # -1 in XLNet: no limit
     if settings.model_type in POSITIONS_AFTER_PADDING:
         positions -= (settings.pad_token_id or 0) + 1

@@ -91,8 +91,8 @@ def tabulate_predictions(
 
 
 def name_given(own: Sequence[Column], given: Given) -> list[Column]:
-    """Return the columns before `own`: the index, and those of `given`, of one row or more; a taken name becomes
-    input_NAME.
+    """Return the columns that stand before `own`: the index, and those of `given`, which have a row or more. A name
+    that is taken becomes input_NAME.
     """
     columns, taken = [_INDEX], {column.name for column in (_INDEX, *own)}
     for name, cells in given:
@@ -139,7 +139,7 @@ def subtract_threshold(logits: Outputs, threshold: float) -> NDArray[np.float64]
 
 
 def tabulate_submission(task: Task, outputs: Outputs) -> Table:
-    """Return GLUE's table, index and prediction: names of labels as in its files, or a score that is cut to 0 to 5."""
+    """Return GLUE's table of index and prediction: a label as in its files, or a score that is cut to 0 to 5."""
     if task.labels:
         predictions: Iterator[Any] = (task.labels[number] for number in outputs.argmax(-1))
     else:

@@ -112,8 +112,8 @@ def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
 
 
 def check_ranks(world: World) -> list[RecordedRank]:
-    """Return where each rank is. Raises CpuftError on all ranks if one is not on the hardware threads of CPUFT_CORES,
-    to which `cpuft.rank` has pinned it (unset: any). Collective.
+    """Return where each rank is. Raises CpuftError on all ranks if CPUFT_CORES is set and a rank is not on the hardware
+    threads in it, to which `cpuft.rank` has pinned it. Collective.
     """
     own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
     planned = [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or own.cpus

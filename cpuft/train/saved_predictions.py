@@ -52,7 +52,9 @@ def make_columns(config: TrainConfig, prepared: Prepared, suffix: str, columns: 
 
 
 def join_columns(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return each column of all splits, one after another: arrays joined, two-dimensional ones as rows, or lists."""
+    """Return each column of all splits, one split after another, in a form that PyArrow takes: an array, a list of rows
+    for arrays of two dimensions, or a list.
+    """
     joined = dict[str, Any]()
     for name in parts[0]:
         found = [part[name] for part in parts]

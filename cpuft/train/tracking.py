@@ -26,7 +26,7 @@ _LOG = "trackers.err"
 
 @contextmanager
 def run_trackers(names: str, run_dir: str, warn: Callable[[str], None]) -> Iterator[None]:
-    """Run this module beside the training, on the first rank, for trackers with commas between their `names`, or none.
+    """Run this module beside the training, on the first rank, for trackers `names`, separated by commas ("": none).
 
     At the end, this waits less than a second until the trackers have the whole record, and shows a warning if they do
     not or have failed.

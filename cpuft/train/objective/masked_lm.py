@@ -47,8 +47,8 @@ class MaskedLanguageModelling(TokenClassification):
         return model
 
     def predict_masked_places_only(self, model: Any) -> None:
-        """Let a model's head, which has the largest product of all, in place compute only for the input `places` of a
-        batch, if it is there; logits then have the shape (1, places, vocabulary).
+        """Change a model in place so that its head, which has the largest product of all, computes only for the input
+        `places` of a batch, if it is there; logits then have the shape (1, places, vocabulary).
         """
         selection = _PlaceSelection()
         model.register_forward_pre_hook(selection.take_places, with_kwargs=True)

@@ -81,8 +81,8 @@ class Relevance(Objective):
         return scores
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` (`compute_reranking_metrics`) of scores, (examples, 1); from 0.5, labels are
-        relevant.
+        """Return each of `metrics` by name, as `compute_reranking_metrics`, from scores of shape (examples, 1);
+        documents with a label of 0.5 or more are relevant.
         """
         return compute_reranking_metrics(
             self.metrics, predictions[:, 0], tokens.labels[:, 0] >= LEAST_RELEVANT, tokens.labels[:, 1].astype(np.int64)
