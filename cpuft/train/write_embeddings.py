@@ -125,19 +125,19 @@ def choose_embeddings_file(request: PredictConfig) -> Path:
 
 
 def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
-    """Return the text of a prompt: that of a name, or `wanted` itself if it is "" or no name (letters, digits and _).
-    Raises CpuftError: the model has no prompt of that name.
+    """Return the text of the model's prompt with the name `wanted`, else `wanted` itself if it is "" or cannot be a
+    name (letters, digits and _ only). Raises CpuftError: it can, and the model has no prompt of that name.
     """
     known = {"query": form.query_prompt, "document": form.document_prompt, **form.prompts}
-    if not wanted or not _PROMPT_NAME.fullmatch(wanted):
+    if known.get(wanted):
+        return known[wanted]
+    if not _PROMPT_NAME.fullmatch(wanted):
         return wanted
-    if not known.get(wanted):
-        names = [name for name, text in known.items() if text]
-        raise CpuftError(
-            f"{model} has no prompt {wanted!r:.40}: "
-            f"{suggest_names(wanted, names) if names else 'leave --prompt out, or give the text of the prompt'}"
-        )
-    return known[wanted]
+    names = [name for name, text in known.items() if text]
+    raise CpuftError(
+        f"{model} has no prompt {wanted!r:.40}: "
+        f"{suggest_names(wanted, names) if names else 'leave --prompt out, or give the text of the prompt'}"
+    )
 
 
 def read_windows(

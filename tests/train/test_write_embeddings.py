@@ -146,10 +146,9 @@ def test_a_run_in_python_returns_the_array(request_: PredictConfig) -> None:
 
 
 def test_prompts_are_names_or_texts() -> None:
-    form = EmbeddingForm(prompts={"query": "q: ", "corpus": "d: ", "sts": "s: "})
-    assert [choose_prompt(form, name, "m") for name in ("", "query", "document", "sts", "say this: ")] == [
-        *("", "q: ", "d: ", "s: ", "say this: ")
-    ]
+    form = EmbeddingForm(prompts={"query": "q: ", "corpus": "d: ", "sts": "s: ", "Retrieval-query": "r: "})
+    names = ("", "query", "document", "sts", "Retrieval-query", "say this: ")
+    assert [choose_prompt(form, name, "m") for name in names] == ["", "q: ", "d: ", "s: ", "r: ", "say this: "]
     with pytest.raises(CpuftError, match="m has no prompt 'query': leave --prompt out, or give the text of the prompt"):
         choose_prompt(EmbeddingForm(), "query", "m")
 
