@@ -16,6 +16,7 @@ several ranks.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import sys
 from pathlib import Path
@@ -62,9 +63,18 @@ def save_state(step: int, **things: Any) -> bool:
     Raises
     ------
     CpuftError
-        A thing, or something in it, is of another type, such as a NumPy number; a tensor has a dtype that safetensors
-        cannot hold here, such as a complex one; $CPUFT_RUN_DIR is not set; or several ranks have no process group.
+        `step` is below 0 or no whole number; a thing, or something in it, is of another type, such as a NumPy number; a
+        tensor is not dense, or has a dtype that safetensors cannot hold here, such as a complex one; $CPUFT_RUN_DIR is
+        not set; or several ranks have no process group.
     """
+    try:
+        update = operator.index(step)
+    except TypeError:
+        update = -1
+    if update < 0:
+        raise CpuftError(
+            f"the step {step!r:.40} is not valid: give save_state the number of steps that are done, a whole number"
+        )
     world, root = _find_checkpoints()
     tensors: dict[str, Tensor] = {}
     tree = {name: _separate_tensors(_state_of(thing), name, tensors) for name, thing in things.items()}
@@ -72,7 +82,7 @@ def save_state(step: int, **things: Any) -> bool:
     if world.rank in choose_writer_ranks(gather(world.local_rank)):
         files = {STATE: pack_tensors(tensors).numpy().data, VALUES: to_view([json.dumps(tree)])}
         try:
-            write_checkpoint(root, step, world.rank, files)
+            write_checkpoint(root, update, world.rank, files)
             is_written = True
         except OSError as error:
             warning = f"the checkpoint of step {step} cannot be written to {root} ({error.strerror})"
@@ -178,6 +188,8 @@ def _separate_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             raise CpuftError(
                 f"{name} is of type {value.dtype}, which cannot be saved: convert it to another type before"
             )
+        if value.layout != torch.strided or value.is_meta:
+            raise CpuftError(f"{name} is {value.layout} on {value.device}, which cannot be saved: make it dense before")
         name = name if name not in tensors else f"{name}#{len(tensors)}"
         tensors[name] = value.detach()
         return {"tensor": name}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,10 +154,29 @@ def test_what_only_pickle_could_keep_is_refused() -> None:
         cpuft.save_state(1, waves=torch.zeros(1, dtype=torch.complex64))
 
 
-def test_a_rank_that_writes_nothing_refuses_what_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        (torch.zeros(1, dtype=torch.int16), r"counts\.0 is of type torch\.int16, which cannot be saved"),
+        (torch.eye(2).to_sparse(), r"counts\.0 is torch\.sparse_coo on cpu, which cannot be saved: make it dense"),
+        (torch.ones(2, device="meta"), r"counts\.0 is torch\.strided on meta, which cannot be saved"),
+    ],
+)
+def test_a_rank_that_writes_nothing_refuses_what_cannot_be_kept(
+    value: torch.Tensor, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cpuft.train.checkpoint.user_loop.choose_writer_ranks", lambda ranks: [])
-    with pytest.raises(CpuftError, match=r"counts\.0 is of type torch\.int16, which cannot be saved"):
-        cpuft.save_state(1, counts=[torch.zeros(1, dtype=torch.int16)])
+    with pytest.raises(CpuftError, match=said):
+        cpuft.save_state(1, counts=[value])
+
+
+@pytest.mark.parametrize("step", [-1, 14.0, "2"])
+def test_a_step_by_which_no_checkpoint_would_be_found_is_refused(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match=f"the step {step!r} is not valid: give save_state the number of steps"):
+        cpuft.save_state(step, model=torch.nn.Linear(3, 4))
+    assert not (tmp_path / "checkpoints").exists()
+    assert cpuft.save_state(np.int64(2), done=True)  # type: ignore[arg-type]
+    assert cpuft.load_state() == {"step": 2, "done": True}
 
 
 def test_where_nothing_can_be_kept_the_next_move_is_said() -> None:
