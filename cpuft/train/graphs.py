@@ -66,7 +66,7 @@ class Graph(torch.nn.Module, abc.ABC):
         super().__init__()
 
     def forward(self, **inputs: torch.Tensor) -> GraphOutput:
-        """Return the logits in fp32 for the inputs of a batch, of which the graph may lack some."""
+        """Return the logits, fp32, for the inputs of a batch; those that the graph does not have are ignored."""
         return GraphOutput(torch.from_numpy(self._run({name: inputs[name].numpy() for name in self._names})))
 
     @abc.abstractmethod
