@@ -175,7 +175,8 @@ def test_a_step_by_which_no_checkpoint_would_be_found_is_refused(step: Any, tmp_
     with pytest.raises(CpuftError, match=f"the step {step!r} is not valid: give save_state the number of steps"):
         cpuft.save_state(step, model=torch.nn.Linear(3, 4))
     assert not (tmp_path / "checkpoints").exists()
-    assert cpuft.save_state(np.int64(2), done=True)  # type: ignore[arg-type]
+    whole: Any = np.int64(2)
+    assert cpuft.save_state(whole, done=True)
     assert cpuft.load_state() == {"step": 2, "done": True}
 
 
