@@ -82,7 +82,8 @@ def move(
 
     `values` are those of all options of the verb, `there` is what the command does on the head host, whose Python must
     have `packages` besides cpuft. The exit code is 0 if the run has begun or with `dry_run`, 130 after Ctrl-C, which
-    does not end the run. Raises CpuftError: the head host cannot run the command.
+    does not end the run, and else that of the command, which has ended before. Raises CpuftError, also with `dry_run`:
+    the head host cannot run the command.
     """
     from cpuft.launch.detached import (
         Detached,

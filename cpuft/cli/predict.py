@@ -85,7 +85,9 @@ def predict(dry_run: bool, **values: Any) -> None:
 
 
 def needs_launch(config: LaunchConfig) -> bool:
-    """Return whether mpirun starts the ranks: options but --np are not at the default, or --np > 1 on several hosts."""
+    """Return whether mpirun starts the ranks: options but --np are not at the default, or --np > 1 in a scheduler's job
+    with several hosts. CpuftError: the job's hosts cannot be read.
+    """
     from cpuft.hosts.cluster import read_hosts
 
     return replace(config, np=0) != LaunchConfig() or (config.np > 1 and len(read_hosts(config)) > 1)

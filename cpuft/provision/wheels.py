@@ -391,7 +391,9 @@ def _write_wheel(folder: Path, name: str, content: bytes) -> Path:
 
 
 def plan_own_wheel(folder: Path, machine: str) -> Step:
-    """Return the step that writes this cpuft as a wheel for hosts of an architecture into `folder` of this machine."""
+    """Return the step that writes this cpuft as a wheel for hosts of an architecture into `folder` of this machine. It
+    fails if cpuft is not installed.
+    """
     command = (*module_command(sys.executable, "cpuft.provision.wheels"), "own", str(folder), machine)
     return Step("write this cpuft as a wheel", command)
 

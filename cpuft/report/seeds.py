@@ -88,7 +88,9 @@ def note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
 
 
 def describe_seeds(row: Row, base: Row) -> str:
-    """Return clauses, joined by "; ", on whether a row with seeds reaches the metrics of the baseline; no full stop."""
+    """Return clauses, joined by "; ", without a full stop, on whether metrics of a row, which has `seeds`, differ from
+    the baseline's: larger, smaller, the same, not distinguishable, or not to be told with too few common seeds.
+    """
     pair, clauses = f"np {row.np} and np {base.np}", list[str]()
     results: dict[str, list[str]] = {}
     for name, one in row.seeds.items():

@@ -91,8 +91,8 @@ def find_hub_problem() -> str:
 
 
 def advise_on_hub(problem: str) -> str:
-    """Return what to do about a problem of `find_hub_problem`, as a clause: to unset the variable that the problem
-    names, or to check the network and the proxy settings.
+    """Return what to do about a problem of `find_hub_problem`: "unset HF_HUB_OFFLINE to download it once" for
+    "HF_HUB_OFFLINE forbids ...", else "check the network and the proxy settings".
     """
     variable, forbids, _ = problem.partition(" forbids ")
     return f"unset {variable} to download it once" if forbids else "check the network and the proxy settings"

@@ -91,11 +91,12 @@ def load() -> ctypes.CDLL:
 
 def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, str]:
     """Return the variables CCL_WORKER_OFFLOAD, CCL_WORKER_AFFINITY, CCL_ATL_TRANSPORT and CCL_ATL_SHM that oneCCL needs
-    in a process that `cpuft launch` has not started.
+    in a process that `cpuft launch` has not started; also those in `environment`, which the caller keeps as they are.
 
-    `cores` are the hardware threads that this rank may use, at least one; workers get the last ones, and sleep
-    (CCL_YIELD) if they share one with computing. Without PMI_RANK or with srun, also CCL_PROCESS_LAUNCHER,
-    CCL_LOCAL_RANK and CCL_LOCAL_SIZE. Raises CpuftError: CCL_WORKER_COUNT is no number from 1 to 64.
+    `cores` are the hardware threads that this rank may use, at least one; the workers of all local ranks get the last
+    ones, and sleep (CCL_YIELD) unless the CCL_WORKER_AFFINITY in `environment` has none of them. Without PMI_RANK or
+    with srun, also CCL_PROCESS_LAUNCHER, CCL_LOCAL_RANK and CCL_LOCAL_SIZE. Raises CpuftError: CCL_WORKER_COUNT is no
+    number from 1 to 64.
     """
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("MPI_LOCALNRANKS") or "1"
     count = environment.get("CCL_WORKER_COUNT", "1")
@@ -195,7 +196,8 @@ class CclBackend(Backend):
                 self._call("send", _pointer(address), _size(nbytes), peer)
 
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Call ccl::recv until a message with the tag arrives; those with other tags are kept for their own recv.
+        """Call ccl::recv until a message with the tag arrives, and return `peer`. Other tags are kept for their own
+        recv.
 
         Raises CpuftError if `peer` is None, ValueError if the message has not `nbytes`, RuntimeError if oneCCL fails.
         """

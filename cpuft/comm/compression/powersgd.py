@@ -93,7 +93,7 @@ class Matrices:
         return factors
 
     def compute_q(self, means: torch.Tensor) -> torch.Tensor:
-        """Return this rank's Q for the mean of P, which is contiguous: fp32, flat, of `q_shapes`."""
+        """Return this rank's Q, fp32, flat, of `q_shapes`, for the mean of P after `compute_p`, which is contiguous."""
         factors, self._sent = torch.empty_like(self._q), None
         kernels = kernels_for(self._unsent)
         if kernels is not None:

@@ -368,7 +368,9 @@ class Aws(Provider[AwsConfig, RentalFacts]):
 
 
 def describe_region(region: str, services: Services | None = None) -> str:
-    """Return lines, with newlines, on all clusters of the account in a region ("": the configured one), or on none."""
+    """Return lines, with newlines, on all clusters of the account in a region, or on none. CpuftError: AWS does not
+    answer.
+    """
     services = services or Services()
     client, lines = services.open_client(region), list[str]()
     for name, found in find_clusters(client, services.now()).items():

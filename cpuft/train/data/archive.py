@@ -234,8 +234,8 @@ def _check_tokens(tokens: Tokens) -> Tokens:
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the JSON object in the array `meta` of a NumPy archive, and its other arrays by name, as read-only maps.
 
-    Raises ValueError: an array is compressed or has objects; for a missing or damaged file, the libraries' exceptions
-    pass through.
+    Raises ValueError: an array is compressed, has objects or is not stored row by row; for a missing or damaged file,
+    the libraries' exceptions pass through.
     """
     with np.load(path, allow_pickle=False) as archive:
         meta = load(dict[str, Any], parse_json(str(archive["meta"])))

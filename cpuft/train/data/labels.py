@@ -63,7 +63,9 @@ BOOLEANS = {"true": "1", "false": "0"}
 
 
 def find_value(label: str) -> str:
-    """Return a label in the one form of its value: 1 for 1.0 and True, 0 for False; other labels as they are."""
+    """Return a label in the one form of its value: without a `.0` at its end (2 for 2.0, but also v1 for v1.0), 1 for
+    true and 0 for false in any case; others, such as 2.50, as they are.
+    """
     return re.sub(r"(?<=\d)\.0*$", "", BOOLEANS.get(label.lower(), label))
 
 

@@ -71,7 +71,8 @@ class GradientExchange(Exchange, ABC, Generic[B]):
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Wait for the mean of the buckets, average the gradient rows of the word embedding (with powersgd, wait for
-        those of the update before), and return seconds as `Exchange` does. Unused parameters' zeros become None.
+        those of the update before), and return the seconds that sending took in the backward pass. Unused parameters'
+        zeros become None.
         """
         seconds = self._seconds
         self._gradients.send_rest()
