@@ -234,6 +234,7 @@ TESTED_ELSEWHERE = {
     "judge/resampling.py": "judge/test_difference.py",
     "judge/weighted_metrics.py": "judge/test_judgement.py",
     "kernels.py": "train/fast/test_kernels.py",
+    "launch/find_runs.py": "launch/test_detached.py",
     "instance_types.py": "report/test_estimate.py",
     "model_files.py": "cli/test_push.py",
     "network_speed.py": "provision/test_simulated.py",

@@ -28,7 +28,8 @@ def attach(run: str, **values: Any) -> None:
     before is shown first, and the exit code is that of the run. Ctrl-C leaves the run as it is. The first cpuft attach
     that sees the end fetches the results.
     """
-    from cpuft.launch.detached import HeadLostError, choose_folder, find_run
+    from cpuft.launch.detached import HeadLostError
+    from cpuft.launch.find_runs import choose_folder, find_run
     from cpuft.launch.run_state import FINISHED
 
     config = pick(LaunchConfig, values)

@@ -38,7 +38,7 @@ def doctor(json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool
     from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_kernel_builds
     from cpuft.doctor.examine import examine_hosts, run_fixes
     from cpuft.doctor.finding import findings_to_json, format_findings
-    from cpuft.doctor.links import format_links, measure_links
+    from cpuft.doctor.measure_links import format_links, measure_links
     from cpuft.hosts.cluster import find_access, read_hosts
     from cpuft.serialization import format_json
 

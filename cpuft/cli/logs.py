@@ -18,7 +18,7 @@ def logs(run: str, **values: Any) -> None:
 
     RUN is the id of the run, or the beginning of the id, or the run folder on this machine.
     """
-    from cpuft.launch.detached import find_run
+    from cpuft.launch.find_runs import find_run
 
     found, _ = find_run(run, pick(LaunchConfig, values), os.environ)
     found.show(only_past=True)

@@ -151,7 +151,7 @@ def down(name: str, region: str, dry_run: bool) -> None:
     There is a question first only if a detached run is active on the cluster, or if results of one are there that
     nobody has fetched; --dry-run shows what would be removed.
     """
-    from cpuft.launch.detached import list_needed
+    from cpuft.launch.find_runs import list_needed
 
     provider = find_cluster(name, os.environ, region)
     active, unfetched = ([], []) if dry_run else list_needed(name)

@@ -23,7 +23,7 @@ def runs(**values: Any) -> None:
     They are those on the hosts of --cluster or --hostfile, or without these options on the hosts of all detached runs
     that were started from this machine. Ended runs are listed for 30 days.
     """
-    from cpuft.launch.detached import list_known_places, list_run_cells, list_runs, list_unseen
+    from cpuft.launch.find_runs import list_known_places, list_run_cells, list_runs, list_unseen
     from cpuft.terminal import format_table
 
     answers = [list_runs(place) for place in list_known_places(pick(LaunchConfig, values), os.environ)]

@@ -21,7 +21,7 @@ def stacks(run: str) -> None:
     RUN is the folder of the run. The full stack dumps are written to RUN/logs/rank-N.stack on the head host. The hosts
     have 15 seconds to answer; the exit code is 2 if one does not.
     """
-    from cpuft.launch.active_runs import find_active_run
+    from cpuft.launch.run_locks import find_active_run
     from cpuft.launch.stack_dumps import diagnose, gather_dumps, write_dumps
 
     active_run = find_active_run(run, os.environ)

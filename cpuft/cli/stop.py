@@ -20,8 +20,8 @@ def stop(run: str, **values: Any) -> None:
     RUN is the id of the run, or the beginning of the id, or the run folder on this machine. A training has two minutes,
     a script of your own 30 seconds; asked again, the run ends at once. cpuft attach then fetches what it has saved.
     """
-    from cpuft.launch.detached import find_run
     from cpuft.launch.detached_head import RUNNING
+    from cpuft.launch.find_runs import find_run
 
     found, description = find_run(run, pick(LaunchConfig, values), os.environ)
     if description.state != RUNNING:

@@ -22,11 +22,11 @@ from cpuft.errors import RESUMABLE, CpuftError, Interrupted
 from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
-from cpuft.launch.active_runs import register_run
 from cpuft.launch.fetched_checkpoints import CheckpointCopier
 from cpuft.launch.inputs import keep_bundles
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
 from cpuft.launch.resume import find_newest_update, remove_empty_run
+from cpuft.launch.run_locks import register_run
 from cpuft.launch.run_state import (
     INTERRUPTED,
     LATER_START,

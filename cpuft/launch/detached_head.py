@@ -11,7 +11,6 @@ import dataclasses
 import getpass
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -30,7 +29,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import is_locked, make_private_folder, write_text
 from cpuft.hosts.cluster import DETACHED, JOB, WORK_ROOT
 from cpuft.hosts.registry import FILE_NAME
-from cpuft.launch.lease_renewal import RENEWAL_SECONDS
+from cpuft.launch.lease_renewal import hold_lease
 from cpuft.launch.run_state import LATER_START, read_state, read_usable_state
 from cpuft.serialization import load, parse_json
 from cpuft.transfer import lock_file
@@ -47,8 +46,6 @@ _START_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 _CLAIM_SECONDS = 60.0
 """How long a viewer may take to begin to fetch the results before another one may."""
-_HELD_SECONDS = 3600.0
-"""How long a rented host keeps itself for results that nobody has fetched."""
 _KEPT_SECONDS = 30 * 86400.0
 """How long the order and the events of an ended run stay, and longer if nobody has fetched its results."""
 
@@ -225,7 +222,7 @@ def _keep(folder: Path) -> None:
         with suppress(OSError):  # it holds results, or is gone
             (folder / "run").rmdir()
         log.write(END, code=code)
-    _hold_lease(folder, load(str, parse_json(order.files.get(FILE_NAME, "{}")).get("renewal", "")))
+    hold_lease(folder, load(str, parse_json(order.files.get(FILE_NAME, "{}")).get("renewal", "")))
 
 
 def _is_continued_elsewhere(order: Order, root: Path) -> bool:
@@ -235,17 +232,6 @@ def _is_continued_elsewhere(order: Order, root: Path) -> bool:
     except CpuftError:  # nobody can tell: the results stay
         return False
     return own is None or (theirs is not None and theirs.owner > own.owner)
-
-
-def _hold_lease(folder: Path, renewal: str) -> None:
-    """Renew the lease of this host, if it has one, for an hour, or until the results that it holds are fetched."""
-    begun = time.monotonic()
-    renewed = begun - RENEWAL_SECONDS
-    while renewal and any(folder.glob("run/*")) and time.monotonic() - begun < _HELD_SECONDS:
-        if time.monotonic() - renewed >= RENEWAL_SECONDS:
-            renewed = time.monotonic()
-            execute.run_command(shlex.split(renewal), _START_SECONDS)
-        time.sleep(_POLL_SECONDS)
 
 
 def _read_order(folder: Path) -> Order:

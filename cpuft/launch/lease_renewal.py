@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
@@ -17,6 +19,9 @@ from cpuft.serialization import is_count
 RENEWAL_SECONDS = 300.0
 """Time between two renewals. Each moves the end of the lease to 15 minutes from then."""
 _ANSWER_SECONDS = 20.0
+_HELD_SECONDS = 3600.0
+"""How long a rented host keeps itself for results that nobody has fetched."""
+_POLL_SECONDS = 0.2
 
 
 @contextmanager
@@ -56,3 +61,16 @@ def _describe_renewal(host: str, answer: Answer | CpuftError) -> str:
         return f"the lease of the hosts is renewed while the run lasts, until {limit} at the latest"
     error = str(answer) if isinstance(answer, CpuftError) else answer.text.strip()[-200:]
     return f"the lease of host {host} could not be renewed ({error}): check it with cpuft provision status"
+
+
+def hold_lease(folder: Path, renewal: str) -> None:
+    """Renew this host's lease by the shell line `renewal` ("": it has none) for an hour, or until nothing is in
+    `folder/run`: the results that the host holds are fetched then.
+    """
+    begun = time.monotonic()
+    renewed = begun - RENEWAL_SECONDS
+    while renewal and any(folder.glob("run/*")) and time.monotonic() - begun < _HELD_SECONDS:
+        if time.monotonic() - renewed >= RENEWAL_SECONDS:
+            renewed = time.monotonic()
+            execute.run_command(shlex.split(renewal), _ANSWER_SECONDS)
+        time.sleep(_POLL_SECONDS)

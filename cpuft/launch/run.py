@@ -15,7 +15,6 @@ from cpuft.errors import CpuftError
 from cpuft.execute import Say
 from cpuft.hosts.cluster import LOCAL, Cluster, find_access, gather_cluster, read_hosts
 from cpuft.hosts.rank_counts import describe_ranks
-from cpuft.launch.active_runs import lock_run
 from cpuft.launch.attempt import run_attempt
 from cpuft.launch.failures import describe_end
 from cpuft.launch.inputs import LaunchNote, list_input_paths, load_note, make_note, save_note
@@ -26,6 +25,7 @@ from cpuft.launch.restart import kill_ranks, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
 from cpuft.launch.resume import gather_resumed_run, has_begun
 from cpuft.launch.run_folder import choose_run_dir
+from cpuft.launch.run_locks import lock_run
 from cpuft.launch.script_command import name_script, plan_script, refuse_other_launchers, wrap_script
 from cpuft.launch.stop_request import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS, StopRequest
 from cpuft.plans import RunPlan

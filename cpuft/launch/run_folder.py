@@ -13,8 +13,8 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE, REMOVE
 from cpuft.hosts.cluster import STATE_FILE, Cluster
-from cpuft.launch.active_runs import lock_run
 from cpuft.launch.resume import ResumedRun
+from cpuft.launch.run_locks import lock_run
 from cpuft.launch.run_state import RunState, format_state
 from cpuft.plans import Step
 

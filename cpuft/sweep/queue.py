@@ -17,9 +17,9 @@ from cpuft.argv import module_command
 from cpuft.config.fields import format_flag
 from cpuft.config.train import TRAINING_INPUTS
 from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, Interrupted, counted
-from cpuft.launch.active_runs import lock_run
 from cpuft.launch.fetched_checkpoints import check_copy
 from cpuft.launch.resume import has_begun
+from cpuft.launch.run_locks import lock_run
 from cpuft.launch.run_state import FINISHED, read_state
 from cpuft.launch.stop_request import TRAINING_STOP_SECONDS
 from cpuft.record import FILE_NAME as RECORD_NAME

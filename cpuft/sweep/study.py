@@ -20,7 +20,7 @@ from cpuft.config.sweep import SWEEP_PRUNERS, SWEEP_SEARCHES
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, requires
 from cpuft.files import write_text
-from cpuft.launch.active_runs import lock_run
+from cpuft.launch.run_locks import lock_run
 from cpuft.serialization import load
 from cpuft.sweep.parameters import Parameters, make_distributions
 from cpuft.sweep.search import SEED, Key, OptionValues, apply_assignment, estimate_length, make_base_config, make_key

@@ -25,7 +25,15 @@ from cpuft.config.fields import parse_arguments
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, describe_error, install_command
 from cpuft.files import cache_folder, write_text
-from cpuft.judge.baseline import (
+from cpuft.judge.metrics import (
+    LEAST_RELEVANT,
+    average_searches,
+    compute_label_metrics,
+    compute_tag_metrics,
+    measure_rankings,
+    measure_searches,
+)
+from cpuft.judge.simple_models import (
     KINDS,
     MOST_CLASSES,
     Bm25,
@@ -36,14 +44,6 @@ from cpuft.judge.baseline import (
     fit_linear_model,
     mark_classes,
     name_baseline,
-)
-from cpuft.judge.metrics import (
-    LEAST_RELEVANT,
-    average_searches,
-    compute_label_metrics,
-    compute_tag_metrics,
-    measure_rankings,
-    measure_searches,
 )
 from cpuft.rank.process import end_with_parent
 from cpuft.record import BaselineLine

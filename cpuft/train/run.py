@@ -18,7 +18,7 @@ from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import choose_precision
-from cpuft.judge.baseline import KINDS
+from cpuft.judge.simple_models import KINDS
 from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.other_load import OtherLoad

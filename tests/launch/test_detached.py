@@ -21,7 +21,6 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 import cpuft
-from cpuft import execute
 from cpuft.cli import cli
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
@@ -30,19 +29,18 @@ from cpuft.hosts.cluster import Access, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import NO_CLUSTER, Entry
 from cpuft.hosts.transport import SshTransport
-from cpuft.launch import detached, detached_head
-from cpuft.launch.active_runs import lock_run
+from cpuft.launch import detached, find_runs
 from cpuft.launch.detached import (
     Detached,
     Head,
-    choose_folder,
     examine_python,
-    find_run,
     plan_move,
     refuse_jobs,
 )
 from cpuft.launch.detached_head import Description, Event, Order
+from cpuft.launch.find_runs import choose_folder, find_run
 from cpuft.launch.inputs import LaunchNote, save_note
+from cpuft.launch.run_locks import lock_run
 from cpuft.launch.run_state import RunState, write_state
 from cpuft.launch.secret_files import plan_secrets
 from cpuft.record import read_record
@@ -214,7 +212,7 @@ def test_results_go_where_this_machine_says(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     both = [FOUND, replace(FOUND, order=replace(ORDER, id="01aa00000000", run_dir="/var/tmp/there/y"))]
-    monkeypatch.setattr(detached, "list_runs", lambda config: ([(RUN.head, one) for one in both], []))
+    monkeypatch.setattr(find_runs, "list_runs", lambda config: ([(RUN.head, one) for one in both], []))
     environ, config = {"CPUFT_STATE": str(tmp_path / "state")}, LaunchConfig(hostfile="hosts")
     assert find_run("012", config, environ)[0].order.id == ORDER.id
     write_state(str(tmp_path), RunState("01aa00000000", "y"))
@@ -327,7 +325,7 @@ def test_results_are_fetched_although_the_keeper_was_killed_at_the_end(
     def show(self: Detached) -> int:
         raise detached.HeadLostError("the command was killed")
 
-    monkeypatch.setattr(detached, "find_run", lambda *words: (RUN, replace(FOUND, state="lost", phase=phase)))
+    monkeypatch.setattr(find_runs, "find_run", lambda *words: (RUN, replace(FOUND, state="lost", phase=phase)))
     monkeypatch.setattr(Detached, "show", show)
     monkeypatch.setattr(Detached, "fetch", lambda self, say: "/here/x")
     result = CliRunner().invoke(cli, ["attach", "01", "--run-dir", str(tmp_path / "x")])
@@ -359,31 +357,9 @@ def test_a_cluster_is_active_while_a_run_of_its_own_is(monkeypatch: pytest.Monke
     ended = replace(ORDER, cluster="lab")
     found += [Description(replace(ended, id=state), state, "", 1.0) for state in ("ended", "lost")]
     found += [Description(replace(ended, id=f"{state} whole"), state, "", 1.0, 0, True) for state in ("ended", "lost")]
-    monkeypatch.setattr(detached, "list_heads", lambda config: [make_head()])
+    monkeypatch.setattr(find_runs, "list_heads", lambda config: [make_head()])
     monkeypatch.setattr(Head, "list_runs", lambda self: found)
-    assert detached.list_needed("lab") == (["1", "3", "4"], ["ended whole", "lost whole"])
-
-
-def test_a_rented_host_keeps_itself_for_unfetched_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[tuple[str, ...]] = []
-    (tmp_path / "run/rows").mkdir(parents=True)
-
-    def renew(command: Sequence[str], seconds: float, stdin: str = "") -> None:
-        calls.append(tuple(command))
-        if len(calls) == 3:
-            (tmp_path / "run/rows").rmdir()
-
-    monkeypatch.setattr(detached_head, "RENEWAL_SECONDS", 0.0)
-    monkeypatch.setattr(detached_head, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(execute, "run_command", renew)
-    detached_head._hold_lease(tmp_path, "")
-    assert not calls
-    detached_head._hold_lease(tmp_path, "cpuft-lease renew")
-    assert calls == [("cpuft-lease", "renew")] * 3
-    (tmp_path / "run/rows").mkdir()
-    monkeypatch.setattr(detached_head, "_HELD_SECONDS", 0.0)
-    detached_head._hold_lease(tmp_path, "cpuft-lease renew")
-    assert len(calls) == 3
+    assert find_runs.list_needed("lab") == (["1", "3", "4"], ["ended whole", "lost whole"])
 
 
 OTHER_DESCRIPTIONS = [

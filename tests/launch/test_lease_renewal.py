@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft import execute
 from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
@@ -165,3 +166,25 @@ def test_leases_are_renewed_until_the_launch_has_ended(
     before = len(asked)
     time.sleep(0.3)
     assert len(asked) == before
+
+
+def test_a_rented_host_keeps_itself_for_unfetched_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[str, ...]] = []
+    (tmp_path / "run/rows").mkdir(parents=True)
+
+    def renew(command: Sequence[str], seconds: float, stdin: str = "") -> None:
+        calls.append(tuple(command))
+        if len(calls) == 3:
+            (tmp_path / "run/rows").rmdir()
+
+    monkeypatch.setattr(lease_renewal, "RENEWAL_SECONDS", 0.0)
+    monkeypatch.setattr(lease_renewal, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(execute, "run_command", renew)
+    lease_renewal.hold_lease(tmp_path, "")
+    assert not calls
+    lease_renewal.hold_lease(tmp_path, "cpuft-lease renew")
+    assert calls == [("cpuft-lease", "renew")] * 3
+    (tmp_path / "run/rows").mkdir()
+    monkeypatch.setattr(lease_renewal, "_HELD_SECONDS", 0.0)
+    lease_renewal.hold_lease(tmp_path, "cpuft-lease renew")
+    assert len(calls) == 3

@@ -19,7 +19,7 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.judge.baseline import fit
+from cpuft.judge.simple_models import fit
 from cpuft.record import BaselineLine, format_baseline
 from cpuft.train import baseline, baseline_process
 from cpuft.train.baseline import find_baseline, find_static_baseline

@@ -21,7 +21,7 @@ _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 _SHORTEST, _LONGEST = 600, 30 * 86400
 _HERE = Path(__file__)
 ARM_SCRIPT = _HERE.with_name("lease_arm.sh").read_text(encoding="utf-8")
-CHECK_TIMER = _HERE.with_name("lease_check.sh").read_text(encoding="utf-8")
+CHECK_TIMER = _HERE.with_name("lease_print.sh").read_text(encoding="utf-8")
 """Prints what `parse_timer` reads."""
 _INSTALL = _HERE.with_name("lease_install.sh").read_text(encoding="utf-8")
 

@@ -28,7 +28,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import cache_folder, hash_text, write_atomically
 from cpuft.host_memory import split_run_memory
-from cpuft.judge.baseline import mark_classes
+from cpuft.judge.simple_models import mark_classes
 from cpuft.secret_variables import take_secrets
 from cpuft.tasks import EMBEDDING_KINDS, LABEL_KINDS, TASKS, Task, find_task
 from cpuft.trackers import check_trackers

@@ -14,7 +14,7 @@ from sklearn.feature_extraction.text import CountVectorizer, HashingVectorizer, 
 from sklearn.linear_model import LogisticRegression
 from sklearn.multiclass import OneVsRestClassifier
 
-from cpuft.judge.baseline import Bm25, fit
+from cpuft.judge.simple_models import Bm25, fit
 from cpuft.train.data.demo import make_pairs
 
 PAIRS = make_pairs(120, 1)

@@ -9,7 +9,7 @@ import pytest
 
 from cpuft.cli import main
 from cpuft.doctor import probe
-from cpuft.doctor.links import format_links, plan_pairs, read_links
+from cpuft.doctor.measure_links import format_links, plan_pairs, read_links
 from cpuft.doctor.probe import measure_links
 from cpuft.errors import CpuftError
 
@@ -67,7 +67,7 @@ def test_links_that_cannot_be_measured_hide_no_finding(
     def fail(*_: object) -> None:
         raise CpuftError("Address already in use")
 
-    monkeypatch.setattr("cpuft.doctor.links.measure_links", fail)
+    monkeypatch.setattr("cpuft.doctor.measure_links.measure_links", fail)
     (tmp_path / "hosts").write_text("localhost\n127.0.0.1\n")
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--hostfile", str(tmp_path / "hosts"), "--bandwidth"])

@@ -15,7 +15,7 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.rank_counts import Assignment
-from cpuft.launch.active_runs import find_active_run, lock_run, register_run
+from cpuft.launch.run_locks import find_active_run, lock_run, register_run
 from tests.conftest import run_cpuft
 
 HERE, NOWHERE = Host("localhost"), Host("127.0.0.9", port=9)
