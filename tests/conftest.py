@@ -23,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as trials
 
+from cpuft.cli import main
 from cpuft.files import cache_path
 from cpuft.hosts.topology import HostFacts
 from tests.provision.simulated import needs_root
@@ -217,6 +218,16 @@ def run_cpuft(
         env=os.environ | ASLEEP | dict(settings or {}),
         check=False,
     )
+
+
+def call_cpuft(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Return the exit code, the output and the errors of a command line that runs in this process: imports take most of
+    the time of a process of its own.
+    """
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capfd.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
 
 
 def find_arguments(script: str, module: str) -> list[str]:

@@ -28,7 +28,7 @@ from cpuft.launch.run_state import PHASES
 from scripts.benchmarks import bench_alternatives
 from scripts.benchmarks.figures import format_contestants, format_figures, format_shares, read_figures
 from scripts.reference import format_reference
-from tests.conftest import run_cpuft
+from tests.conftest import call_cpuft
 from tests.launch.test_plan import make_cluster
 from tests.records import LAYER_TIMES, make_record, make_steps
 from tests.report.test_comparison import write_record
@@ -62,7 +62,9 @@ DRY = {"quickstart", "launch", "compare", "bench", "predict", "data", "export", 
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - SERVERS))
-def test_every_command_works(command: str, tmp_path: Path) -> None:
+def test_every_command_works(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     for folder in ("hostfiles", "ami"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "train.py").write_text("")
@@ -75,7 +77,6 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
         (run / "model").mkdir()
         (run / "model/config.json").write_text("{}")
         (run / "model/model.safetensors").write_text("")
-    state = {"CPUFT_STATE": str(tmp_path / "state")}
     lab = Entry("lab", "local", str(tmp_path / "hostfiles" / "lab"), options={"name": "lab"})
     write_text(tmp_path / "state" / "lab" / FILE_NAME, format_entry(lab))
     write_text(tmp_path / "hostfiles" / "lab", "# made by cpuft provision\nlocalhost slots=4\n")
@@ -84,13 +85,10 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
     is_dry = words[0] in DRY and "status" not in words
     words[place:place] = ["--dry-run"] if is_dry or "down" in words else []
     # That lab is this machine alone; hosts of the same name take the place of none.
-    words, state = (
-        ([*words, "--dry-run"], {"CPUFT_STATE": str(tmp_path / "none")})
-        if words[:2] == ["provision", "local"]
-        else (words, state)
-    )
-    done = run_cpuft(*words, settings=state)
-    assert done.returncode == 0, done.stderr
+    is_made = words[:2] == ["provision", "local"]
+    monkeypatch.setenv("CPUFT_STATE", str(tmp_path / ("none" if is_made else "state")))
+    code, _, warned = call_cpuft(capfd, *words, *["--dry-run"] * is_made)
+    assert code == 0, warned
 
 
 SENTENCES = {

@@ -29,7 +29,7 @@ from cpuft.sweep.study import (
     open_sweep,
     read_sweep,
 )
-from tests.conftest import Golden, run_cpuft
+from tests.conftest import Golden, call_cpuft, run_cpuft
 from tests.provision.simulated import simulate
 from tests.train.tiny import save_tiny
 
@@ -152,11 +152,11 @@ def test_a_dry_run_names_the_sweep_in_trackers(tmp_path: Path) -> None:
         (("--warmup-ratio", "0.1", "--lr-schedule", "cosine,constant"), "lr-schedule constant: --lr-schedule constant"),
     ],
 )
-def test_bad_input_gets_one_line(words: tuple[str, ...], problem: str) -> None:
-    done = run_cpuft("sweep", *words)
-    assert done.returncode == 2
-    assert problem in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_bad_input_gets_one_line(words: tuple[str, ...], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, warned = call_cpuft(capfd, "sweep", *words)
+    assert code == 2
+    assert problem in warned
+    assert len(warned.splitlines()) == 1
 
 
 def test_a_dry_run_of_a_search_prints_its_first_configuration_and_stores_nothing(

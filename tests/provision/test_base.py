@@ -115,18 +115,18 @@ def test_writing_beside_a_file_follows_no_link(tmp_path: Path) -> None:
 
 
 def test_a_task_of_many_steps_is_told_once_and_how_far_it_is_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = [Step(f"push {number}", ("true",), part="push 66 files to 1 host, 900 MB in all") for number in range(66)]
+    steps = [Step(f"push {number}", ("true",), part="push 4 files to 1 host, 900 MB in all") for number in range(4)]
     plan, told = Plan(tuple((step,) for step in [STEP, *steps])), list[str]()
     monkeypatch.setattr(execute, "_PROGRESS_SECONDS", math.inf)
     run_plan(plan, told.append)
-    assert told == ["make it", "push 66 files to 1 host, 900 MB in all"]
+    assert told == ["make it", "push 4 files to 1 host, 900 MB in all"]
     monkeypatch.setattr(execute, "_PROGRESS_SECONDS", 0.0)
     told.clear()
     run_plan(plan, told.append)
     assert told[1:4] == [
-        "push 66 files to 1 host, 900 MB in all",
-        "push 66 files to 1 host, 900 MB in all: 1 of 66 done",
-        "push 66 files to 1 host, 900 MB in all: 2 of 66 done",
+        "push 4 files to 1 host, 900 MB in all",
+        "push 4 files to 1 host, 900 MB in all: 1 of 4 done",
+        "push 4 files to 1 host, 900 MB in all: 2 of 4 done",
     ]
 
 

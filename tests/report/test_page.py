@@ -23,7 +23,7 @@ from cpuft.report.comparison import compare
 from cpuft.report.page import write_page
 from cpuft.report.plots import label_runs, phases_of, thin
 from cpuft.report.tables import format_text, format_verdict
-from tests.conftest import run_cpuft
+from tests.conftest import call_cpuft
 from tests.judge.test_model_errors import make_reviews
 from tests.records import make_record, make_steps, with_rate
 from tests.report.page import make_equal_cores, make_runs
@@ -289,13 +289,12 @@ def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, capsys
     assert [path.name for path in Path("run").iterdir()] == ["record.jsonl"]
 
 
-def test_where_a_page_goes(tmp_path: Path) -> None:
+def test_where_a_page_goes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for run in make_runs((1, 2), steps=20, ideal=False):
         write_record(run, tmp_path / "all" / f"np-{run.header.world_size}")
-    done = run_cpuft("report", "all", "--html")
-    assert (done.returncode, done.stdout) == (0, "page: all/report.html\n"), done.stderr
+    assert call_cpuft(capfd, "report", "all", "--html") == (0, "page: all/report.html\n", "")
     for _ in range(2):
-        assert run_cpuft("report", "all/np-1", "all/np-2", "--html").stdout == "page: report.html\n"
+        assert call_cpuft(capfd, "report", "all/np-1", "all/np-2", "--html") == (0, "page: report.html\n", "")
 
 
 MEASURE = """<!doctype html><iframe src="page.html" style="width: WIDTHpx; height: 900px; border: 0"></iframe>
