@@ -7,26 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.cli import main
 from cpuft.judge.predictions import write_predictions
+from tests.conftest import call_cpuft
 from tests.judge.test_model_errors import make_reviews
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["errors", *words])
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
 
 
 def test_errors_of_a_run_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     made = make_reviews()
     write_predictions(Path("run"), made.about, dict(zip(made.table.column_names, made.table.columns)))
-    code, said, warned = run(capsys, "run", "--most", "1")
+    code, said, warned = call_cpuft(capsys, "errors", "run", "--most", "1")
     assert (code, warned) == (0, "")
     assert said.startswith("run: 3 of 6 validation rows are predicted wrongly. ")
     assert said.count("\nrow ") == 2
-    code, said, _ = run(capsys, "run", "--json")
+    code, said, _ = call_cpuft(capsys, "errors", "run", "--json")
     found = json.loads(said)
     assert code == 0
     assert [one["row"] for one in found["worst"]] == [2, 0, 1]
@@ -38,7 +31,7 @@ def test_a_damaged_column_is_named_in_one_line(label: object, capsys: pytest.Cap
     made = make_reviews()
     columns = dict(zip(made.table.column_names, made.table.columns))
     write_predictions(Path("run"), made.about, columns | {"label": [label] * len(made.table)})
-    code, said, warned = run(capsys, "run")
+    code, said, warned = call_cpuft(capsys, "errors", "run")
     assert (code, said, warned.count("\n")) == (2, "", 1)
     assert warned.startswith("cpuft: error: run/predictions.parquet is damaged (KeyError(")
 
@@ -52,6 +45,6 @@ def test_a_damaged_column_is_named_in_one_line(label: object, capsys: pytest.Cap
     ],
 )
 def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said, warned = run(capsys, *words)
+    code, said, warned = call_cpuft(capsys, "errors", *words)
     assert (code, said, warned.count("\n")) == (2, "", 1)
     assert message in warned

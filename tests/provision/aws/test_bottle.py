@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import takewhile
-from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
 from cpuft.record import read_record
-from tests.conftest import wait_until
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, WORDS, Bottle
 from tests.provision.simulated import needs_root
 
@@ -199,42 +195,3 @@ def test_a_run_leaves_a_spot_instance_before_it_is_reclaimed_and_it_is_replaced(
     assert bottle.ask("calls") == ["CreateTags", "RunInstances"]
     assert [one["id"] for one in bottle.live()][:2] == [one["id"] for one in others]
     assert len(bottle.live()) == 3
-
-
-KEPT = """
-import sys, time
-from pathlib import Path
-from tests.provision.aws.bottle.bottle import open_bottle
-with open_bottle(Path(sys.argv[1])) as bottle:
-    done = bottle.rent(0.0, "--name", "lab", "--nodes", "2")
-    print(done.returncode, bottle.pid, flush=True)
-    time.sleep(100)
-"""
-
-
-def descendants(process: int) -> list[int]:
-    """Return the children of a process, their children, and so on."""
-    children = [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    return [*children, *(one for child in children for one in descendants(child))]
-
-
-def is_there(process: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return False
-
-
-def test_no_process_of_the_simulated_region_outlives_its_owner(tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[3])
-    words = [sys.executable, "-c", KEPT, str(tmp_path / "own")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}) as keeper:
-        assert keeper.stdout
-        code, pid = map(int, keeper.stdout.readline().split())
-        all_of_it = [pid, *descendants(pid)]
-        keeper.send_signal(signal.SIGKILL)
-    assert code == 0
-    # The server, and for each of two instances at least its first process and the process that waits for it.
-    assert len(all_of_it) > 5
-    wait_until(lambda: not any(map(is_there, all_of_it)))
-    assert [*(tmp_path / "own" / "disk").iterdir()] == []
