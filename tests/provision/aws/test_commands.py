@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from cpuft.cli import main
 from cpuft.files import write_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
 from cpuft.provision.aws.client import POLICY, AwsClient
 from cpuft.provision.aws.facts import find_host_key, parse_instances
 from cpuft.provision.options import ImageConfig
+from tests.conftest import call_cpuft
 from tests.provision.aws.region import (
     NOTHING,
     REGION,
@@ -42,13 +42,6 @@ def region(tmp_path: Path) -> Iterator[Region]:
     with pytest.MonkeyPatch.context() as patch, open_region() as opened:
         patch.setenv("CPUFT_STATE", str(tmp_path / "state"))
         yield opened
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ending:
-        main(words)
-    said = capsys.readouterr()
-    return int(ending.value.code or 0), said.out, said.err
 
 
 @pytest.mark.parametrize(
@@ -87,7 +80,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def test_bad_input_is_one_line(
     words: tuple[str, ...], said: str, region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, output, errors = run(capsys, *ASKED, *words)
+    code, output, errors = call_cpuft(capsys, *ASKED, *words)
     assert (code, output) == (2, "")
     assert errors.startswith(f"cpuft: error: {said}"), errors
     assert errors.count("\n") == 1
@@ -101,14 +94,14 @@ def test_without_credentials(
     with monkeypatch.context() as patch:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"):
             patch.delenv(name, raising=False)
-        code, _, errors = run(capsys, *ASKED, "--region", REGION)
+        code, _, errors = call_cpuft(capsys, *ASKED, "--region", REGION)
     assert code == 2
     assert errors.startswith("cpuft: error: there are no AWS credentials")
     assert errors.count("\n") == 1
 
 
 def test_a_dry_run_prints_calls_and_makes_none(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output, _ = run(capsys, *ASKED, "--region", REGION, "--dry-run")
+    code, output, _ = call_cpuft(capsys, *ASKED, "--region", REGION, "--dry-run")
     assert code == 0
     assert "aws ec2 create-security-group --region us-east-1 --cli-input-json" in output
     assert left(region) == NOTHING
@@ -118,18 +111,18 @@ def test_status_and_down_of_a_cluster_that_this_machine_has_no_record_of(
     region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     make_aws(region, tmp_path / "elsewhere", nodes=2).make(say, refuse)
-    code, output, _ = run(capsys, "provision", "status", "--region", REGION)
+    code, output, _ = call_cpuft(capsys, "provision", "status", "--region", REGION)
     assert (code, output.count(" running, i-")) == (0, 2)
-    code, output, _ = run(capsys, "provision", "status", "lab", "--region", REGION)
+    code, output, _ = call_cpuft(capsys, "provision", "status", "lab", "--region", REGION)
     assert (code, output.count(" running, i-")) == (0, 2)
-    code, output, _ = run(capsys, "provision", "down", "lab", "--region", REGION)
+    code, output, _ = call_cpuft(capsys, "provision", "down", "lab", "--region", REGION)
     assert code == 0
     assert output.startswith("cluster lab was removed; it has cost about ")
     assert left(region) == NOTHING
 
 
 def test_the_policy_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    code, output, _ = run(capsys, "provision", "aws", "--policy")
+    code, output, _ = call_cpuft(capsys, "provision", "aws", "--policy")
     assert code == 0
     assert json.loads(output) == read_policy()
 
@@ -217,7 +210,7 @@ def test_a_missing_permission_is_named(
 ) -> None:
     with monkeypatch.context() as patch:
         become("poor", patch, right)
-        code, _, errors = run(capsys, *ASKED, "--region", REGION, *words)
+        code, _, errors = call_cpuft(capsys, *ASKED, "--region", REGION, *words)
     assert code == 2
     assert errors.splitlines()[-1] == (
         f"cpuft: error: your AWS credentials lack the permission {right}: add the policy that `cpuft provision aws "
@@ -249,7 +242,7 @@ def test_bad_input_of_an_image_is_one_line(
 ) -> None:
     write_wheels(tmp_path / "wheels")
     asked = ("--region", REGION, "--ssh-from", "203.0.113.7", "--yes", "--wheels", "wheels", "--recipe", str(RECIPE))
-    code, output, errors = run(capsys, "provision", "image", *asked, *words)
+    code, output, errors = call_cpuft(capsys, "provision", "image", *asked, *words)
     assert (code, output) == (2, "")
     assert errors.startswith(f"cpuft: error: {said}"), errors
     assert errors.count("\n") == 1
@@ -257,7 +250,7 @@ def test_bad_input_of_an_image_is_one_line(
 
 
 def test_an_ami_that_is_not_there_is_not_deleted(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output, errors = run(capsys, "provision", "image", "--region", REGION, "--delete", "cpuft-x", "--yes")
+    code, output, errors = call_cpuft(capsys, "provision", "image", "--region", REGION, "--delete", "cpuft-x", "--yes")
     assert (code, output) == (2, "")
     assert errors == "cpuft: error: cpuft has made no AMI 'cpuft-x' in us-east-1: there is nothing to delete\n"
 
@@ -268,14 +261,14 @@ def test_amis_are_listed_and_deleted_on_the_command_line(
     write_wheels(tmp_path / "wheels")
     config = ImageConfig(recipe=str(RECIPE), wheels=str(tmp_path / "wheels"), region=REGION, yes=True)
     AmiBuilder(config, {"CPUFT_STATE": str(tmp_path / "state")}, region.services()).make(say, refuse)
-    code, output, _ = run(capsys, "provision", "image", "--list", "--region", REGION)
+    code, output, _ = call_cpuft(capsys, "provision", "image", "--list", "--region", REGION)
     name = output.split()[0]
     assert (code, output.count("\n")) == (0, 1)
-    code, output, _ = run(capsys, "provision", "image", "--delete", name, "--region", REGION, "--dry-run")
+    code, output, _ = call_cpuft(capsys, "provision", "image", "--delete", name, "--region", REGION, "--dry-run")
     assert (code, output.count("aws ec2 de")) == (0, 2)
-    code, output, _ = run(capsys, "provision", "image", "--delete", name, "--region", REGION)
+    code, output, _ = call_cpuft(capsys, "provision", "image", "--delete", name, "--region", REGION)
     assert (code, output) == (0, f"AMI {name} was deleted\n")
-    code, output, _ = run(capsys, "provision", "image", "--list", "--region", REGION)
+    code, output, _ = call_cpuft(capsys, "provision", "image", "--list", "--region", REGION)
     assert (code, output) == (0, "cpuft has made no AMI in us-east-1\n")
 
 
@@ -288,9 +281,9 @@ def test_status_continues_after_an_account_that_cannot_be_queried(
     with monkeypatch.context() as patch:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"):
             patch.delenv(name, raising=False)
-        code, output, errors = run(capsys, "provision", "status")
+        code, output, errors = call_cpuft(capsys, "provision", "status")
         assert (code, errors) == (0, "")
         first, second, *_ = output.splitlines()
         assert first.startswith("cluster lab cannot be queried: there are no AWS credentials")
         assert second.startswith("cluster mine (local)")
-        assert run(capsys, "provision", "status", "lab")[0] == 2
+        assert call_cpuft(capsys, "provision", "status", "lab")[0] == 2
