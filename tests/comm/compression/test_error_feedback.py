@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import accumulate
@@ -17,10 +16,10 @@ from torch._C._distributed_c10d import HashStore
 
 from cpuft.comm.compression.int8 import BlockMean
 from cpuft.comm.compression.powersgd import RANK, Matrices, PowerSGD, _split, orthonormalise
-from cpuft.compiler import find_compiler, read_cpu_flags
-from cpuft.kernels import Kernels, build, plain_torch, use_kernels
+from cpuft.kernels import plain_torch, use_kernels
 from tests.comm.compression.feedback import Bucket
 from tests.comm.ranks import fork_ranks
+from tests.train.fast.test_kernels import FOR_PROOFS, RUNNABLE, build_for
 
 
 def gather(unsent: list[torch.Tensor], generator: torch.Generator) -> Matrices:
@@ -167,16 +166,11 @@ def test_all_processors_make_the_same_bits_of_the_same_messages() -> None:
         matrices.write_approximations(mean, mean, received)
         return matrices._p, received
 
-    compiler, flags = find_compiler(os.environ), set(read_cpu_flags(os.environ))
-    assert compiler is not None
-    builds = {"haswell": {"avx2", "fma"}, "skylake-avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}}
-    builds |= {"armv8-a": {"asimd"}, "armv8.2-a+bf16": {"asimd", "bf16"}}
-    runnable = [name for name, needed in builds.items() if needed <= flags]
-    assert runnable
     wanted = make()
-    for name in runnable:
-        with use_kernels(Kernels(build(compiler, name))):
-            assert all(mine.equal(theirs) for mine, theirs in zip(make(), wanted, strict=True))
+    for name in RUNNABLE:
+        if name not in FOR_PROOFS:
+            with use_kernels(build_for(name)):
+                assert all(mine.equal(theirs) for mine, theirs in zip(make(), wanted, strict=True))
 
 
 @pytest.mark.parametrize("without", [False, True])
