@@ -37,6 +37,8 @@ COMPILE_ONCE = str(Path(__file__).with_name("compile-once"))
 
 REAL_NAMES = {"run_cpuft", "mpirun", "fork_ranks", "spawn", "Popen", "executable", "simulate", "cluster", "world"}
 """Whatever a test mentions, or takes as a fixture, that starts cpuft, ranks, another Python or a cluster."""
+NAMES_OF_MARKS = {"clusters": ("needs_root", "mark.clusters"), "alone": ("mark.alone",), "proof": ("mark.proof",)}
+"""What a file of tests with a mark contains."""
 REAL_FOLDERS = ("train/fast/",)
 """Whose tests train, or compile what trains."""
 
@@ -100,6 +102,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write golden files anew instead of comparing")
 
 
+@functools.cache
+def _names(path: Path, mark: str) -> bool:
+    return any(word in path.read_text(encoding="utf-8") for word in NAMES_OF_MARKS[mark])
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that do not name the mark with which `-m` begins: importing all files takes 20 s."""
+    mark = str(config.option.markexpr).partition(" ")[0]
+    is_test = mark in NAMES_OF_MARKS and collection_path.match("test_*.py")
+    return True if is_test and not _names(collection_path, mark) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `real` what scripts/test quick leaves out, which is whatever asks for root, cores or data, and as
     `clusters` what makes simulated hosts: only one of these runs at a time.
@@ -107,6 +121,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if needs_root.mark in item.iter_markers():
             item.add_marker("clusters")
+        for mark in NAMES_OF_MARKS:
+            if item.get_closest_marker(mark) and not _names(item.path, mark):
+                raise pytest.UsageError(f"{item.path} must name the mark {mark} of {item.name}")
         if isinstance(item, pytest.Function) and (
             item.path.relative_to(Path(__file__).parent).as_posix().startswith(REAL_FOLDERS)
             or item.get_closest_marker("skipif")

@@ -405,8 +405,6 @@ def start(cluster: Simulated, folder: str, *words: str) -> str:
 def test_a_run_goes_on_without_its_launcher_and_is_attached_to_from_elsewhere(
     cluster: Simulated, tmp_path: Path
 ) -> None:
-    whole = cluster.cpuft("launch", "--cluster", cluster.name, *TEXTS, *QUIET, *STEPS, "--run-dir", "whole")
-    assert whole.returncode == 0, whole.stderr
     words = ("launch", "--detach", "--cluster", cluster.name, *TEXTS, *QUIET, *STEPS, "--run-dir", "away")
     environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
     command = [sys.executable, "-m", "cpuft", *words]
@@ -429,13 +427,12 @@ def test_a_run_goes_on_without_its_launcher_and_is_attached_to_from_elsewhere(
     done = subprocess.run(attach, cwd=place, env=there, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"\nrun: {place}/runs/away\n")
-    records = [read_record(str(folder)) for folder in (cluster.folder / "whole", place / "runs" / "away")]
-    assert [step.loss for step in records[0].steps] == [step.loss for step in records[1].steps] != []
-    assert done.stdout.partition("\n")[0] == whole.stdout.partition("\n")[0]  # the metric
-    shown = [re.sub(r"  [0-9.]+ samples/s.*", "", text).splitlines() for text in (whole.stderr, done.stderr)]
-    assert [line for line in shown[0] if line.startswith("step ")] == [
-        line for line in shown[1] if line.startswith("step ")
-    ]
+    record = read_record(str(place / "runs" / "away"))
+    assert [record.header.options[name] for name in ("seed", "max_length", "fast_path")] == [7, 32, False]
+    assert len({rank.host for rank in record.header.ranks}) == 2
+    shown = re.findall(r"^step (\d)/6  loss ([0-9.]+)", done.stderr, re.MULTILINE)
+    assert shown == [(str(line.step), f"{line.loss:.4f}") for line in record.steps]
+    assert done.stdout.startswith("perplexity "), done.stdout
     # The results are where they were fetched to, and nowhere else.
     again = cluster.cpuft("attach", "away")
     assert again.returncode == 0, again.stderr
@@ -465,7 +462,9 @@ def test_a_mac_starts_shows_stops_and_fetches_a_run(cluster: Simulated) -> None:
     assert swept.returncode == 0, swept.stderr
     there = cluster.cpuft("launch", *place, "--run-dir", "attended", *TEXTS, *QUIET, *STEPS, **mac)
     assert there.returncode == 0, there.stderr
-    assert len(read_record(str(cluster.folder / "attended")).steps) == 6
+    records = [read_record(str(cluster.folder / name)) for name in ("mac", "attended")]
+    assert [step.loss for step in records[0].steps] == [step.loss for step in records[1].steps]
+    assert done.stdout.partition("\n")[0] == there.stdout.partition("\n")[0]  # the metric
     run = start(cluster, "stopped", *TEXTS, *QUIET, "--max-steps", "2000")
     wait_for_update(cluster)
     for system in ("win32", "darwin"):

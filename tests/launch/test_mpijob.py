@@ -61,7 +61,10 @@ def make_job(folder: Path, *words: str, kind: str = "kubernetes") -> Iterator[Op
             yield operator
 
 
-@pytest.mark.parametrize("kind, worker", [("kubernetes", "j-worker-{}"), ("trainjob", "j-node-0-{}")])
+@pytest.mark.parametrize(
+    "kind, worker",
+    [("kubernetes", "j-worker-{}"), pytest.param("trainjob", "j-node-0-{}", marks=pytest.mark.proof)],
+)
 def test_a_script_runs_on_two_workers(kind: str, worker: str, tmp_path: Path) -> None:
     (tmp_path / "meets.py").write_text(MEETS, encoding="utf-8")
     with make_job(tmp_path, "--np", "2", "--", str(tmp_path / "meets.py"), kind=kind) as operator:

@@ -54,7 +54,9 @@ def enter(cluster: Simulated, index: int) -> tuple[str, ...]:
     return ("setpriv", "--pdeathsig", "KILL", "nsenter", "--target", child, "--all", "--wd=/")
 
 
-@pytest.mark.parametrize("service", ["batch", "dstack", "skypilot"])
+@pytest.mark.parametrize(
+    "service", ["batch", *(pytest.param(name, marks=pytest.mark.proof) for name in ("dstack", "skypilot"))]
+)
 def test_ranks_run_on_all_its_nodes(cluster: Simulated, service: str) -> None:
     logs = [cluster.folder / "state" / cluster.name / "nodes" / str(number) / "log" for number in (1, 2, 3)]
     names = [cluster.on(number, "hostname") for number in (1, 2, 3)]
