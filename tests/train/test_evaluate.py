@@ -19,7 +19,7 @@ from cpuft.judge.predictions import read_predictions
 from cpuft.record import EvaluationLine, Record, read_record
 from cpuft.train.data.sources import read_data
 from cpuft.train.evaluate import find_best, should_stop_early
-from tests.conftest import run_cpuft
+from tests.conftest import call_cpuft, run_cpuft
 from tests.train.tiny import save_tiny
 
 JOB = (
@@ -108,7 +108,9 @@ OTHER_WAYS = [("--lora-rank", "4"), ("--sync-every", "3"), ()]
 @pytest.mark.parametrize(
     "how", [("--shard", "optimizer"), *(pytest.param(how, marks=pytest.mark.proof) for how in OTHER_WAYS)]
 )
-def test_the_saved_model_is_that_of_the_best_evaluation(how: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_saved_model_is_that_of_the_best_evaluation(
+    how: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     # A high learning rate, so that the best evaluation is not the last one.
     model = save_tiny(tmp_path / "tiny")
     options = ("--np", "2", "--learning-rate", "2e-2", "--eval-every", "5", "--save-best", "--best-metric", "macro-f1")
@@ -122,9 +124,9 @@ def test_the_saved_model_is_that_of_the_best_evaluation(how: tuple[str, ...], tm
     assert (kept.about.step, kept.about.metrics) == (best.step, best.metrics)
     assert np.mean(kept.column("label") == kept.column("prediction")) == best.metrics["accuracy"]
     assert [*kept.column("text")[0]] == list(read_data(TrainConfig(task="demo")).validation[""].load().texts[0])
-    done = run_cpuft("predict", "run", "--split", "validation")
-    assert done.returncode == 0, done.stderr
-    assert f"accuracy {best.metrics['accuracy']:.4f}  f1 {best.metrics['f1']:.4f}" in done.stdout + done.stderr
+    code, said, warned = call_cpuft(capfd, "predict", "run", "--split", "validation")
+    assert code == 0, warned
+    assert f"accuracy {best.metrics['accuracy']:.4f}  f1 {best.metrics['f1']:.4f}" in said + warned
     assert not Path("run/checkpoints").exists()
 
 
