@@ -19,6 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cpuft.files import cache_path
+from cpuft.record import format_baseline, read_record
 from cpuft.train.model import find_model
 from tests.conftest import ASLEEP
 from tests.provision.aws.bottle.bottle import Bottle, open_bottle, write_machine_wheels
@@ -29,13 +30,14 @@ from tests.test_readme import TEXTS
 
 ENCODER = " --model ./encoder"
 ADDED = {
-    "--task pairs": " --max-steps 4",
+    "--task pairs": f" --max-steps 4{ENCODER}",
     "--task demo": f" --max-steps 6{ENCODER}",
-    "cpuft launch --np 2 --task": " --backend gloo",
+    "cpuft launch --np 2 --task files": " --backend gloo",
+    "cpuft launch --np 2 --task pairs": " --backend gloo",
     "cpuft launch --task": ENCODER,
     "cpuft compare": f" --backend gloo{ENCODER}",
-    "cpuft sweep --task": f" --max-steps 4{ENCODER}",
-    "provision aws": f" --ssh-from {GATEWAY} --wheels wheels",
+    "cpuft sweep --task": f" --search random --trials 2 --max-steps 4{ENCODER}",
+    "provision aws": f" --nodes 2 --ssh-from {GATEWAY} --wheels wheels",
 }
 """What is added to a command with these words, so that it ends sooner or without what a page takes from the internet;
 the lines stay the same. On cores that other programs use as well, ranks over gloo, which sleep, are faster than those
@@ -191,6 +193,45 @@ def test_the_trained_model_is_loaded_with_transformers(world: World) -> None:
         blocks += [f"exec({one!r}, {{}})" for one in found if "pipeline" in one]
     said = world.run(f"python -c {shlex.quote('; '.join(blocks))}")
     assert re.findall(r"'label': '(\w+)'", said) == ["good", "good", "bad"], said
+
+
+@pytest.mark.real
+def test_two_ranks_of_a_page_share_the_cores_and_tell_of_the_baseline(world: World) -> None:
+    ((command, _),) = SHOWN["README.md"]
+    world.run(command)
+    folder = world.folder / "runs/reviews"
+    record = read_record(str(folder))
+    assert [len(place.cpus) for place in record.header.ranks] == [1, 1]
+    assert record.header.ranks[0].cpus != record.header.ranks[1].cpus
+    assert record.header.kernels == "compiled"
+    assert record.header.fast_path == "6 of 6 layers replaced"
+    assert [line.step for line in record.steps] == list(range(1, 16))
+    assert record.footer is not None
+    assert record.footer.samples == 3 * 288
+    assert set(record.metrics) == {"accuracy", "f1"}
+    assert record.baseline
+    assert (record.baseline.examples, set(record.baseline.metrics)) == (288, {"accuracy", "f1"})
+    assert format_baseline(record.baseline) in (folder / "logs/rank-0.out").read_text()
+    assert format_baseline(record.baseline) in (folder / "model/README.md").read_text()
+    told = (folder / "logs/rank-0.err").read_text()
+    assert (told.count("step "), told.count("fast path: 6 of 6 layers replaced\n")) == (15, 1)
+    silent = folder / "logs/rank-1.err"
+    assert not silent.exists() or "step " not in silent.read_text()
+
+
+@pytest.mark.real
+def test_a_comparison_is_reported_again(world: World) -> None:
+    (command,) = (command for command, _ in SHOWN["docs/comparing.md"] if "cpuft compare" in command)
+    told = world.run(command)
+    report = json.loads(world.run("cpuft report runs/compared --json"))
+    found = [(run["np"], run["global_batch"], run["speedup"] > 0) for run in report["runs"]]
+    assert found == [(1, 32, True), (2, 64, True)]
+    assert report["scaling"] == "weak"
+    assert report["baseline"]["metrics"].keys() == report["runs"][0]["metrics"].keys()
+    runs = world.folder / "runs/compared"
+    speed, _, quality = world.run(f"cpuft report {runs}/np-1 {runs}/np-2").partition("\nQuality of A")
+    assert speed in told
+    assert "on the same validation rows: 32 rows" in quality
 
 
 def test_every_page_of_a_task_begins_with_it_and_shows_what_one_sees() -> None:

@@ -21,7 +21,7 @@ from cpuft.hosts.cluster import LOCAL
 from cpuft.launch.resume import HostCopy, ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.launch.run_state import FINISHED
-from cpuft.record import Record, format_baseline, read_record
+from cpuft.record import Record, read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft, wait_until
 from tests.records import make_state
 from tests.train.tiny import save_tiny
@@ -67,31 +67,6 @@ def test_more_ranks_than_the_run_has_are_refused_before_anything_starts() -> Non
     request = LaunchRequest(config, TrainConfig(), ScriptConfig(), ("true",), "", frozenset(), "lines")
     with ExitStack() as sessions, pytest.raises(CpuftError, match="--min-np 2 is more than --np 1: lower --min-np"):
         plan_request(request, {}, print, None, sessions)
-
-
-def test_two_ranks_train_on_the_demo_task() -> None:
-    record = launch("--np", "2", *SHORT)
-    assert [len(place.cpus) for place in record.header.ranks] == [1, 1]
-    assert record.header.ranks[0].cpus != record.header.ranks[1].cpus
-    assert record.header.kernels == "compiled"
-    assert record.header.fast_path == "6 of 6 layers replaced"
-    assert [line.step for line in record.steps] == [1, 2, 3, 4]
-    assert record.footer is not None
-    assert record.footer.samples == 128
-    assert set(record.metrics) == {"accuracy", "f1"}
-    assert record.baseline
-    assert (record.baseline.examples, set(record.baseline.metrics)) == (128, {"accuracy", "f1"})
-    assert format_baseline(record.baseline) in Path("run/logs/rank-0.out").read_text()
-    assert format_baseline(record.baseline) in Path("run/model/README.md").read_text()
-    assert Path("run/logs/rank-0.err").read_text().count("step ") == 4
-    assert Path("run/logs/rank-0.err").read_text().count("fast path: 6 of 6 layers replaced\n") == 1
-    silent = Path("run/logs/rank-1.err")
-    assert not silent.exists() or "step " not in silent.read_text()
-
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    assert AutoModelForSequenceClassification.from_pretrained("run/model").config.num_labels == 2
-    assert AutoTokenizer.from_pretrained("run/model")("a", "b")["input_ids"]
 
 
 def test_a_run_without_a_compiler_says_that_it_is_slower(tmp_path: Path) -> None:
@@ -244,24 +219,6 @@ def test_the_printed_plan_trains_too(tmp_path: Path) -> None:
     assert f"{tmp_path}/run" in again.stderr.splitlines()[-1]
     assert "File exists" in again.stderr
     assert read_record("run").footer is not None
-
-
-def test_compare_reports(tmp_path: Path) -> None:
-    tiny = save_tiny(tmp_path / "tiny")
-    words = ("--scaling", "strong", "--run-dir", "all", *SHORT, "--model", tiny, "--backend", "gloo")
-    done = run_cpuft("compare", "--np", "1,2", *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"report: {tmp_path}/all/report.md"
-    report = json.loads(run_cpuft("report", "all", "--json").stdout)
-    assert [(run["np"], run["global_batch"], run["speedup"] > 0) for run in report["runs"]] == [
-        (1, 16, True),
-        (2, 16, True),
-    ]
-    assert report["scaling"] == "strong"
-    assert report["baseline"]["metrics"].keys() == report["runs"][0]["metrics"].keys()
-    speed, _, quality = run_cpuft("report", "all/np-1", "all/np-2").stdout.partition("\nQuality of A")
-    assert speed in done.stdout
-    assert "on the same validation rows: 400 rows" in quality
 
 
 @pytest.mark.parametrize(
