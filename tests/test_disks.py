@@ -55,7 +55,6 @@ def test_a_record_that_finds_no_room_ends_the_rank_with_74() -> None:
     "start",
     [
         f"cpuft launch --run-dir run {DEMO}",
-        f"python -m cpuft.train --run-dir=run {DEMO}",
         "python -m cpuft.train --run-dir=run --task=text --train-file=texts.txt",
     ],
 )

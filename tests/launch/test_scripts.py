@@ -288,7 +288,6 @@ ENDED = (
         ("spawn", 2, -2, "cpuft: error: the script starts processes of its own. Next: cpuft launch has started one"),
         ("uneven", 1, -1, ENDED),
         ("uneven-ccl", 75, -1, ENDED),
-        ("fine", 0, -1, ""),
     ],
 )
 def test_scripts_whose_ranks_do_not_train_together_are_told_why(how: str, code: int, place: int, line: str) -> None:

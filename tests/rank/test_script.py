@@ -163,7 +163,6 @@ LOOPBACK, ALL = "0100007F", "0" * 32
 @pytest.mark.parametrize(
     ("start", "master", "module", "address"),
     [
-        (BY_ENVIRONMENT, "127.0.0.1", "cpuft.rank.script", LOOPBACK),
         (BY_ADDRESS, "127.0.0.1", "cpuft.rank.script", LOOPBACK),
         (TWICE, "127.0.0.1", "cpuft.rank.script", LOOPBACK),
         ("from cpuft.comm import start; start('gloo')", "127.0.0.1", "cpuft.rank.script", LOOPBACK),
