@@ -14,7 +14,7 @@ from cpuft.errors import CpuftError
 from tests.fuzz import sandbox
 from tests.fuzz.exempt import EXEMPT
 from tests.fuzz.parsers import PARSERS, Parser
-from tests.fuzz.run import NONE, Fault, Faults, check_parser, fuzz
+from tests.fuzz.run import NONE, Faults, check_parser, fuzz
 from tests.provision.simulated import needs_root
 
 REPOSITORY = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ def in_the_room(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.alone
 def test_some_hundreds_of_inputs() -> None:
     """The runs of other tests write to the user's cache folder, which these inputs must not change."""
-    done = in_the_room("-m", "scripts.benchmarks.check_fuzz", "--inside", "--inputs", "300", "--seed", "1")
+    done = in_the_room("-m", "scripts.benchmarks.check_fuzz", "--inside", "--inputs", "200", "--seed", "1")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
@@ -63,21 +63,6 @@ def test_a_fault_is_found_counted_and_cut_short() -> None:
     [(kind, (times, said, first))] = faults.found.items()
     assert kind.startswith("ZeroDivisionError at test_fuzz.py:")
     assert (times, said, first, faults.inputs) == (2, "division by zero", "", 3)
-
-
-def _draw(seed: int) -> list[str]:
-    drawn: list[str] = []
-
-    def keep(text: str) -> Fault:
-        drawn.append(text)
-        return NONE
-
-    fuzz(PARSERS["parse_hostfile"].texts, keep, 30, seed, Faults())
-    return drawn
-
-
-def test_a_seed_draws_the_same_again() -> None:
-    assert _draw(1) == _draw(1) != _draw(2)
 
 
 def _list_parsers() -> set[str]:
