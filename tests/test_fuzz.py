@@ -49,6 +49,22 @@ def test_nothing_else_can_be_written_in_the_room() -> None:
     assert not (sandbox.OUTSIDE / "x").exists()
 
 
+@needs_root
+def test_what_changes_around_the_root_is_seen() -> None:
+    script = """if True:
+        from tests.fuzz.run import check_verb
+        from tests.fuzz.sandbox import OUTSIDE, prepare, snapshot_near
+        from tests.fuzz.verbs import Case
+        prepare()
+        outside = snapshot_near()
+        (OUTSIDE / "a" / "v" / "keep").write_text("x")
+        print(check_verb(Case(("--version",)), outside))
+        print(check_verb(Case(("--version",)), outside))
+    """
+    said = in_the_room("-c", script).stdout
+    assert said == f"('changed outside of its room', '{sandbox.OUTSIDE}/a/v/keep')\n{NONE}\n"
+
+
 def _divide(text: str) -> float:
     if "\n" in text:
         raise CpuftError(text)
