@@ -27,10 +27,11 @@ from cpuft.cli.common import check_hosts, find_model_folder, say
 from cpuft.cli.options import pick
 from cpuft.cli.predict import check_request, is_embedding_task, plan_prediction
 from cpuft.config.compare import CompareConfig
+from cpuft.config.conflicts import name_alternatives
 from cpuft.config.fields import option_names, parse_numbers, parse_value
 from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig, ResumeConfig, ScriptConfig
 from cpuft.config.predict import PredictConfig
-from cpuft.config.train import ALTERNATIVES, TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import (
     RESUMABLE,
     CpuftError,
@@ -327,9 +328,8 @@ def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
         if value is None:
             continue
         values[name] = parse_value(*fields[name], _format_value(name, value))
-    for first, second in ALTERNATIVES:
-        if first in values and second in values:
-            raise CpuftError(f"{first} and {second} exclude each other: leave out one of them")
+    if why := name_alternatives({name: name for name in values}):
+        raise CpuftError(why)
     return values
 
 

@@ -306,7 +306,9 @@ class _Pipe(io.RawIOBase):
 
 
 def open_stream(source: "int | io.RawIOBase", target: int) -> Stream:
-    """Return a stream that reads from a descriptor or a file, and writes to a descriptor; both become non-blocking."""
+    """Return a stream that reads from a descriptor or a file, and writes to a descriptor; descriptors become
+    non-blocking.
+    """
     return Stream(_Pipe(source) if isinstance(source, int) else source, _Pipe(target))
 
 

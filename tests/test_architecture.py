@@ -250,6 +250,7 @@ TESTED_ELSEWHERE = {
     "schedulers/base.py": "schedulers/test_submit.py",
     "tasks.py": "train/data/test_sources.py",
     "train/data/describe.py": "train/data/test_prepare.py",
+    "train/result_warnings.py": "train/test_run_warnings.py",
     "train/baseline_process.py": "train/test_baseline.py",
     "train/control_messages.py": "train/test_loop.py",
     "train/data/demo.py": "train/data/test_sources.py",

@@ -12,8 +12,8 @@ import click
 from click.core import ParameterSource
 
 from cpuft.cli.aliases import suggest_options
+from cpuft.config.conflicts import ALTERNATIVES, name_alternatives
 from cpuft.config.fields import SECTIONS, format_flag, option_names, parse_value
-from cpuft.config.train import ALTERNATIVES
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.files import read_given_text
 from cpuft.serialization import find_control, load, parse_yaml
@@ -245,10 +245,8 @@ class Verb(CheckedCommand):
             for param in self.get_params(ctx)
             if ctx.get_parameter_source(str(param.name)) in _GIVEN and ctx.params.get(str(param.name)) is not False
         }
-        for first, second in self._alternatives:
-            if first in given and second in given:
-                one, other = given[first], given[second]
-                raise click.UsageError(f"{one} and {other} exclude each other: leave out one of them", ctx)
+        if why := name_alternatives(given, self._alternatives):
+            raise click.UsageError(why, ctx)
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from cpuft.compressions import SHARDED_COMPRESSIONS
 from cpuft.config.fields import format_flag
 from cpuft.config.train import DEFAULT_LORA_RANK, TrainConfig
@@ -9,6 +11,8 @@ from cpuft.errors import CpuftError
 from cpuft.serialization import is_count
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, find_task
 
+ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
+"""Pairs of options of which only one may be given."""
 _LAYERS = "it trains with its own layers"
 _WEIGHTS = "it keeps the fp32 weights to itself"
 _SHARDS = "it shards the optimizer state itself"
@@ -28,6 +32,12 @@ UNSUPPORTED_BY_ENGINE = {
     "ort": {**_OWN_LAYERS, "shard": _UNTESTED, "save_best": _NO_CHECKPOINTS},
 }
 """Value of --engine -> options that it does not support, and the reason."""
+
+
+def name_alternatives(given: Mapping[str, str], pairs: Iterable[tuple[str, str]] = ALTERNATIVES) -> str:
+    """Return why two of the `given` options, names and how the user writes them, exclude each other; else ""."""
+    found = (f"{given[one]} and {given[other]}" for one, other in pairs if one in given and other in given)
+    return next((f"{both} exclude each other: leave out one of them" for both in found), "")
 
 
 def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool) -> None:

@@ -520,9 +520,6 @@ CHANGEABLE_ON_RESUME = (
 )
 """Training options that may change when a run is resumed: they decide how these hosts train, not what is learned."""
 
-ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
-"""Pairs of options of which only one may be given."""
-
 _MASKING_OPTIONS = ("mlm_probability", "whole_word_mask")
 _OF_DATA = [one.name for one in dataclasses.fields(TrainConfig) if one.metadata["section"] == SECTIONS[1]]
 DATA_OPTIONS = (*(name for name in _OF_DATA if name not in _MASKING_OPTIONS), "max_train_samples", "seed")

@@ -35,8 +35,8 @@ warning = functools.partial(Finding, severe=False)
 
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:
     """Return "CODE error on HOST, HOST: EVIDENCE", cause and next step for all findings that differ only in the host,
-    errors first, then by code; then a line of counts with the numbers of examined `hosts` and `checks`, such as
-    "2 hosts, 40 checks: no problems found", and a newline.
+    errors first, then by code; then a line with the numbers of examined `hosts` and `checks` and of findings, one for
+    each host, such as "2 hosts, 40 checks: no problems found", and a newline.
     """
     examined = f"{counted(hosts, 'host')}, {counted(checks, 'check')}"
     if not findings:

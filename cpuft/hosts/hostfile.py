@@ -42,9 +42,10 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
     """Return the hosts in the order of the text; the first is the head host.
 
     Each line is `[user@]host[:slots] [slots=N] [max_slots=N] [user=U] [port=P]`, or SGE's `host slots queue
-    processors`; `#` begins a comment. `node[01-04,07]` is five hosts. The slots of a host on several lines add up; if
-    such lines have none, as in the lists of PBS and LSF, each is one slot. Raises CpuftError, which begins with
-    `source`: a line is not understood or contradicts another one, or there is no host.
+    processors`; `#` begins a comment. `node[01-04,07]` is five hosts. The slots of a host on several lines add up.
+    Without slots they are 0; but if a host is repeated without slots, as in the lists of PBS and LSF, each line of any
+    host is one slot. Raises CpuftError, which begins with `source`: a line is not understood or contradicts another
+    one, or there is no host.
     """
     hosts: dict[str, list[Host]] = {}
     lines_of: dict[str, int] = {}

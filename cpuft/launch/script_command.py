@@ -38,7 +38,9 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def name_script(command: tuple[str, ...]) -> str:
-    """Return the name of a run by its `plan_script` command: "train" for train.py, train.sh and `-m package.train`."""
+    """Return the name of a run by its `plan_script` command: "train" for (sys.executable, "train.py"), ("train.sh",)
+    and (sys.executable, "-m", "package.train").
+    """
     if command[0] != sys.executable or len(command) == 1:
         return Path(command[0]).stem
     if command[1] == "-m" and len(command) > 2:

@@ -330,7 +330,9 @@ def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
 
 
 def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
-    """Plan the removal of key and, unless another cluster uses it, environment from servers, then of the files here."""
+    """Plan the removal of key and, unless another cluster uses them, environment and inputs from servers, then of the
+    files here.
+    """
     comment = _key_comment(config)
     command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, comment, WORK_ROOT)
     why = {

@@ -136,8 +136,9 @@ def dump_recorder() -> dict[str, Any] | None:
 
 def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
     """Return the flight recorder's entries: `pending` has unfinished operations, `progress` by channel the highest
-    (number, name), and `last` the operation that was started last, or none. `now` is in nanoseconds since 1970. A
-    channel is "the world" (the default process group) or "group NAME", with ", between two" for two ranks.
+    (number, name), and `last` a list of the operation that was started last, or []. An operation has channel, sequence,
+    name and seconds (in `last` 0). `now` is in nanoseconds since 1970. A channel is "the world" (the default process
+    group) or "group NAME", with ", between two" for two ranks.
     """
     pending, progress, last = [], dict[str, tuple[int, str]](), list[dict[str, Any]]()
     for entry in found.get("entries", ()):

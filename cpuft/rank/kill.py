@@ -80,7 +80,7 @@ def _read(path: str) -> bytes:
 
 
 def kill_processes(run_dir: str, owner: int) -> "list[int]":
-    """Send SIGKILL to the run's processes on this host (`find_processes`); return the numbers of the killed ones."""
+    """Send SIGKILL to the run's processes here, of its starts up to number `owner`; return their process ids."""
     killed = []
     for pid in find_processes(run_dir, owner):
         with contextlib.suppress(ProcessLookupError, PermissionError):

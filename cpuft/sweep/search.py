@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from cpuft.config.conflicts import refuse_conflicts, refuse_unused_data_options
+from cpuft.config.conflicts import name_alternatives, refuse_conflicts, refuse_unused_data_options
 from cpuft.config.fields import format_flag, option_names, parse_arguments, parse_value
-from cpuft.config.train import ALTERNATIVES, TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.files import read_given_text
 from cpuft.serialization import load, parse_yaml
@@ -218,10 +218,8 @@ def check_assignments(base: TrainConfig, assignments: Sequence[OptionValues], gi
         try:
             refuse_unused_data_options(config)
             refuse_conflicts(config)
-            for one, other in ALTERNATIVES:
-                if {one, other} <= {*given, *assignment}:
-                    both = f"{format_flag(one)} and {format_flag(other)}"
-                    raise CpuftError(f"{both} exclude each other: leave out one of them")
+            if why := name_alternatives({name: format_flag(name) for name in (*given, *assignment)}):
+                raise CpuftError(why)
         except CpuftError as error:
             raise CpuftError(f"{describe_values(assignment)}: {error}") from None
 
@@ -244,7 +242,7 @@ def describe_values(values: Mapping[str, str]) -> str:
 
 
 def format_assignment(values: Mapping[str, Any]) -> list[str]:
-    """Return values of options as arguments: ["--learning-rate=1e-5", "--no-save-model"], the latter for False."""
+    """Return values or texts of options as arguments, such as "--learning-rate=2e-05"; "--no-save-model" for False."""
     return [
         format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
         for name, value in values.items()

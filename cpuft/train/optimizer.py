@@ -20,8 +20,9 @@ from cpuft.train.fast.stack import find_stacks
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
-    """Return an AdamW for a model, and give the model gradient checkpointing and layers as the options say, in place,
-    for `precision` fp32, bf16 or int8. Raises CpuftError: it lacks the layers that an option needs.
+    """Return an AdamW for a model, whose groups' RATE_FACTOR the caller applies, and give the model gradient
+    checkpointing and layers as the options say, in place, for `precision` fp32, bf16 or int8. Raises CpuftError: it
+    lacks the layers that --gradient-checkpointing, --layerwise-lr-decay or int8 needs.
     """
     if config.gradient_checkpointing:
         checkpoint_gradients(model, config.uses_fast_path)
@@ -126,7 +127,7 @@ def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str =
 
     The share rises from 0 during the `warmup` updates, whose last is followed by the peak. Then linear and cosine (half
     a wave) fall to 0 at update `updates`, inverse-sqrt falls as sqrt(w / (w + updates since the peak)) with w =
-    `warmup` or 10,000, and the constant ones stay at 1. Raises KeyError for another `schedule`.
+    `warmup` or 10,000, and the constant ones stay at 1. KeyError after the warmup: another `schedule`.
     """
     if update < warmup:
         return update / warmup

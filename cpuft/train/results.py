@@ -20,7 +20,7 @@ from cpuft.train.checkpoint.model_card import format_model_card
 from cpuft.train.checkpoint.writer import wait_for_disks
 from cpuft.train.ranks import gather
 from cpuft.train.reporter import Progress, RunReporter, TrainingResult, make_footer
-from cpuft.train.run_warnings import find_last_warning
+from cpuft.train.result_warnings import find_last_warning
 from cpuft.train.saved_predictions import save_predictions
 from cpuft.train.setup import TrainingSetup
 

@@ -17,12 +17,11 @@ from cpuft.config.train import TrainConfig
 from cpuft.record import EvaluationLine
 from cpuft.train.data.archive import EMPTY, UNTAGGED, Prepared, Tokens, count_repeated
 from cpuft.train.objective.table import make_objective
+from cpuft.train.result_warnings import find_last_warning, find_result_warning
 from cpuft.train.run_warnings import (
     RunWatch,
     find_chance_loss,
     find_early_warnings,
-    find_last_warning,
-    find_result_warning,
     find_standard_error,
 )
 from tests.conftest import run_cpuft

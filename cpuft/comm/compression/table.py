@@ -130,7 +130,7 @@ def list_levels(
     `parameters` are those that are not exchanged by rows. `rows` are how many numbers the embedding rows of all ranks
     together have, and those of one rank, or of one host if means are hierarchical. `coding_seconds` is the time to
     encode and decode one number with int8. `hosts` is 0 unless compressions with error feedback have hierarchical
-    means; their bytes are scaled to stay the payload of an all-reduce between all ranks.
+    means; their bytes are scaled to stay the payload of an all-reduce between `ranks` ranks.
     """
     numbers = _count(parameters)
     factors = sum(powersgd.count_numbers(parameter.shape) for parameter in parameters)

@@ -140,7 +140,8 @@ class Checkpoints:
             raise TrainingInterrupted(line)
 
     def write_final(self, update: int) -> None:
-        """Begin to write a checkpoint after `update`, the run's last one, if `keep_final` is set. Collective.
+        """Wait for the previous checkpoint, and begin to write one after `update`, the run's last one, if `keep_final`
+        is set. Collective.
 
         If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again from
         the checkpoint. With one host, `keep_final` is False: the checkpoint would be lost as well.

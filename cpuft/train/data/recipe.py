@@ -83,8 +83,8 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
 
 
 def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
-    """Return --best-metric (f1_macro for macro-f1), which has its split's suffix, such as accuracy_mismatched; if it is
-    not given, the first metric or "". CpuftError: the task has no such metric.
+    """Return --best-metric (f1_macro for macro-f1), of another split than the first with its suffix, such as
+    accuracy_mismatched; if it is not given, the first metric or "". CpuftError: the task has no such metric.
     """
     wanted = _read_best_metric(config)
     names = (*prepared.metrics, _MACRO_F1) if _can_add_macro_f1(prepared) else prepared.metrics

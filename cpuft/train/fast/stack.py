@@ -107,8 +107,9 @@ class Stack:
         return [linear for parts in self.parts for linear in parts.linears]
 
     def find_obstacle(self, adapters: bool) -> str:
-        """Return what the fast path cannot compute, such as `the activation relu2`, or without `adapters` a linear
-        layer with a LoRA adapter of peft; "" if it can compute all layers.
+        """Return what the fast path cannot compute, such as `the activation relu2` or a linear layer with a LoRA
+        adapter of peft (with `adapters`, only one with dropout, a bias or a variant, or with a trained base); "" if it
+        can compute all layers.
         """
         if self.architecture.is_entered_at_model and self.owner is self.holder:
             return f"a {type(self.holder).__name__} without its model around it"
