@@ -18,8 +18,8 @@ from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig
 def env(**values: Any) -> None:
     """Print the environment variables that cpuft sets for its ranks, as export lines.
 
-    The variables are those of the first host, with the backend gloo. Each line has its reason. To set the variables in
-    a shell, run: eval "$(cpuft env)"
+    The variables are those of the first host, with the backend gloo and, unless --np or --ppn says more, one rank on
+    each host. A comment above each line has its reason. To set the variables in a shell, run: eval "$(cpuft env)"
     """
     from cpuft.hosts.cluster import gather_cluster, read_hosts
     from cpuft.launch.rank_variables import export_settings, plan_settings

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 def export(dry_run: bool, **values: Any) -> None:
     """Export the model of a finished run to ONNX or OpenVINO.
 
-    RUN is the folder of the run. The new folder holds the exported model, its tokenizer, and its configuration with
-    the names of the labels. The outputs of the exported model are compared with those of the run's model before the
-    folder gets its name. With --validate, a table shows metrics and speed of both on the validation examples of the
-    run; it is also written to validation.json in the new folder.
+    RUN is the folder of the run. Runs of --task text and chat are not exported. The new folder holds the exported
+    model, its tokenizer, and its configuration with the names of the labels. The outputs of the exported model are
+    compared with those of the run's model before the folder gets its name. With --validate, a table shows metrics and
+    speed of both on the validation examples of the run; it is also written to validation.json in the new folder.
     """
     from cpuft.record import read_record
 

@@ -122,7 +122,7 @@ def format_interval(one: Difference) -> str:
 
 
 def format_p(one: Difference) -> str:
-    """Return a p-value with two digits, "p = 0.013", or "p < 0.001" if it is less."""
+    """Return a p-value with at most two significant digits, "p = 0.013", or "p < 0.001" if it is less."""
     return f"p < {_LEAST_P}" if one.p < _LEAST_P else f"p = {one.p:.2g}"
 
 

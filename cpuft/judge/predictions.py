@@ -72,7 +72,7 @@ class RunPredictions:
         return self.table.column(name).to_numpy()
 
     def replace(self, table: pyarrow.Table, **about: Any) -> RunPredictions:
-        """Return predictions with another table, and the same `about` but for the given fields."""
+        """Return predictions with another table, and the same `about` but for the given fields of `About`."""
         return RunPredictions(dataclasses.replace(self.about, **about), table)
 
     def number_classes(self, name: str) -> NDArray[np.int64]:

@@ -80,5 +80,5 @@ def _divide(sums: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.float64
 
 
 def name_opposites(classes: Sequence[str], places: NDArray[np.int64], is_label: NDArray[np.bool_]) -> list[str]:
-    """Return for each row "not C" if the row has the label C, else "C"; C is the class number `places[row]`."""
+    """Return "not C" for each row with the label C, else "C"; C is class `places[row]`. `is_label`: (rows, classes)."""
     return [f"not {classes[place]}" if own[place] else classes[place] for place, own in zip(places, is_label)]

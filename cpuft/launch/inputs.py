@@ -233,7 +233,7 @@ def _find_modules(script: Path) -> tuple[Path, ...]:
 
 
 def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
-    """Return the bundle of these files and folders of one folder, without compiled modules. All are read: the bundle's
+    """Return the bundle of these files and folders of one folder, without `__pycache__`. All are read: the bundle's
     folder on the hosts, in `inputs`, is named by a checksum of names, contents and executable bits. Raises CpuftError:
     a link leads nowhere or to a folder around it, or a file changes meanwhile.
     """

@@ -128,7 +128,8 @@ class JobSweep(JobLaunch):
         return nodes, self.ppn
 
     def to_shell(self, name: str, restarted: str, *defaults: str) -> str:
-        """Return lines as `JobLaunch.to_shell` does, whose function `launch` starts or continues a sweep.
+        """Return lines as `JobLaunch.to_shell` does, whose function `launch` continues the sweep `resume`, if given,
+        or the sweep that the job began, if the shell word `restarted` does not expand to ""; else it starts a sweep.
 
         `defaults`, options for the signals that a launch gets, are not used: a sweep gets signals itself.
         """
@@ -198,8 +199,9 @@ class Scheduler(ABC, Generic[Options]):
     def render(self, options: Options, launch: JobLaunch, program: str) -> str:
         """Return the text of a job that runs a launch. Pure: the same arguments give the same text, nothing is asked.
 
-        `program` is the path of cpuft on the job's hosts. Raises CpuftError: an option that the scheduler
-        needs is missing, a value cannot stand in the text, or the number of hosts contradicts --np and --ppn.
+        `program` is the path of cpuft on the job's hosts. Raises CpuftError: an option that the scheduler needs is
+        missing, a value cannot stand in the text, or `launch.count_hosts` refuses --nodes: a launch has more
+        hosts than ranks, or there are too few for --ppn.
         """
 
     @abstractmethod

@@ -49,7 +49,8 @@ class Slurm(Scheduler[SlurmOptions]):
 
     def render(self, options: SlurmOptions, launch: JobLaunch, program: str) -> str:
         """Return a job script that has its hosts for itself alone and requeues itself after an interruption. Raises
-        CpuftError: --array or --nodes does not fit the launch, or an option cannot stand in a script.
+        CpuftError: --array is given with a sweep or --resume, `launch.count_hosts` refuses --nodes, or an option cannot
+        stand in a script.
         """
         if options.array and isinstance(launch, JobSweep):
             raise CpuftError("a sweep trains its runs in one job, and --array submits several jobs: leave out --array")

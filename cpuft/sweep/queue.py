@@ -420,7 +420,8 @@ def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True
     """Return lines, the last one without a newline: "9 runs: 4 done, 2 running, 3 queued, 0 failed", the best until
     now, "about 12 min left", and one for each active run; what is not known is left out.
 
-    `now` is time.time(), `places` 0 if unknown. Unless a sweep `is_running`, all runs that have not ended are queued.
+    `now` is time.time(), `places` 0 if unknown: as many as runs are active, at least one. Unless a sweep `is_running`,
+    runs that have not ended count as queued, and a line says how to continue.
     """
     active = sweep.list_runs(RUNNING) if is_running else []
     ended = {status: len(sweep.list_runs(status)) for status in (DONE, FAILED, PRUNED)}

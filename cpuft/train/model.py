@@ -430,8 +430,8 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
     """Return the options with a LoRA rank (0: all weights are trained), and a clause on what was chosen and why; "" if
     there was no choice, and for encoders and small decoders for tasks with labels, which are trained whole.
 
-    Only the sizes of the weights are read, or the configuration. Raises CpuftError: the configuration cannot be loaded;
-    or all weights are trained, and an option is for adapters only.
+    Only the sizes of the weights are read, or the configuration. Raises CpuftError only if there was a choice: the
+    configuration cannot be loaded; or all weights are to be trained, and an option is for adapters only.
     """
     if not config.may_choose_lora:
         return config.choose_lora(0), ""

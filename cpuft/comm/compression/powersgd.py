@@ -110,7 +110,7 @@ class Matrices:
         """Write P^T Q into the gradients in the bucket's buffer. This rank's part of it is no longer unsent.
 
         `sent` is what `compute_q` has returned without what rounding has left out, and `means` the mean of what all
-        ranks have sent. All three are contiguous; `sent` and `means` are kept.
+        ranks have sent. All three are contiguous; `sent` and `means` are stored, not copied: do not change them later.
         """
         self._sent, self._q = sent, means
         kernels = kernels_for(buffer)

@@ -43,7 +43,7 @@ def keep_beginnings(kept: list[list[str]], rows: Iterable[Sequence[str]], most: 
 
 
 def make_validation_rows(kept: list[list[str]], slices: Slices) -> ValidationRows:
-    """Return the beginnings of texts with the values of --slice-by."""
+    """Return `kept`, the texts of each row as `keep_beginnings` cut them, with the values of --slice-by."""
     content = json.dumps(kept, ensure_ascii=False).encode(errors="replace")
     return ValidationRows(np.frombuffer(content, np.uint8), *slices)
 

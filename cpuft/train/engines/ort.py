@@ -11,8 +11,8 @@ import torch
 def optimize_by_ort(model: Any) -> None:
     """Put a model into training mode and let ONNX Runtime compute its passes, in place.
 
-    From then on, all its sessions in this process have as many threads as torch. Call this before the exchange is made.
-    The parameters, and what is saved, stay the model's own.
+    From then on, all its sessions in this process have as many threads as torch. Call this after `check_engine` and
+    before the exchange is made. The parameters, and what is saved, stay the model's own.
     """
     import onnxruntime
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel, ORTModule

@@ -142,7 +142,7 @@ def count_sent_numbers(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared
 ) -> GradientSizes:
     """Count the numbers of the gradients that an update of this model with these examples sends; not collective.
-    The result's `tokens` has a key for each of RANK_COUNTS, none without a word embedding that is exchanged by rows.
+    The keys of `tokens` are texts ("1", "2", ...), one for each of RANK_COUNTS; none if no embedding is sent by rows.
     """
     layers, row = _list_layers(model)
     numbers, factors = sum(one.numel() for one in layers), sum(count_numbers(one.shape) for one in layers)
