@@ -93,8 +93,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell line `PYTHON -m pip install -c CONSTRAINTS cpuft[EXTRAS]==VERSION`, or in a checkout with -e and
-    its path; for the extra "train", with CPU_INDEX as a further index.
+    """Return the shell line by which pip installs cpuft[EXTRAS]==VERSION with the pins, or in a checkout its path with
+    -e; for the extra "train", with CPU_INDEX as a further index.
     """
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
