@@ -93,7 +93,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell line by which pip installs cpuft[EXTRAS]==VERSION with the pins, or in a checkout its path with
+    """Return the shell line that makes pip add cpuft[EXTRAS]==VERSION with the pins, or in a checkout its path with
     -e; for the extra "train", with CPU_INDEX as a further index.
     """
     package = Path(cpuft.__file__).parent
