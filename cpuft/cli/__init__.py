@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -85,6 +87,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     Bad input exits with 2, a full disk with 74, signal N with 128 + N. Any other exception is a bug and is raised.
     """
     protect_streams()
+    try:
+        getpass.getuser()
+    except (OSError, KeyError):  # a container may run as a user without a name, for which torch asks
+        os.environ["LOGNAME"] = "cpuft"
     exit_code = 2
     try:
         code = _run_verb(args)

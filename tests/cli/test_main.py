@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import shutil
@@ -31,6 +32,17 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert not {"torch", "numpy", "transformers", "paramiko", "yaml", "rich", "boto3", "botocore"} & set(loaded)
     # 0.13 where nothing else runs; beside others half as much again.
     assert min(seconds) < 0.3
+
+
+def test_a_user_without_a_name_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises((KeyError, OSError)):
+        getpass.getuser()
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert getpass.getuser() == "cpuft"
 
 
 def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
