@@ -89,7 +89,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     protect_streams()
     try:
         getpass.getuser()
-    except (OSError, KeyError):  # a container may run as a user without a name, for which torch asks
+    except (ImportError, KeyError, OSError):  # a container may run as a user without a name, for which torch asks
         os.environ["LOGNAME"] = "cpuft"
     exit_code = 2
     try:
