@@ -57,6 +57,7 @@ _TASKS = {
     "causal": ("text",),
     **dict.fromkeys(("chat_template", "pack"), ("chat",)),
     **dict.fromkeys(("label_type", "slice_by"), ("files",)),
+    "label_column": ("files", "scored-pairs", "rerank"),
     **dict.fromkeys(("pooling", "gather_negatives", "matryoshka", "micro_batch"), _EMBEDDINGS),
     **dict.fromkeys(("query_prompt", "document_prompt", "temperature"), ("pairs",)),
     "similarity_loss": ("scored-pairs",),

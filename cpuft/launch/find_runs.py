@@ -22,8 +22,9 @@ from cpuft.launch.run_folder import choose_run_dir
 
 
 def list_heads(config: LaunchConfig) -> list[Head]:
-    """Return the hosts of `config` as possible head hosts, the first one of the hostfile first, or this machine alone.
-    Raises CpuftError: its cluster or hostfile is unusable.
+    """Return the hosts of `config` as possible head hosts, in the order of its cluster or hostfile, else those of the
+    MPIJob or Slurm job around this process, else this machine alone. Raises CpuftError: they cannot be read or found, or
+    --only-hosts does not fit them.
     """
     access, options = find_access(config), list_place_options(config)
     return [Head(host, access, options) for host in read_hosts(config)]
@@ -120,8 +121,8 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
 
 
 def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: Mapping[str, str]) -> list[str]:
-    """Return a line that says how to continue the run for each detached run noted on this machine, unless its id is in
-    `seen` or its folder here has more than the run state. Empty without `errors`: all hosts have answered.
+    """Return a line that says how to continue the run for each detached run noted on this machine whose folder here has
+    a usable run state and nothing else, unless its id is in `seen`. Empty without `errors`: all hosts have answered.
     """
     return [
         f"the head host of run {note.id} may be lost, and nobody restarts the run then: continue it with cpuft launch "

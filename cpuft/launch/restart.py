@@ -407,7 +407,8 @@ def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Co
 
 def clean_up_left_out_hosts(run_dir: str, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
     """Remove the run, except its checkpoints, from hosts of the last attempt that the next one does not use, and from a
-    former head host: it would look like the current one, the first of `remaining`, because it has the lock file.
+    former head host: its lock file would make it look like the current one, the first of `remaining`. Hosts known to be
+    unreachable are skipped, and one that does not answer raises nothing.
     """
     names = set(last.hosts)
     left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})

@@ -45,7 +45,9 @@ def check_prefix(prefix: str) -> None:
 
 
 def is_ours(files: Mapping[str, str], directory: str) -> bool:
-    """Whether cpuft made a cluster's directory: `files` (of `read_files`) has its record, public key or ssh_config."""
+    """Whether cpuft made a cluster's directory: `files`, by path as of `read_files`, has its record, or a public key or
+    ssh_config with cpuft's mark, in there.
+    """
     own = {path.removeprefix(f"{directory}/"): text for path, text in files.items() if path.startswith(f"{directory}/")}
     return any(
         name.startswith(FILE_NAME)

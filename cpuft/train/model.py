@@ -299,11 +299,12 @@ def choose_attention(settings: Any) -> str | None:
 
 
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
-    """Load a model, merging adapters into their base model; return it in fp32, and the names of parameters not stored.
+    """Load a model, merging adapters into their base model; return it in fp32, and the names of parameters that the base
+    model lacks or stores in another size, even if adapters bring them.
 
-    If the stored head has other sizes, for other labels, the model gets a new head, which rank 0 says. `read` is
-    `from_pretrained` of the model's class, whose exceptions pass through. Raises CpuftError: the weights do not fit the
-    model, or the base model of adapters cannot be found.
+    If the base model's head has other sizes, for other labels, the model gets a new head, which rank 0 says. `read` is
+    `from_pretrained` of the model's class, whose exceptions pass through. Raises CpuftError: the weights or adapters do
+    not fit the model, the base model of adapters cannot be found, or peft, which merges them, is not installed.
     """
     chain = [source]
     while base := find_base_model(chain[-1]):

@@ -36,7 +36,7 @@ def _wrap_trainer(accelerated: list[str]) -> None:
 
 def main() -> int:
     """Run the script of the command line as Python would, with accelerated Trainers; return its exit code, or 2 if its
-    model cannot be accelerated or its ranks were not connected.
+    model cannot be accelerated or its ranks were not connected. A script without a Trainer only gets a message.
     """
     accelerated: list[str] = []
     check = prepare_torch()

@@ -75,6 +75,14 @@ LAYERS = "because it trains with its own layers: leave out one of them"
             )
             for name, value in {"engine": "ipex", "fast_path": False, "lora_rank": 16}.items()
         ),
+        *(
+            (
+                {"task": task, "label_column": "stars"},
+                f"--label-column stars is for --task files and scored-pairs and rerank only, and this is --task {task}: "
+                "leave it out",
+            )
+            for task in ("mrpc", "pairs")
+        ),
         (
             {"task": "mrpc", "label_type": "number"},
             "--label-type is for --task files only, and this is --task mrpc: leave it out",

@@ -72,7 +72,9 @@ def parse_lease(text: str, flag: str = "--lease") -> int:
 
 
 def parse_limit(text: str, lease: int) -> int:
-    """Return --lease-limit in seconds, for "" twice `lease` up to 30 days. CpuftError: not valid, or below `lease`."""
+    """Return the seconds of a --lease-limit such as "8h" (see `parse_lease`), for "" twice `lease` (in seconds) up to
+    30 days. CpuftError: not valid, or below `lease`.
+    """
     limit = parse_lease(text, "--lease-limit") if text else min(2 * lease, _LONGEST)
     if limit < lease:
         raise CpuftError(f"--lease-limit {text} is less than --lease: give at least the time of the lease")

@@ -181,7 +181,7 @@ def write_prepared(
 
 @contextmanager
 def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Iterator[None]:
-    """Raise an OSError of writing `what` to the cache folder as a CpuftError that says what to do."""
+    """Raise any OSError of the block, which writes `what` to the cache folder, as a CpuftError that says what to do."""
     try:
         yield
     except OSError as error:
