@@ -26,7 +26,7 @@ SOURCES = tuple(
     for name in (
         *("train/fast/kernels.cpp", "train/fast/attention.h", "train/fast/disentangled.h", "train/fast/products.h"),
         *("train/fast/whole_heads.h", "train/fast/heads.h"),
-        *("train/fast/tiles.h", "train/fast/epilogue.h", "train/fast/activations.h"),
+        *("train/fast/large_products.h", "train/fast/epilogue.h", "train/fast/activations.h"),
         *("train/fast/norms.h", "train/fast/encoder_layer.h", "train/fast/first_token.h"),
         *("comm/compression/blocks.h", "comm/compression/factors.h", "vectors.h"),
     )

@@ -22,7 +22,7 @@ constexpr int64_t ROUNDS = 2000000;
 constexpr size_t HUGE_PAGE = 2 << 20;
 
 #ifdef __AMX_BF16__
-// Requests the tiles from Linux, see tiles.h.
+// Requests the tiles from Linux, see large_products.h.
 const bool HAS_TILES = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 double multiply_tiles() {

@@ -5,13 +5,13 @@
 //   feed-forward half:  y = norm(x + dropout(gelu(x V^T + inner bias) W^T + bias))
 //
 // P has the weights of query, key and value. Matrices are (tokens, columns) or, for weights, (outputs, inputs). The
-// functions work for bf16 on CPUs with tiles, like matrix_product. `encoder.py` runs the same pieces one by one.
+// functions work for bf16 where matrix_product does. `layers.py` runs the same pieces one by one.
 
 #pragma once
 
 #include "attention.h"
 #include "norms.h"
-#include "tiles.h"
+#include "large_products.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // What happens to the sums of a matrix product before they are written: bias, activation, sums of columns, rounding to
-// bf16. The blocks of sums come from tiles.h.
+// bf16. The blocks of sums come from large_products.h.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 
 constexpr int64_t BLOCK_ROWS = 32, BLOCK_COLS = 32, BLOCK_SUMS = BLOCK_ROWS * BLOCK_COLS;
 

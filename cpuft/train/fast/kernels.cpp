@@ -12,7 +12,7 @@
 #include "encoder_layer.h"
 #include "first_token.h"
 #include "norms.h"
-#include "tiles.h"
+#include "large_products.h"
 #include "../../comm/compression/blocks.h"
 #include "../../comm/compression/factors.h"
 #include "../../vectors.h"

@@ -1,4 +1,4 @@
-"""Products of large matrices: cpuft's own kernel where it is faster than torch's, which is in bf16 on CPUs with AMX."""
+"""Products of large matrices: cpuft's own kernel where it is faster than torch's, in bf16 with AMX or AVX512_BF16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cpuft.train.fast.elementwise import gelu_and_slope, times_slope
 _STEP = 32
 _MIN_ROWS = 1024
 """Rows of a left factor that is not transposed (in a layer, the tokens of a batch) below which packing the right factor
-takes too long: with 512 tokens on two cores of a Xeon with AMX, the kernel takes 0.6 to 1.4 times as long as torch."""
+takes too long: with 512 tokens on two cores, the kernel takes 0.6 to 1.4 times as long as torch on a Xeon with AMX, 0.94 to 1.18 on
+a Zen 4."""
 _MIN_FEW_ROWS = 16
 """The same for the rows of first tokens, which a layer's second half computes in one call."""
 _MIN_TOKENS = 128
@@ -56,7 +57,7 @@ def gelu_product(x: Tensor, weight: Tensor, bias: Tensor, keeps_slope: bool) -> 
     """Return the exact GELU of x weight^T + bias, and its slope there, None unless `keeps_slope`.
 
     Both are (rows, columns), in the dtype of `x`, without gradients. `x` is (rows, inner), `weight` (columns, inner),
-    and `bias` (columns,). With the kernel for AMX, GELU sees the sums before they are rounded. There must be kernels
+    and `bias` (columns,). With cpuft's own product, GELU sees the sums before they are rounded. There must be kernels
     for the dtype of `x` (`kernels_for`), else AssertionError.
     """
     slope = x.new_empty(len(x), len(weight)) if keeps_slope else None
@@ -81,7 +82,7 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
 def can_multiply(x: Tensor, weight: Tensor, few: bool = False) -> bool:
     """Return whether the kernel computes the products of `x`, (tokens, inputs), with this weight, forward and backward.
 
-    It does with AMX, in bf16, if inputs and outputs are multiples of 32, tokens * inputs^2 is at least 2^22, and there
+    It does with AMX or AVX512_BF16 (but not on Zen 5), in bf16, if inputs and outputs are multiples of 32, tokens * inputs^2 is at least 2^22, and there
     are at least 1,024 tokens, or 16 if they are first tokens (`few`). What holds for the first layer of a feed-forward
     block holds for its second, and for the attention before.
     """
@@ -89,7 +90,7 @@ def can_multiply(x: Tensor, weight: Tensor, few: bool = False) -> bool:
     large = tokens >= (_MIN_FEW_ROWS if few else _MIN_ROWS) and tokens * inputs * inputs >= _MIN_WORK
     fits = inputs % _STEP == 0 and len(weight) % _STEP == 0 and x.dtype == weight.dtype == torch.bfloat16
     kernels = kernels_for(x, weight) if large and fits else None
-    return kernels is not None and _has_tiles(kernels)
+    return kernels is not None and _has_products(kernels)
 
 
 def _run(
@@ -106,14 +107,14 @@ def _run(
     has_gelu: bool = False,
     place: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the product after what `Epilogue` in tiles.h does to it; None without a kernel, or if torch is faster."""
+    """Return the product after what `Epilogue` in large_products.h does to it; None without a kernel, or if torch is faster."""
     inner, rows = left.shape if left_transposed else left.shape[::-1]
     columns = len(right) if right_transposed else right.shape[1]
     large = rows * columns * inner >= _MIN_WORK and (inner >= _MIN_TOKENS if left_transposed else rows >= _MIN_ROWS)
     if not large or left.dtype != torch.bfloat16 or not (left.is_contiguous() and right.is_contiguous()):
         return None
     kernels = kernels_for(left, right)
-    if kernels is None or not _has_tiles(kernels):
+    if kernels is None or not _has_products(kernels):
         return None
     factor, addend = (None if x is None else x.contiguous() for x in (factor, addend))
     result = left.new_empty(rows, columns) if place is None else place
@@ -123,8 +124,8 @@ def _run(
 
 
 @functools.cache
-def _has_tiles(kernels: Kernels) -> bool:
-    """Return whether these kernels were built for tiles, and this process may use them: a small product is tried."""
+def _has_products(kernels: Kernels) -> bool:
+    """Return whether these kernels have products of large matrices for this CPU: a small one is tried."""
     one = torch.ones(1, _STEP, dtype=torch.bfloat16)
     return _is_done(kernels, (one, one, *(None,) * 5, one.new_empty(1, 1)), (1, 1, _STEP, 0, 1, 0))
 

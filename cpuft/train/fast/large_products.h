@@ -1,4 +1,5 @@
-// Products of large bf16 matrices with AMX tiles, for linear layers: C (rows, cols) = A (rows, inner) B (inner, cols).
+// Products of large bf16 matrices, for linear layers: C (rows, cols) = A (rows, inner) B (inner, cols). They are made with
+// AMX tiles, or with the vectors of AVX512_BF16.
 //
 // A tile has 16 rows of 64 bytes. One instruction multiplies a tile of A (16 rows, 32 numbers) with a tile of B (32
 // numbers, 16 columns), and adds the product to a tile of 16 x 16 floats. A is read as it lies in memory. In B, the
@@ -24,6 +25,9 @@
 //      | t5 |   | t2 | t3 |   C
 //      +----+   +----+----+
 //
+// Without AMX, 8 rows and 2 vectors of 16 columns are the 16 sums of a step. A register gets one word of A's row in all
+// lanes, and is multiplied with the 16 words of either half of a panel's row.
+//
 // The gradient of a weight is a sum over tokens, A^T B with two factors that are stored token by token. There each
 // thread makes a part of C alone, see `multiply_transposed`.
 
@@ -36,26 +40,36 @@
 #include <cstdlib>
 #include <map>
 #include <omp.h>
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
 namespace {
 
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 
 // Numbers of a row that one instruction multiplies.
 constexpr int64_t STEP = 32;
-// Bytes of the panels that stay in the second-level cache, which has 2 MB on the CPUs with AMX.
+#ifdef __AMX_BF16__
+// Bytes of the panels that stay in the second-level cache, which has 2 MB.
 constexpr int64_t CHUNK_BYTES = 1200000;
 // Longer sums are made in parts of SPLIT_INNER numbers: 32 rows of so many fit into the first-level cache of 48 KB with
 // the sums.
-constexpr int64_t MOST_INNER = 1024, SPLIT_INNER = 384;
+constexpr int64_t MOST_INNER = 1024;
 // Where fewer than LEAST_CHUNK panels would stay in the second-level cache, all rows would be read for every few columns.
 // Then parts of LONG_CHUNK panels stay, LONG_INNER numbers of the sums at a time.
-constexpr int64_t LEAST_CHUNK = 8, LONG_CHUNK = 16, LONG_INNER = 512;
-// The largest number of blocks of rows whose sums wait beside the panels for the next numbers.
-constexpr int64_t MOST_WAITING = 16;
+constexpr int64_t LEAST_CHUNK = 8;
 // The largest number of sums of a part of a weight's gradient. They take 1.8 MB; with parts of 0.8 or 1.2 MB, a step of
 // MiniLM or BERT-base was not faster.
 constexpr int64_t PART_SUMS = 450000;
+#else
+// The same for second-level caches of 1 MB. Vectors multiply so slowly that 8 rows of A and a panel may lie there, too.
+// On a Zen 4, chunks of 0.3 to 0.8 MB and parts of 60,000 to 450,000 sums take as long.
+constexpr int64_t CHUNK_BYTES = 600000, MOST_INNER = 4096, LEAST_CHUNK = 2, PART_SUMS = 200000;
+#endif
+constexpr int64_t SPLIT_INNER = 384, LONG_CHUNK = 16, LONG_INNER = 512;
+// The largest number of blocks of rows whose sums wait beside the panels for the next numbers.
+constexpr int64_t MOST_WAITING = 16;
 // The largest number of threads that each pack the factors of their own parts of a weight's gradient: on two cores, this
 // is faster (0.73 to 0.97 of the time), but the smaller the parts are, the more of them need the same numbers.
 constexpr int64_t MOST_OWN_FACTORS = 8;
@@ -119,14 +133,29 @@ inline void pack_transposed_panel(const bf16 *b, int64_t inner, int64_t cols, in
     }
 }
 
-// A step of 32 rows of A from `begin` on, 16 words of each, from A that is stored transposed, (inner, rows). Rows of y
-// are `stride` words apart; those that are missing in A are zeros.
-inline void transpose_step(const bf16 *a, int64_t inner, int64_t rows, int64_t begin, int64_t first, word *y,
-                           int64_t stride) {
+// 32 rows of A: word k of row r is words[r * row + k * step]. Tiles need a step of 1.
+struct LeftRows {
+    const word *words;
+    int64_t row, step;
+};
+
+// Words k to k + 15 of a strip: 32 rows of A from `begin` on, where A is stored transposed, (inner, rows), and these words
+// are the words `first` to `first + 15` of A. Rows that are missing in A are zeros. `packed_rows` are the rows of a strip.
+#ifdef __AMX_BF16__
+inline void pack_left_step(const bf16 *a, int64_t inner, int64_t rows, int64_t begin, int64_t first, word *strip,
+                           int64_t k, int64_t words) {
     alignas(64) word pairs[W * BLOCK_ROWS];
     zip_step(a, inner, rows, begin, first, pairs);
-    exchange(pairs, BLOCK_ROWS, y, stride, W, BLOCK_ROWS);
+    exchange(pairs, BLOCK_ROWS, strip + k, words, W, BLOCK_ROWS);
 }
+inline LeftRows packed_rows(const word *strip, int64_t words) { return {strip, words, 1}; }
+#else
+inline void pack_left_step(const bf16 *a, int64_t inner, int64_t rows, int64_t begin, int64_t first, word *strip,
+                           int64_t k, int64_t) {
+    zip_step(a, inner, rows, begin, first, strip + k * BLOCK_ROWS);
+}
+inline LeftRows packed_rows(const word *strip, int64_t) { return {strip, 1, BLOCK_ROWS}; }
+#endif
 
 // `count` words from word `first` on of A's rows from `begin` on: a copy of at most a block.
 inline void copy_rows(const bf16 *a, int64_t inner, int64_t rows, int64_t begin, int64_t first, int64_t count,
@@ -135,12 +164,14 @@ inline void copy_rows(const bf16 *a, int64_t inner, int64_t rows, int64_t begin,
         std::memcpy(y, reinterpret_cast<const word *>(a + i * inner) + first, size_t(count) * sizeof(word));
 }
 
-// sums (32, 32) = a b, or += if `adds`, of 32 rows of A, `stride` words apart, and a panel.
-// Meanwhile, the sums of the block `before` are rounded and written, and memory is asked for those of this block, which
-// `after` writes: at most a row behind each product of tiles, because the tile unit waits where several rows follow each
-// other.
-inline void multiply_with_panel(const word *a, int64_t stride, const word *panel, float *sums, int64_t words, bool adds,
+// sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. Meanwhile, the sums of the block `before` are rounded
+// and written, and memory is asked for those of this block, which `after` writes.
+#ifdef __AMX_BF16__
+// At most a row is written behind each product of tiles, because the tile unit waits where several rows follow each other.
+inline void multiply_with_panel(const LeftRows &left, const word *panel, float *sums, int64_t words, bool adds,
                                 Rounding &before, const Rounding &after) {
+    const word *a = left.words;
+    const int64_t stride = left.row;
     constexpr int64_t LINE = 4 * BLOCK_COLS;
     int64_t row = 0, credit = 0;
     auto write_some = [&]() __attribute__((always_inline)) {
@@ -182,6 +213,35 @@ inline void multiply_with_panel(const word *a, int64_t stride, const word *panel
     _tile_stored(2, lower, LINE);
     _tile_stored(3, lower + 16, LINE);
 }
+#else
+inline void multiply_with_panel(const LeftRows &a, const word *panel, float *sums, int64_t words, bool adds,
+                                Rounding &before, const Rounding &after) {
+    for (int64_t first = 0; first < BLOCK_ROWS; first += HIGH) {
+        for (int64_t row = first; row < first + HIGH; row++) after.prefetch(row);
+        vec block[HIGH][2]{};
+        float *to = sums + first * BLOCK_COLS;
+        if (adds)
+#pragma GCC unroll 8
+            for (int64_t r = 0; r < HIGH; r++)
+#pragma GCC unroll 2
+                for (int64_t n = 0; n < 2; n++) block[r][n] = read<vec>(to + r * BLOCK_COLS + n * W);
+        const word *left = a.words + first * a.row;
+        for (const word *right = panel; right < panel + words * BLOCK_COLS; right += BLOCK_COLS, left += a.step) {
+            uvec low = read<uvec>(right), high = read<uvec>(right + W);
+#pragma GCC unroll 8
+            for (int64_t r = 0; r < HIGH; r++) {
+                block[r][0] = add_product<bf16>(block[r][0], left[r * a.row], low);
+                block[r][1] = add_product<bf16>(block[r][1], left[r * a.row], high);
+            }
+        }
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < HIGH; r++)
+#pragma GCC unroll 2
+            for (int64_t n = 0; n < 2; n++) std::memcpy(to + r * BLOCK_COLS + n * W, &block[r][n], sizeof(vec));
+    }
+    before.finish();
+}
+#endif
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -250,7 +310,7 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
                         const word *panel = packed + (p * words + k) * BLOCK_COLS;
                         Rounding after;
                         if (is_last) after = {to, c, own_epilogue, begin, p * BLOCK_COLS, rows, cols};
-                        multiply_with_panel(left, row, panel, to, count, k > 0, before, after);
+                        multiply_with_panel({left, row, 1}, panel, to, count, k > 0, before, after);
                         if (is_last) before = after;
                     }
                 }
@@ -315,7 +375,7 @@ bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, in
 #pragma omp parallel num_threads(threads)
     {
         auto turn = [&](int64_t block, int64_t token, int64_t k, word *to) {
-            transpose_step(a, inner, rows, block * BLOCK_ROWS, token / 2 + k, to + k, words);
+            pack_left_step(a, inner, rows, block * BLOCK_ROWS, token / 2 + k, to, k, words);
         };
         auto zip = [&](int64_t panel, int64_t token, int64_t k, word *to) {
             zip_step(b, inner, cols, panel * BLOCK_COLS, token / 2 + k, to + k * BLOCK_COLS);
@@ -358,8 +418,8 @@ bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, in
                         Rounding after;
                         if (token + tokens >= inner)
                             after = {to, c, epilogue, top + i * BLOCK_ROWS, left + p * BLOCK_COLS, rows, cols};
-                        multiply_with_panel(left_strips + i * strip, words, right_strips + p * strip, to, count,
-                                            token > 0, before, after);
+                        multiply_with_panel(packed_rows(left_strips + i * strip, words), right_strips + p * strip, to,
+                                            count, token > 0, before, after);
                         before = after;
                     }
             }
@@ -369,19 +429,31 @@ bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, in
     }
     return true;
 }
+
+#ifdef __AMX_BF16__
+const bool CAN_MULTIPLY = HAS_TILES;
+#else
+// Not on AMD's CPUs from family 26 on (Zen 5), whose vectors multiply twice as fast: oneDNN reaches 91 % of that rate there,
+// and these products were not measured. CPUID has the family in bits 8 to 11 and 20 to 27.
+const bool CAN_MULTIPLY = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    bool is_amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
+    return !is_amd || !__get_cpuid(1, &a, &b, &c, &d) || (a >> 8 & 15) + (a >> 20 & 255) < 26;
+}();
+#endif
 #endif
 
 // c (rows, cols) = a (rows, inner) b (inner, cols), after what `Epilogue` does to it. A factor that is transposed is
-// stored as (inner, rows), or (cols, inner). *done is 1 if c has been computed: this CPU has tiles, and they can
-// multiply these sizes.
+// stored as (inner, rows), or (cols, inner). *done is 1 if c has been computed: this CPU can, and
+// the sizes fit.
 template <class T>
 void matrix_product(const T *a, const T *b, const T *bias, const T *factor, const T *addend, float *column_sums,
                     T *slope, T *c, int64_t *done, int64_t rows, int64_t cols, int64_t inner, int64_t a_is_transposed,
                     int64_t b_is_transposed, int64_t has_gelu, int threads) {
     *done = 0;
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
     if constexpr (sizeof(T) == 2) {
-        if (!HAS_TILES || !rows || !cols || !inner) return;
+        if (!CAN_MULTIPLY || !rows || !cols || !inner) return;
         bool past_caches = b_is_transposed && writes_past_caches(c, slope, cols);
         Epilogue epilogue{bias, factor, addend, column_sums, slope, has_gelu != 0, past_caches};
         if (a_is_transposed && !b_is_transposed && !epilogue.is_any())
