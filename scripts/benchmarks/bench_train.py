@@ -268,7 +268,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--roofline",
         type=Path,
         help="SVG file for a plot of the rates of cpuft's matrix products below the limits of registers and memory "
-        "(needs a CPU with AMX and matplotlib)",
+        "(needs a CPU with AMX or AVX512_BF16, and matplotlib)",
     )
     where = "where the figures of this class of CPU are kept, if nobody is left out"
     parser.add_argument("--figures", type=Path, default=Path("scripts/figures"), help=where)
@@ -498,8 +498,8 @@ def run(options: argparse.Namespace) -> None:
     if options.roofline:
         check_plot(options.roofline)
         kernels = kernels_for(torch.empty(1))
-        if kernels is None or not fast_products._has_tiles(kernels):
-            raise CpuftError("--roofline shows the products of cpuft's AMX kernel, which does not run here")
+        if kernels is None or not fast_products._has_products(kernels):
+            raise CpuftError("--roofline shows the products of cpuft's own kernel, which does not run here")
     model = options.model or offline_model()
     breakdowns = {}
     with options.record.open("a") as record:

@@ -101,7 +101,7 @@ def test_few_rows_have_batches_of_lengths_that_stand_for_all() -> None:
 
 
 def test_products_of_the_kernel_are_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpuft.train.fast.products._has_tiles", lambda kernels: True)
+    monkeypatch.setattr("cpuft.train.fast.products._has_products", lambda kernels: True)
     layer, x = torch.nn.Linear(64, 96).bfloat16(), torch.randn(1100, 64).bfloat16()
     with count_kernel_products() as counted:
         linear(layer, x)
@@ -167,7 +167,7 @@ def test_a_record_names_no_folder_of_this_machine_also_with_torch_2_8(monkeypatc
 def test_a_roofline_needs_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.benchmarks.bench_train.kernels_for", lambda *tensors: None)
     options = parse_arguments(["--data", str(tmp_path), "--roofline", str(tmp_path / "roofline.svg")])
-    with pytest.raises(CpuftError, match="products of cpuft's AMX kernel, which does not run here"):
+    with pytest.raises(CpuftError, match="products of cpuft's own kernel, which does not run here"):
         run(options)
     assert not list(tmp_path.iterdir())
 

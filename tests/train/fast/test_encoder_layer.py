@@ -67,10 +67,10 @@ def test_halves_compute_what_the_steps_do(
 ) -> None:
     model, calls = make_fast(kind, dropout, first_token, heads=heads), count_calls(monkeypatch)
     loss, gradients = train_once(model, lengths)
-    has_tiles = products.can_multiply(*2 * (torch.empty(32, 32, dtype=torch.bfloat16),))
+    has_products = products.can_multiply(*2 * (torch.empty(32, 32, dtype=torch.bfloat16),))
     wanted_calls = ["attention_half", "feed_forward_half"] * (1 if first_token else 2)
     wanted_calls += ["feed_forward_half"] * (first_token and heads == 1)  # smaller heads have no half for first tokens
-    assert calls == (wanted_calls if has_tiles else [])
+    assert calls == (wanted_calls if has_products else [])
     monkeypatch.setattr(layers, "can_run_halves", lambda *given, **more: False)
     wanted_loss, wanted = train_once(model, lengths)
     assert loss == pytest.approx(wanted_loss, rel=1e-5)
@@ -108,7 +108,7 @@ def test_halves_without_a_gradient_of_their_input(monkeypatch: pytest.MonkeyPatc
     "what", ["all", "no gradients", "frozen", "fp32", "checkpointing", "window", "another linear", "rows", "relu"]
 )
 def test_only_plain_layers_run_as_halves(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_has_tiles", lambda kernels: True)
+    monkeypatch.setattr(products, "_has_products", lambda kernels: True)
     model = make_fast("bert", precision="fp32" if what == "fp32" else "bf16")
     parts = model.bert.encoder.layer[0].fast_parts
     x = torch.empty(48, 32, dtype=torch.float32 if what == "fp32" else torch.bfloat16)
@@ -131,7 +131,7 @@ def test_only_plain_layers_run_as_halves(what: str, monkeypatch: pytest.MonkeyPa
 def test_a_product_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tiles, or without memory, C++ computes nothing."""
     model = make_fast("bert", first_token=False)
-    monkeypatch.setattr(products, "_has_tiles", lambda kernels: True)
+    monkeypatch.setattr(products, "_has_products", lambda kernels: True)
     monkeypatch.setattr("cpuft.kernels.Kernels.run", lambda *given: None)
     with pytest.raises(MemoryError, match="not enough memory"):
         train_once(model, (17, 17))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cpuft.kernels import kernels_for
-from cpuft.train.fast.products import _has_tiles
+from cpuft.train.fast.products import _has_products
 from tests.conftest import ASLEEP
 
 SMALL = {
@@ -57,15 +57,15 @@ def add_up(kernels: dict[str, dict[str, int]], what: str) -> int:
     return sum(counts[what] for counts in kernels.values())
 
 
-def has_tiles() -> bool:
+def has_products() -> bool:
     kernels = kernels_for(torch.empty(0))
     assert kernels is not None
-    return _has_tiles(kernels)
+    return _has_products(kernels)
 
 
 def test_the_gradient_of_a_weight_takes_as_much_work_with_more_threads() -> None:
     few, many = count(PRODUCT, 2, 16)
-    assert bool(few) == bool(many) == has_tiles()  # torch computes it on other CPUs
+    assert bool(few) == bool(many) == has_products()  # torch computes it on other CPUs
     assert add_up(many, "instructions") <= 1.05 * add_up(few, "instructions")
 
 
@@ -78,7 +78,7 @@ def test_a_small_step_takes_little_more_work_with_more_threads() -> None:
         # With many threads, both gradients of weights of a half wait once more, for the factors that all have packed.
         assert counts["barriers"] - few[name]["barriers"] in (0, 2 * name.endswith("half_backward"))
     halves = {name: counts for name, counts in few.items() if "_half_" in name}
-    assert bool(halves) == has_tiles()
+    assert bool(halves) == has_products()
     assert add_up(halves, "barriers") <= BARRIERS_OF_LAYER
 
 
