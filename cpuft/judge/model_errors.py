@@ -213,9 +213,9 @@ def _format(value: Any) -> str:
 
 
 def summarize(errors: Errors) -> str:
-    """Return sentences: how many rows are predicted wrongly and, if any, how many labels may be wrong and how many pairs
-    of similar texts have different labels; for queries, how many have a metric below 1; for scores and similarities, only
-    how many rows.
+    """Return sentences: how many rows are predicted wrongly and, if any, how many labels may be wrong and how many
+    pairs of similar texts have different labels; for queries, how many have a metric below 1; for scores and
+    similarities, only how many rows.
     """
     count = counted(errors.rows, "validation row")
     if errors.kind in QUERY_KINDS:

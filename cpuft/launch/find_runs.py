@@ -23,8 +23,8 @@ from cpuft.launch.run_folder import choose_run_dir
 
 def list_heads(config: LaunchConfig) -> list[Head]:
     """Return the hosts of `config` as possible head hosts, in the order of its cluster or hostfile, else those of the
-    MPIJob or Slurm job around this process, else this machine alone. Raises CpuftError: they cannot be read or found, or
-    --only-hosts does not fit them.
+    MPIJob or Slurm job around this process, else this machine alone. Raises CpuftError: they cannot be read or found,
+    or --only-hosts does not fit them.
     """
     access, options = find_access(config), list_place_options(config)
     return [Head(host, access, options) for host in read_hosts(config)]

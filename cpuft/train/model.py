@@ -299,8 +299,8 @@ def choose_attention(settings: Any) -> str | None:
 
 
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
-    """Load a model, merging adapters into their base model; return it in fp32, and the names of parameters that the base
-    model lacks or stores in another size, even if adapters bring them.
+    """Load a model, merging adapters into their base model; return it in fp32, and the names of parameters that the
+    base model lacks or stores in another size, even if adapters bring them.
 
     If the base model's head has other sizes, for other labels, the model gets a new head, which rank 0 says. `read` is
     `from_pretrained` of the model's class, whose exceptions pass through. Raises CpuftError: the weights or adapters do

@@ -78,7 +78,7 @@ LAYERS = "because it trains with its own layers: leave out one of them"
         *(
             (
                 {"task": task, "label_column": "stars"},
-                f"--label-column stars is for --task files and scored-pairs and rerank only, and this is --task {task}: "
+                f"--label-column is for --task files and scored-pairs and rerank only, and this is --task {task}: "
                 "leave it out",
             )
             for task in ("mrpc", "pairs")

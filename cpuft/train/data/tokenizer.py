@@ -69,9 +69,10 @@ def _digest_model_config(config: TrainConfig) -> bytes:
 def choose_tokenizer(
     config: TrainConfig, list_texts: Callable[[], Iterator[str]], key: str, in_words: bool = False
 ) -> tuple[Any, str]:
-    """Load the tokenizer of --tokenizer or of the model, for lists of words with `in_words`, or train one for an untrained
-    model on the texts, which `key` identifies in the cache folder. Return also the JSON of one that was trained, else "".
-    Raises CpuftError: it cannot be loaded, or has more tokens than the model embeds (only if `may_mismatch_model`).
+    """Load the tokenizer of --tokenizer or of the model, for lists of words with `in_words`, or train one for an
+    untrained model on the texts, which `key` identifies in the cache folder. Return also the JSON of one that was
+    trained, else "". Raises CpuftError: it cannot be loaded, or has more tokens than the model embeds (only if
+    `may_mismatch_model`).
     """
     trained, name = "", get_tokenizer_name(config)
     if name:

@@ -14,8 +14,9 @@ from cpuft.train.fast.elementwise import gelu_and_slope, times_slope
 _STEP = 32
 _MIN_ROWS = 1024
 """Rows of a left factor that is not transposed (in a layer, the tokens of a batch) below which packing the right factor
-takes too long: with 512 tokens on two cores, the kernel takes 0.6 to 1.4 times as long as torch on a Xeon with AMX, 0.94 to 1.18 on
-a Zen 4."""
+takes too long: with 512 tokens on two cores, the kernel takes 0.6 to 1.4 times as long as torch on a Xeon with AMX,
+0.94 to 1.18 on a Zen 4.
+"""
 _MIN_FEW_ROWS = 16
 """The same for the rows of first tokens, which a layer's second half computes in one call."""
 _MIN_TOKENS = 128
@@ -82,9 +83,9 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
 def can_multiply(x: Tensor, weight: Tensor, few: bool = False) -> bool:
     """Return whether the kernel computes the products of `x`, (tokens, inputs), with this weight, forward and backward.
 
-    It does with AMX or AVX512_BF16 (but not on Zen 5), in bf16, if inputs and outputs are multiples of 32, tokens * inputs^2 is at least 2^22, and there
-    are at least 1,024 tokens, or 16 if they are first tokens (`few`). What holds for the first layer of a feed-forward
-    block holds for its second, and for the attention before.
+    It does with AMX or AVX512_BF16 (but not on Zen 5), in bf16, if inputs and outputs are multiples of 32, tokens *
+    inputs^2 is at least 2^22, and there are at least 1,024 tokens, or 16 if they are first tokens (`few`). What holds
+    for the first layer of a feed-forward block holds for its second, and for the attention before.
     """
     tokens, inputs = x.shape
     large = tokens >= (_MIN_FEW_ROWS if few else _MIN_ROWS) and tokens * inputs * inputs >= _MIN_WORK
@@ -107,7 +108,9 @@ def _run(
     has_gelu: bool = False,
     place: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the product after what `Epilogue` in large_products.h does to it; None without a kernel, or if torch is faster."""
+    """Return the product after what `Epilogue` in large_products.h does to it; None without a kernel, or if torch is
+    faster.
+    """
     inner, rows = left.shape if left_transposed else left.shape[::-1]
     columns = len(right) if right_transposed else right.shape[1]
     large = rows * columns * inner >= _MIN_WORK and (inner >= _MIN_TOKENS if left_transposed else rows >= _MIN_ROWS)
