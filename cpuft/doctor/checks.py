@@ -84,8 +84,6 @@ class Health:
     """Files that a process may open (hard limit), or -1 for no limit."""
     leftovers: list[str]
     """Processes and directories that earlier runs left behind, as `find_leftovers` of the probe describes them."""
-    listening: dict[str, str]
-    """Address on which each process of a run listens, by process and port. Loopback addresses are left out."""
     steal: float
     """Share of CPU time taken by other guests of the hypervisor, from 0 to 1."""
     ssh: dict[str, str]
@@ -149,7 +147,7 @@ FindOnHost = Callable[[HostState, HostFacts, Health], str]
 
 @dataclass(frozen=True)
 class Check:
-    """A check. `cause` and `next_step` apply to its findings that have none of their own."""
+    """A check. `next_step` applies to its findings that have none of their own."""
 
     code: str
     title: str
@@ -190,9 +188,9 @@ def _check_each(
 
 
 def find_all(state: ClusterState) -> list[Finding]:
-    """Run all checks; return the findings by code, with cause and next step of the check where they have none."""
+    """Run all checks; return the findings by code, with the cause of the check, and its next step if they have none."""
     return [
-        replace(one, code=check.code, cause=one.cause or check.cause, next_step=one.next_step or check.next_step)
+        replace(one, code=check.code, cause=check.cause, next_step=one.next_step or check.next_step)
         for check in CHECKS
         for one in check.find(state)
     ]
@@ -213,87 +211,61 @@ def _check_names(state: ClusterState) -> Iterator[Finding]:
             yield Finding(one.host.name, f"The name cannot be resolved to an address ({one.failure}).")
 
 
+def _report_failed(state: ClusterState, *kinds: str) -> Iterator[Finding]:
+    for one in state.hosts:
+        if one.address and one.failure and one.kind in kinds:
+            yield Finding(one.host.name, one.failure)
+
+
 @_check(
     "CPUFT-002",
     "No ssh server answers on a host.",
     "The host is off, disconnected or overloaded, its sshd does not run, or a firewall drops packets to its ssh port.",
+    "Start the host, or find out why it does not answer with: ssh -v HOST",
 )
 def _check_reachable(state: ClusterState) -> Iterator[Finding]:
-    for one in _list_failed(state, "", transport.UNREACHABLE, transport.TIMED_OUT):
-        next_step = f"Start the host, or find out why it does not answer with: ssh -v {one.host.name}"
-        yield Finding(one.host.name, one.failure, next_step=next_step)
+    return _report_failed(state, "", transport.UNREACHABLE, transport.TIMED_OUT)
 
 
 @_check(
     "CPUFT-003",
     "The ssh host key of a host is unknown or has changed.",
-    "The host was installed again, or another machine answers at its address.",
-    "Compare the key with the output of ssh-keygen -lf on the host, then replace its line in known_hosts.",
+    "This machine has never connected to the host, or the host was installed again, or another machine answers at its "
+    "address.",
+    "Compare the key with the output of ssh-keygen -lf on the host. Then replace the line of a changed key in "
+    "known_hosts; for an unknown key, run ssh HOST once and answer yes, or cpuft provision hosts with "
+    "--accept-host-keys.",
 )
 def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
-    for one in _list_failed(state, transport.KEY_CHANGED):
-        yield Finding(one.host.name, one.failure)
-    for one in _list_failed(state, transport.KEY_UNKNOWN):
-        yield Finding(
-            one.host.name,
-            one.failure,
-            "This machine has never connected to the host, so no known_hosts file has its key.",
-            "Compare the key with the output of ssh-keygen -lf on the host, then run "
-            f"ssh {one.host.name} once and answer yes, or cpuft provision hosts with --accept-host-keys.",
-        )
+    return _report_failed(state, transport.KEY_CHANGED, transport.KEY_UNKNOWN)
 
 
 @_check(
     "CPUFT-004",
     "A host refuses the ssh login.",
-    "Your public key is not in authorized_keys on the host, or the user name is wrong.",
-    "Run cpuft provision hosts, which installs the key, or name the user in the hostfile with user=NAME.",
+    "Your public key is not in authorized_keys on the host, the user name is wrong, or a start-up file of the login "
+    "shell, such as ~/.bashrc, prints text or ends the shell in every login.",
+    "Run cpuft provision hosts, which installs the key, name the user in the hostfile with user=NAME, or let the "
+    "start-up file do this only when the shell is interactive.",
 )
 def _check_login(state: ClusterState) -> Iterator[Finding]:
-    for one in _list_failed(state, transport.LOGIN_REFUSED):
-        yield Finding(one.host.name, one.failure)
-    for one in _list_failed(state, transport.NO_COMMANDS):
-        yield Finding(
-            one.host.name,
-            one.failure,
-            "A start-up file of the login shell, such as ~/.bashrc, prints text or ends the shell in every login.",
-            "In this file on the host, do this only when the shell is interactive.",
-        )
-
-
-def _list_failed(state: ClusterState, *kinds: str) -> list[HostState]:
-    return [one for one in state.hosts if one.address and one.failure and one.kind in kinds]
-
-
-_SSH_CAUSES = {
-    "Permission denied": (
-        "mpirun starts ranks by ssh from the head host. That host has no key for the login, or the other host's sshd "
-        "reads another file than ~/.ssh/authorized_keys, or other users can write to the home folder there.",
-        "Run cpuft provision hosts, which sets up ssh from the head host to all others. If it has done so, look at "
-        "AuthorizedKeysFile, AllowUsers and Match in /etc/ssh/sshd_config on the other host.",
-    ),
-    "remote command": (
-        "~/.ssh/config or /etc/ssh/ssh_config on this host has RemoteCommand for the other host, so that ssh runs no "
-        "other command there.",
-        "Remove RemoteCommand from this file.",
-    ),
-}
-"""Cause and next step of a login that failed, by a part of ssh's message."""
+    return _report_failed(state, transport.LOGIN_REFUSED, transport.NO_COMMANDS)
 
 
 @_check(
     "CPUFT-005",
     "A host cannot log in to another host by ssh, which mpirun needs to start ranks.",
-    "mpirun starts ranks by ssh from the head host. That host has no key for the login, or the other host refuses it.",
-    "Run cpuft provision hosts, which sets up ssh from the head host to all others.",
+    "mpirun starts ranks by ssh from the head host. That host has no key for the login, or the other host's sshd reads "
+    "another file than ~/.ssh/authorized_keys, or other users can write to the home folder there.",
+    "Run cpuft provision hosts, which sets up ssh from the head host to all others. If it has done so, look at "
+    "AuthorizedKeysFile, AllowUsers and Match in /etc/ssh/sshd_config on the other host.",
 )
 def _check_ssh_between(state: ClusterState) -> Iterator[Finding]:
     unreachable = {one.host.name for one in state.hosts if one.failure}
     for one, _, health in state.answering:
         for peer, message in health.ssh.items():
             if message and peer not in unreachable:
-                known = next((texts for said, texts in _SSH_CAUSES.items() if said in message), ())
-                yield Finding(one.name, f"ssh from this host to {peer} fails ({message[:160]}).", *known)
+                yield Finding(one.name, f"ssh from this host to {peer} fails ({message[:160]}).")
 
 
 @_check(
@@ -301,15 +273,12 @@ def _check_ssh_between(state: ClusterState) -> Iterator[Finding]:
     "A host resolves its own name to a loopback address.",
     "The installers of Debian and Ubuntu write a line with 127.0.1.1 into /etc/hosts. Libraries that look up their own "
     "host name then listen where no other host can connect.",
+    "Write the network address of the host before its name in its /etc/hosts.",
 )
 def _check_own_name(state: ClusterState) -> Iterator[Finding]:
     for one, facts, health in state.answering:
         if health.own_address.startswith("127.") and len(state.hosts) > 1:
-            yield warning(
-                one.name,
-                f"The host resolves its own name {facts.hostname} to {health.own_address}.",
-                next_step=f"Write the network address of the host before {facts.hostname} in its /etc/hosts.",
-            )
+            yield warning(one.name, f"The host resolves its own name {facts.hostname} to {health.own_address}.")
 
 
 @_check(
@@ -395,22 +364,6 @@ def _check_links(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@_check(
-    "CPUFT-035",
-    "A process of a run listens on more than the cluster's own addresses.",
-    "mpirun's proxies listen on all interfaces and trust whoever connects to them. Any other process is one that your "
-    "training script started.",
-    "Use a firewall that admits only the hosts of the cluster to all ports but ssh.",
-)
-def _check_listening(state: ClusterState) -> Iterator[Finding]:
-    for one, facts, health in state.answering:
-        own = {one.address, *facts.routes.values()}
-        for process, address in health.listening.items():
-            if address not in own:
-                where = "all interfaces" if address in ("0.0.0.0", "::") else address
-                yield warning(one.name, f"{process} accepts connections on {where}.")
-
-
 @_check_each(
     "CPUFT-036",
     "Ports that ranks use can be reached from outside the cluster's network.",
@@ -466,7 +419,8 @@ def _check_clocks(one: HostState, facts: HostFacts, health: Health) -> str:
 @_check(
     "CPUFT-013",
     "The Python of the training environment is missing, too old or of another version than on most hosts.",
-    "The training environment is not at the same path on every host, or was made with an old Python.",
+    "The training environment is not at the same path on every host, or was made with an old Python, or on each host by "
+    "itself.",
     "Run cpuft provision hosts, which installs the environment. cpuft needs Python 3.10 or newer.",
 )
 def _check_python(state: ClusterState) -> Iterator[Finding]:
@@ -477,12 +431,7 @@ def _check_python(state: ClusterState) -> Iterator[Finding]:
             instead = f" instead of {state.python}" if is_missing else ""
             yield Finding(one.name, f"Python on the host is {health.executable} {facts.python}{instead}.")
     for one, own, common in _find_different(state, lambda facts, _: facts.python.rsplit(".", 1)[0]):
-        yield Finding(
-            one.name,
-            f"The host has Python {own}; most hosts have {common}.",
-            "The environments of the hosts were made independently.",
-            "Install the same versions on all hosts: cpuft provision hosts",
-        )
+        yield Finding(one.name, f"The host has Python {own}; most hosts have {common}.")
 
 
 @_check(
@@ -501,25 +450,18 @@ def _check_packages(state: ClusterState) -> Iterator[Finding]:
 @_check(
     "CPUFT-015",
     "mpirun is missing, does not work or is another one than on most hosts.",
-    "There is no MPI beside the Python of the training environment, and none in PATH.",
+    "There is no MPI beside the Python of the training environment, and none in PATH, or the hosts have different "
+    "ones, which cannot communicate with each other.",
+    "Install the MPI that cpuft comes with: on other hosts by cpuft provision hosts, here by "
+    f"{install_command('train', 'mpi', 'demo')}",
 )
 def _check_mpi(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if not health.mpi or health.mpi.startswith("broken"):
-            yield Finding(
-                one.name,
-                f"mpirun is {health.mpi or 'missing'}.",
-                next_step="Install the MPI that cpuft comes with: on other hosts by cpuft provision hosts, here by "
-                f"{install_command('train', 'mpi', 'demo')}",
-            )
+            yield Finding(one.name, f"mpirun is {health.mpi or 'missing'}.")
     for one, own, common in _find_different(state, lambda _, health: health.mpi):
         if own and not own.startswith("broken") and common:
-            yield Finding(
-                one.name,
-                f"mpirun on the host is {own!r}; most hosts have {common!r}.",
-                "Different MPI implementations or versions cannot communicate with each other.",
-                "Use one MPI on all hosts: cpuft provision hosts",
-            )
+            yield Finding(one.name, f"mpirun on the host is {own!r}; most hosts have {common!r}.")
 
 
 @_check(
@@ -545,17 +487,6 @@ def _check_same_bf16(state: ClusterState) -> Iterator[Finding]:
     for one, own, _ in _find_different(state, lambda facts, _: bool(bf16_hardware(facts.cpu_flags))):
         does, others = ("supports", "do not") if own else ("does not support", "do")
         yield warning(one.name, f"The host {does} bf16 in hardware; most hosts {others}.")
-
-
-@_check(
-    "CPUFT-018",
-    "A host has another kernel version than most hosts.",
-    "The hosts were updated or restarted at different times, which makes measurements on them hard to compare.",
-    "Update and restart all hosts in the same way.",
-)
-def _check_kernel(state: ClusterState) -> Iterator[Finding]:
-    for one, own, common in _find_different(state, lambda facts, _: facts.kernel):
-        yield warning(one.name, f"The kernel of the host is {own}; most hosts have {common}.")
 
 
 # Capacity: what a run needs on a host, and what slows it down
@@ -616,18 +547,15 @@ def _check_shared_memory(one: HostState, facts: HostFacts, health: Health) -> st
     "CPUFT-034",
     "The limit of open files is too low.",
     "Every rank has connections to all others. Some libraries wait forever when they cannot open one.",
+    "Raise the limit for this shell with ulimit -n, or permanently with nofile in /etc/security/limits.conf.",
 )
 def _check_open_files(state: ClusterState) -> Iterator[Finding]:
     ranks = sum(one.ranks or len(facts.cores) for one, facts, _ in state.answering)
     need = _MIN_OPEN_FILES + _OPEN_FILES_PER_RANK * ranks
     for one, _, health in state.answering:
         if ranks > 1 and 0 <= health.open_files < need:
-            yield Finding(
-                one.name,
-                f"A process may open {health.open_files} files; with {ranks} ranks, each rank needs {need}.",
-                next_step=f"Raise the limit for this shell with ulimit -n {need}, or permanently with nofile in "
-                "/etc/security/limits.conf.",
-            )
+            told = f"A process may open {health.open_files} files; with {ranks} ranks, each rank needs {need}."
+            yield Finding(one.name, told)
 
 
 @_check_each(
@@ -724,17 +652,6 @@ def _check_governor(one: HostState, facts: HostFacts, health: Health) -> str:
 def _check_huge_pages(one: HostState, facts: HostFacts, health: Health) -> str:
     setting = health.huge_pages
     return f"The setting for transparent huge pages is: {setting}" if "[never]" in setting else ""
-
-
-@_check_each(
-    "CPUFT-030",
-    "No fast memory allocator is installed.",
-    "glibc takes each block above 32 MB from the kernel. Without the fast path, this costs about 6 % of a step.",
-    "Install one: apt-get install libtcmalloc-minimal4",
-)
-def _check_allocator(one: HostState, facts: HostFacts, health: Health) -> str:
-    found = {"tcmalloc", "tcmalloc_minimal", "jemalloc"} & set(facts.libraries)
-    return "" if found else "Neither tcmalloc nor jemalloc is installed."
 
 
 @_check_each(

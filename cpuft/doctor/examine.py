@@ -41,9 +41,6 @@ _FATAL = ("CPUFT-022", "CPUFT-034")
 """Checks (/dev/shm, open files) whose findings stop even a run on a single host: its ranks would die or hang."""
 _TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032", "CPUFT-038")
 """Checks whose findings can differ from run to run: also memory, disk, load, stolen CPU time, leftovers, NUMA nodes."""
-_WITHOUT_EFFECT = "CPUFT-030"
-"""Check (memory allocator) of which a launch does not warn: without another allocator, the settings of the ranks and
-the fast path (`keep_freed_memory`) make glibc keep freed memory, which takes as few page faults."""
 _EXAMINE = "{'facts': gather_facts(order), 'health': examine(order)}"
 
 
@@ -86,13 +83,13 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     """Examine a run's hosts. Raises CpuftError with all errors, or tells `say` a line for each check with findings.
 
     On a single host, only what differs from run to run is told, such as load, memory and disk, and only too little
-    /dev/shm and too few open files are errors. A missing memory allocator is never told.
+    /dev/shm and too few open files are errors.
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     hosts = tuple(one.host for one in cluster.assignments)
     found = find_all(examine_hosts(hosts, cluster.access, ranks, known=cluster.facts))
     is_single = len(cluster.assignments) < 2
-    findings = [one for one in found if one.code in _TRANSIENT or not (is_single or one.code == _WITHOUT_EFFECT)]
+    findings = [one for one in found if one.code in _TRANSIENT or not is_single]
     if errors := describe_errors([finding for finding in findings if not is_single or finding.code in _FATAL]):
         raise CpuftError(f"{errors} (details: cpuft doctor; to launch nevertheless: --no-check)")
     for code in sorted({finding.code for finding in findings}):

@@ -38,7 +38,6 @@ _SYS_ARCH_PRCTL = 158  # asm/unistd_64.h
 RUN_MODULES = ("cpuft.rank", "cpuft.train", "cpuft.launch.attempt")
 """Modules that the processes of a run execute."""
 _CPU_SAMPLE_SECONDS = 0.25
-_MPIRUN_PROCESSES = ("hydra_", "mpiexec", "mpirun", "orted", "prted")
 _BLOCK = 1 << 20
 _ROUND_TRIPS = 200
 _LINK_TIMEOUT_SECONDS = 8.0
@@ -85,7 +84,6 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "memlock": -1 if memlock == resource.RLIM_INFINITY else memlock,
             "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             "leftovers": find_leftovers(),
-            "listening": _find_listening(),
             "steal": steal,
             "ssh": ssh.result(),
             **ports,
@@ -222,31 +220,6 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
                 patterns = (f"{path}/*/checkpoints/[0-9]*.[0-9]*", f"{path}/*/state.json")
                 found.append(path + UNFETCHED * any(map(glob.glob, patterns)))
     return found
-
-
-def _find_listening() -> dict[str, str]:
-    """Return the addresses on which processes of this user's runs listen for other hosts, by process and port.
-
-    An item is "hydra_pmi_proxy (pid 12), port 40000" -> "10.0.0.1", or "::" for all interfaces. Ranks inherit the
-    sockets of mpirun: each is listed for the lowest process id alone.
-    """
-    found = {}
-    sockets = [line.split() for line in (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()]
-    # Columns of /proc/net/tcp: sl local_address rem_address st (0A is "listen") ... and the inode, at 9.
-    addresses = {f"socket:[{columns[9]}]": columns[1].split(":") for columns in sockets if columns[3:4] == ["0A"]}
-    for pid in sorted(int(path.split("/")[2]) for path in glob.glob("/proc/[0-9]*") if _is_own(path)):
-        name = _read(f"/proc/{pid}/comm")
-        if name.startswith(_MPIRUN_PROCESSES) or "CPUFT_WORLD_SIZE=" in _read(f"/proc/{pid}/environ"):
-            for link in glob.glob(f"/proc/{pid}/fd/*"):
-                address, port = addresses.pop(os.path.realpath(link).rpartition("/")[2], ("", ""))
-                found[f"{name} (pid {pid}), port {int(port or '0', 16)}"] = _parse_address(address)
-    return {process: address for process, address in found.items() if address not in ("", "::1", "127.0.0.1")}
-
-
-def _parse_address(text: str) -> str:
-    """Parse an address of /proc/net/tcp or tcp6: 32-bit numbers in hexadecimal, each in the host's byte order."""
-    numbers = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
-    return socket.inet_ntop(socket.AF_INET6 if numbers[1:] else socket.AF_INET, b"".join(numbers)) if numbers else ""
 
 
 def _is_own(path: str) -> bool:

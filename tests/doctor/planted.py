@@ -46,7 +46,6 @@ HEALTH = Health(
     memlock=-1,
     open_files=1 << 20,
     leftovers=[],
-    listening={},
     steal=0.0,
     ssh={},
     listens=True,
@@ -70,11 +69,9 @@ def _host(index: int, hosts: int) -> HostState:
         interfaces={"lo": "127.0.0.1", "eth0": address, "docker0": "172.17.0.1"},
         routes={peers[0]: address},
     )
-    listening = {"python (pid 8), port 40001": address}
     health = replace(
         HEALTH,
         own_address=address,
-        listening=listening,
         ssh=dict.fromkeys(peers, ""),
         tried=peers,
         connected=dict.fromkeys(peers, 0.2),

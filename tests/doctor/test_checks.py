@@ -41,7 +41,6 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-016", {"cpu_model": "EPYC"}),
     ("CPUFT-016", {"allowed_cpus": (0, 1, 2, 3)}),
     ("CPUFT-017", {"cpu_flags": ("avx2",)}),
-    ("CPUFT-018", {"kernel": "5.15.0"}),
     ("CPUFT-020", {"amx_usable": False}),
     ("CPUFT-021", {"memory_available": 1 << 30}),
     ("CPUFT-022", {"shm_free": 1 << 20}),
@@ -53,7 +52,6 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-027", {"steal": 0.2}),
     ("CPUFT-028", {"governors": ["powersave"]}),
     ("CPUFT-029", {"huge_pages": "always madvise [never]"}),
-    ("CPUFT-030", {"libraries": {}}),
     (
         "CPUFT-031",
         {"interfaces": {"ib0": "10.0.0.3"}, "memlock": 65536, "mtus": {"ib0": 1500}},
@@ -61,9 +59,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-034", {"open_files": 64}),
     ("CPUFT-038", {"ranks": 1, "lscpu": "".join(f"{n},{n},{n // 4},{n // 4}\n" for n in range(8))}),
     ("CPUFT-032", {"leftovers": ["pid 12: python -m cpuft.rank", "/var/tmp/cpuft-0/0123456789ab"]}),
-    ("CPUFT-035", {"listening": {"hydra_pmi_proxy (pid 9), port 40000": "0.0.0.0"}}),
     ("CPUFT-037", {"kernels": ""}),
-    ("CPUFT-035", {"listening": {"python (pid 9), port 6006": "8.8.4.4"}}),
     ("CPUFT-036", {"outside_port": 23456}),
     ("CPUFT-039", {"machine": "aarch64"}),
     ("CPUFT-040", {"page_size": 65536}),
@@ -76,15 +72,6 @@ def test_a_fault_on_one_host_is_found_by_its_code(code: str, fault: dict[str, An
     assert {finding.code for finding in findings} == {code}
     assert all("node3" in finding.host for finding in findings)
     assert all(finding.evidence and finding.cause and finding.next_step for finding in findings)
-
-
-def test_an_unknown_host_key_has_another_cause_than_a_changed_one() -> None:
-    causes = {
-        kind: find_all(plant(healthy(), 3, **GONE, failure="x", kind=kind))[0].cause
-        for kind in (transport.KEY_UNKNOWN, transport.KEY_CHANGED)
-    }
-    assert causes[transport.KEY_UNKNOWN].startswith("This machine has never connected to the host")
-    assert causes[transport.KEY_CHANGED].startswith("The host was installed again")
 
 
 def test_a_host_name_behind_a_bastion_is_not_a_public_address() -> None:
@@ -132,7 +119,8 @@ def test_a_slow_link_is_found_at_both_ends() -> None:
 def test_every_check_has_a_planted_fault() -> None:
     planted = {code for code, _ in FAULTS} | {"CPUFT-011", "CPUFT-019", "CPUFT-033"}
     assert planted == {check.code for check in CHECKS}
-    assert [check.code for check in CHECKS] == [f"CPUFT-{number:03}" for number in range(1, len(CHECKS) + 1)]
+    codes = [check.code for check in CHECKS]
+    assert codes == sorted(set(codes))
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
@@ -177,7 +165,7 @@ def test_equal_findings_share_an_entry_and_errors_come_first() -> None:
     text = format_findings(find_all(state), 4, len(CHECKS))
     assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
     assert "CPUFT-026 warning on node2, node3: 9.0 of 8 cores are busy" in text
-    assert text.endswith("4 hosts, 40 checks: 1 error, 2 warnings\n")
+    assert text.endswith("4 hosts, 37 checks: 1 error, 2 warnings\n")
 
 
 def test_each_build_of_the_kernels_is_named_with_its_hosts() -> None:
@@ -199,20 +187,3 @@ def test_json_has_every_field() -> None:
     findings = find_all(plant(healthy(), 2, huge_pages="[never]"))
     (told,) = json.loads(json.dumps(findings_to_json(findings, ["node1"])))["findings"]
     assert sorted(told) == ["cause", "code", "evidence", "fix", "host", "next_step", "severe"]
-
-
-@pytest.mark.parametrize(
-    "message, cause",
-    [
-        ("root@b: Permission denied (publickey).", "the other host's sshd reads another file than"),
-        ("Cannot execute command-line and remote command.", "has RemoteCommand for the other host"),
-        (
-            "ssh: connect to host b port 22: No route to host",
-            "mpirun starts ranks by ssh from the head host",
-        ),
-    ],
-)
-def test_the_cause_of_a_login_that_fails_between_hosts_depends_on_the_message(message: str, cause: str) -> None:
-    (finding,) = find_all(plant(healthy(), 3, ssh={"10.0.0.1": message}))
-    assert cause in finding.cause
-    assert finding.next_step

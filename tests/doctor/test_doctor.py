@@ -46,7 +46,7 @@ def examine(cluster: Simulated, *options: str) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def usual(cluster: Simulated) -> dict[str, set[str]]:
-    """Findings about this test machine itself, such as a missing allocator."""
+    """Findings about this test machine itself, such as a CPU without bf16."""
     return examine(cluster)
 
 
