@@ -14,15 +14,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
 from cpuft.plans import Plan, Step
 from cpuft.provision.aws.client import CallStep, Tag, plan_call, read_tags, specify_tags
-from cpuft.provision.aws.facts import (
-    PENDING,
-    READY,
-    Image,
-    find_disk_size,
-    find_images,
-    find_machine,
-    find_snapshots,
-)
+from cpuft.provision.aws.facts import PENDING, READY, Image, find_disk_size, find_images, find_machine
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Services
 from cpuft.provision.base import Ask, Say, lock, reconcile, run_plan
@@ -74,40 +66,33 @@ def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: st
     return plan_call("create_image", f"make AMI {name}", region, parameters)
 
 
-def plan_deletion(images: Sequence[Image], snapshots: Mapping[str, str], wanted: str, region: str) -> Plan:
-    """Return the steps that delete the AMI with the name or id `wanted`, then its snapshots.
-
-    `wanted` may also be the name of a deleted AMI with a snapshot; `snapshots` has the names by the ids. CpuftError:
-    nothing is called `wanted`.
-    """
+def plan_deletion(images: Sequence[Image], wanted: str, region: str) -> Plan:
+    """Return the steps that delete the AMI with the name or id `wanted` and its snapshots; CpuftError: there is none."""
     found = {str(one["ImageId"]): str(one["Name"]) for one in images if wanted in (one["ImageId"], one["Name"])}
-    disks = [disk for disk, name in snapshots.items() if name in (wanted, *found.values())]
-    if not found and not disks:
-        names = {*(one["Name"] for one in images), *snapshots.values()}
+    if not found:
+        names = [str(one["Name"]) for one in images]
         known = suggest_names(wanted, names) if names else "there is nothing to delete"
         raise CpuftError(f"cpuft has made no AMI {wanted!r:.80} in {region}: {known}")
-    calls = (
-        [plan_call("deregister_image", f"delete AMI {found[one]}", region, {"ImageId": one}) for one in found],
-        [plan_call("delete_snapshot", f"delete snapshot {one}", region, {"SnapshotId": one}) for one in disks],
-    )
-    return Plan(tuple(tuple(stage) for stage in calls if stage))
+    calls = [
+        plan_call(
+            "deregister_image",
+            f"delete AMI {name} and its snapshots",
+            region,
+            {"ImageId": image, "DeleteAssociatedSnapshots": True},
+        )
+        for image, name in found.items()
+    ]
+    return Plan((tuple(calls),))
 
 
-def describe_images(images: Sequence[Image], snapshots: Mapping[str, str], region: str) -> str:
-    """Return lines `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, then `NAME  ID  snapshot ...` for those without
-    an AMI; if there are neither, a line that says so. Each line ends with a newline.
+def describe_images(images: Sequence[Image], region: str) -> str:
+    """Return lines `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, or one that says that there is no AMI; each
+    line ends with a newline.
     """
     lines = [
         f"{one['Name']}  {one['ImageId']}  {one['State']}, {find_disk_size(one)} GB, "
         f"made {one['CreationDate'][:16].replace('T', ' ')} UTC"
         for one in images
-    ]
-    names = {one["Name"] for one in images}
-    lines += [
-        f"{name}  {disk}  snapshot of a deleted AMI, which costs money: delete it with `cpuft provision image "
-        f"--delete {name}`"
-        for disk, name in snapshots.items()
-        if name not in names
     ]
     return "".join(f"{line}\n" for line in lines or [f"cpuft has made no AMI in {region}"])
 
@@ -242,13 +227,13 @@ def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan
 def list_images(region: str, services: Services | None = None) -> str:
     """Return the lines of `describe_images` for this account; `region` "" is the one of the AWS configuration."""
     client = (services or Services()).open_client(region)
-    return describe_images(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), client.region)
+    return describe_images(find_images(client, "tag-key", Tag.IMAGE), client.region)
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
     """Delete an AMI by name or id, with its snapshots, unless `dry_run`; return the plan. CpuftError: none is there."""
     client = (services or Services()).open_client(region)
-    plan = plan_deletion(find_images(client, "tag-key", Tag.IMAGE), find_snapshots(client), wanted, client.region)
+    plan = plan_deletion(find_images(client, "tag-key", Tag.IMAGE), wanted, client.region)
     for step in () if dry_run else (step for stage in plan.stages for step in stage):
         assert isinstance(step, CallStep)
         say(step.why)

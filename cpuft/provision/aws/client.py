@@ -40,7 +40,6 @@ _SERVICES = {
     "get_role": "iam",
     "create_service_linked_role": "iam",
     "get_parameter": "ssm",
-    "get_service_quota": "service-quotas",
 }
 """All other calls are to EC2."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.instance_types import read_instance_types
-from cpuft.provision.aws.client import SPOT_ROLE, AwsClient, CallError, Tag, read_tags
+from cpuft.provision.aws.client import SPOT_ROLE, AwsClient, Tag, read_tags
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.image import read_recipe
 from cpuft.serialization import is_count
@@ -22,8 +22,6 @@ BILLED = (*LIVE, "stopping", "stopped")
 """States in which an instance or its disk costs money until it is terminated."""
 READY, PENDING = "available", "pending"
 """States of AMIs that can be used, or will be soon."""
-QUOTA_CODES = {False: "L-1216C47A", True: "L-34B43A08"}
-"""Service quotas of EC2 for the vCPUs of running standard instances, by whether they are spot instances."""
 _DEBIAN_PARAMETERS = {
     "x86_64": "/aws/service/debian/release/12/latest/amd64",
     "arm64": "/aws/service/debian/release/12/latest/arm64",
@@ -121,15 +119,13 @@ class Resources:
 
 @dataclass(frozen=True)
 class Offer:
-    """What AWS offers of an instance type, and how much of it this account may rent."""
+    """What AWS offers of an instance type."""
 
     type: Mapping[str, Any]
     """The type, as DescribeInstanceTypes returns it."""
     zones: Mapping[str, str]
     """Availability zones that offer the type: the id of the default subnet, by name."""
     image: Image
-    quota: float | None
-    """vCPUs that may run at the same time; None if unknown."""
     spot_prices: Mapping[str, float] = field(default_factory=dict)
     """Present prices in dollars per hour, by zone; zones without a known price are left out."""
     has_spot_role: bool = True
@@ -145,12 +141,6 @@ class Offer:
     def in_placement_groups(self) -> bool:
         """Whether instances of the type can be placed close to each other."""
         return "cluster" in self.type.get("PlacementGroupInfo", {}).get("SupportedStrategies", ())
-
-    @property
-    def threads(self) -> list[int]:
-        """Possible numbers of hardware threads per core; [2] if AWS says nothing."""
-        cpus = self.type["VCpuInfo"]
-        return list(cpus.get("ValidThreadsPerCore") or [cpus.get("DefaultThreadsPerCore", 2)])
 
 
 def normalize_owner(arn: str) -> str:
@@ -229,11 +219,6 @@ def _parse_end(reason: str) -> float:
 
 def _parse_time(text: str) -> int:
     return int(text) if is_count(text, least=0) else 0
-
-
-def is_standard(instance_type: str) -> bool:
-    """Whether a type is standard: begins with a, c, d, h, i, m, r, t or z, but not with dl, hpc, inf, mac or trn."""
-    return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("dl", "hpc", "inf", "mac", "trn"))
 
 
 def find_machine(instance_type: str) -> str:
@@ -318,7 +303,6 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
         zones=zones,
         spot_prices={zone: price for zone, price in prices.items() if zone in zones},
         image=_find_image(client, config, found),
-        quota=_find_quota(client, config.spot),
         has_spot_role=not config.spot or bool(client.find("get_role", "NoSuchEntity", RoleName=SPOT_ROLE)),
     )
 
@@ -342,7 +326,7 @@ def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
 
 def _find_image(client: AwsClient, config: AwsConfig, found: Mapping[str, Any]) -> Image:
     """Return the AMI of --image, or the newest one of its recipe, or else Debian 12's; `found` is AWS's on the type."""
-    architecture = Offer(found, {}, {}, None).architecture
+    architecture = Offer(found, {}, {}).architecture
     image = _find_recipe_image(client, config.recipe, architecture) if config.recipe else config.image
     wanted = image
     if not image:
@@ -370,18 +354,3 @@ def find_images(client: AwsClient, name: str, value: str) -> list[Image]:
     filters = [{"Name": name, "Values": [value]}]
     found = client.query("describe_images", Owners=["self"], Filters=filters)["Images"]
     return sorted(found, key=lambda one: (one["CreationDate"], one["ImageId"]))
-
-
-def find_snapshots(client: AwsClient) -> dict[str, str]:
-    """Return the snapshots of cpuft's AMIs in this account, also of deleted ones: name of the AMI by snapshot id."""
-    filters = [{"Name": "tag-key", "Values": [Tag.IMAGE]}]
-    found = client.query("describe_snapshots", OwnerIds=["self"], Filters=filters)["Snapshots"]
-    return {one["SnapshotId"]: read_tags(one).get("Name", "") for one in found}
-
-
-def _find_quota(client: AwsClient, spot: bool) -> float | None:
-    try:
-        response = client.query("get_service_quota", ServiceCode="ec2", QuotaCode=QUOTA_CODES[spot])
-        return float(response["Quota"]["Value"])
-    except CallError:
-        return None

@@ -58,9 +58,6 @@ class AwsConfig:
         "Rent instances that are close to each other, in a cluster placement group: their network is faster, but AWS "
         "has fewer of them",
     )
-    threads_per_core: int = option(
-        2, "Hardware threads per core; 1 turns hyper-threading off", least=1, most=2, rare=True
-    )
     ssh_from: str = option("", SSH_FROM, takes="ADDRESS")
     prefix: str = option("/opt/cpuft", PREFIX, takes="PATH", rare=True)
     wheels: str = option("", WHEELS, takes="FOLDER", rare=True)

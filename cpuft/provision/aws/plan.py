@@ -18,7 +18,7 @@ from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
 from cpuft.plans import Plan, Step
 from cpuft.provision.aws.client import SPOT_SERVICE, CallStep, Tag, make_tags, plan_call, specify_tags
-from cpuft.provision.aws.facts import QUOTA_CODES, Offer, Resources, Rule, SecurityGroup, find_disk_size, is_standard
+from cpuft.provision.aws.facts import Offer, Resources, Rule, SecurityGroup, find_disk_size
 from cpuft.provision.aws.lease import (
     RENEW_COMMAND,
     format_time,
@@ -81,9 +81,8 @@ def parse_ssh_from(text: str) -> str:
     return str(found)
 
 
-def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: str) -> None:
-    """Check that AWS offers the instances that are missing. Raises CpuftError that names the option to change."""
-    missing = config.nodes - len(resources.live)
+def check_offer(config: AwsConfig, offer: Offer, region: str) -> None:
+    """Check that AWS offers such instances. Raises CpuftError that names the option to change."""
     market = "spot" if config.spot else "on-demand"
     if market not in offer.type["SupportedUsageClasses"]:
         raise CpuftError(f"AWS does not offer {config.type} as {market} instance: choose another --type")
@@ -93,8 +92,6 @@ def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: s
     if (architecture := offer.image.get("Architecture", "x86_64")) != offer.architecture:
         image = offer.image["ImageId"]
         raise CpuftError(f"AMI {image} is for {architecture}: choose an AMI for {offer.architecture} with --image")
-    if config.threads_per_core == 1 and 1 not in offer.threads:
-        raise CpuftError(f"{config.type} does not support --threads-per-core 1: leave the option out")
     if not offer.zones:
         raise CpuftError(
             f"no zone of {region} with a default subnet offers {config.type}: try another --type or --region"
@@ -102,20 +99,6 @@ def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: s
     if config.zone and config.zone not in offer.zones:
         names = suggest_names(config.zone, offer.zones)
         raise CpuftError(f"region {region} has no zone {config.zone!r:.60} that offers {config.type}: {names}")
-    _check_quota(config, offer, missing)
-
-
-def _check_quota(config: AwsConfig, offer: Offer, missing: int) -> None:
-    """Check the quota of standard instance types. Other types have quotas of their own, which are not checked."""
-    each = offer.type["VCpuInfo"]["DefaultVCpus"]
-    wanted = missing * each
-    if offer.quota is None or not is_standard(config.type) or wanted <= offer.quota:
-        return
-    fewer = f"use --nodes {int(offer.quota) // each}, or " if offer.quota >= each else ""
-    raise CpuftError(
-        f"{missing} x {config.type} need {wanted} vCPUs, but your quota is {offer.quota:.0f} vCPUs: {fewer}request a "
-        f"higher quota {QUOTA_CODES[config.spot]} in the Service Quotas console"
-    )
 
 
 def _check_owner(name: str, resources: Resources) -> None:
@@ -363,9 +346,6 @@ def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: st
     # The policy that we print allows the call only if everything that it creates gets the tag.
     kinds = ["instance", "volume", "network-interface", *(["spot-instances-request"] if config.spot else [])]
     request["TagSpecifications"] = specify_tags(_make_cluster_tags(config, resources), *kinds)
-    if config.threads_per_core < max(offer.threads):
-        cores = offer.type["VCpuInfo"]["DefaultCores"]
-        request["CpuOptions"] = {"CoreCount": cores, "ThreadsPerCore": config.threads_per_core}
     if config.spot:
         options = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
         request["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": options}

@@ -145,7 +145,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         check_rental(self.config, resources)
         if needs_offer(self.config, resources) and not self._offer:
             offer = find_offer(self.client, self.config)
-            check_offer(self.config, resources, offer, self.client.region)
+            check_offer(self.config, offer, self.client.region)
             self._offer = offer
         return replace(facts, ssh_from=parse_ssh_from(ssh_from), offer=self._offer)
 

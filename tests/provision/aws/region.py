@@ -32,7 +32,6 @@ class Region:
     """What has happened in the region, and which faults will happen."""
 
     image: str = ""
-    quota: float = 256.0
     faults: list[str] = field(default_factory=list)
     """Error codes of the next calls of RunInstances. With `lost` the call takes effect, but its response is lost."""
     lasting: dict[str, str] = field(default_factory=dict)
@@ -210,27 +209,21 @@ def open_region() -> Iterator[Region]:
 
 
 def _complete(region: Region, patch: pytest.MonkeyPatch) -> None:
-    """Add what moto lacks: ClientToken, capacity errors, placement groups, quotas, Debian's AMI, tagged snapshots."""
+    """Add what moto lacks: ClientToken, capacity errors, placement groups, Debian's AMI, tagged snapshots of AMIs."""
     from moto.ec2.models.amis import AmiBackend
     from moto.ec2.models.instances import InstanceBackend
     from moto.ec2.responses import EC2Response
     from moto.iam.models import SERVICE_NAME_CONVERSION
-    from moto.servicequotas.models import ServiceQuotasBackend
     from moto.ssm.models import ParameterDict
 
     patch.setattr(InstanceBackend, "run_instances", _make_run(region, InstanceBackend.run_instances))
     patch.setattr(EC2Response, "describe_instances", _make_describe(region, EC2Response.describe_instances))
     patch.setattr(EC2Response, "get_console_output", _make_console(region))
     patch.setattr(AmiBackend, "create_image", _make_imaging(region, AmiBackend.create_image))
+    patch.setattr(EC2Response, "deregister_image", _make_deregistration(EC2Response.deregister_image))
     patch.setitem(SERVICE_NAME_CONVERSION, "spot", "EC2Spot")
     for name, method in _make_places(region).items():
         patch.setattr(EC2Response, name, method, raising=False)
-    quota = {"ServiceCode": "ec2", "QuotaName": "Running instances"}
-    patch.setattr(
-        ServiceQuotasBackend,
-        "get_service_quota",
-        lambda own, service_code, quota_code: quota | {"QuotaCode": quota_code, "Value": region.quota},
-    )
     patch.setattr(ParameterDict, "__contains__", lambda own, key: True)
     patch.setattr(ParameterDict, "__getitem__", lambda own, key: [_make_parameter(key, region)])
 
@@ -253,6 +246,17 @@ def _make_imaging(region: Region, real: Any) -> Any:
         return made
 
     return create
+
+
+def _make_deregistration(real: Any) -> Any:
+    def deregister(self: Any) -> Any:
+        made = self.ec2_backend.amis.get(self._get_param("ImageId"))
+        answer = real(self)
+        if self._get_param("DeleteAssociatedSnapshots"):
+            self.ec2_backend.delete_snapshot(made.ebs_snapshot.id)
+        return answer
+
+    return deregister
 
 
 def _make_parameter(key: str, region: Region) -> Any:

@@ -38,8 +38,6 @@ def make_image(number: int, state: str = "available", recipe: str = "a") -> dict
 
 
 OLD, NEW, COMING = make_image(1), make_image(2), make_image(3, "pending")
-DISKS = {"snap-1": "cpuft-a-1", "snap-2": "cpuft-a-2", "snap-9": "cpuft-a-9"}
-"""Snapshots of the first two AMIs, and of one that was deleted."""
 
 
 def test_the_same_recipe_and_environment_are_the_same_image() -> None:
@@ -85,44 +83,32 @@ def test_an_ami_that_failed_or_that_cpuft_did_not_make_is_refused(recipe: str, s
         is_ready(make_image(1, state, recipe), "n")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "deleted"),
-    [
-        ("ami-1", ["ami-1", "snap-1"]),
-        ("cpuft-a-2", ["ami-2", "snap-2"]),
-        ("cpuft-a-3", ["ami-3"]),
-        ("cpuft-a-9", ["snap-9"]),
-    ],
-)
-def test_an_ami_is_deleted_before_its_snapshots(wanted: str, deleted: list[str]) -> None:
-    plan = plan_deletion((OLD, NEW, COMING), DISKS, wanted, "us-east-1")
-    calls = [step for stage in plan.stages for step in stage if isinstance(step, CallStep)]
-    assert [value for call in calls for value in call.parameters.values()] == deleted
-    methods = {"ami": "deregister_image", "snap": "delete_snapshot"}
-    assert [call.method for call in calls] == [methods[name.partition("-")[0]] for name in deleted]
+@pytest.mark.parametrize(("wanted", "deleted"), [("ami-1", "ami-1"), ("cpuft-a-2", "ami-2")])
+def test_an_ami_is_deleted_with_its_snapshots(wanted: str, deleted: str) -> None:
+    plan = plan_deletion((OLD, NEW, COMING), wanted, "us-east-1")
+    (call,) = (step for stage in plan.stages for step in stage if isinstance(step, CallStep))
+    assert call.method == "deregister_image"
+    assert call.parameters == {"ImageId": deleted, "DeleteAssociatedSnapshots": True}
 
 
 @pytest.mark.parametrize(
-    ("found", "disks", "said"),
+    ("found", "said"),
     [
-        ([OLD, NEW], {}, "cpuft has made no AMI 'cpuft-a' in us-east-1: did you mean"),
-        ([], DISKS, "cpuft has made no AMI 'cpuft-a' in us-east-1: did you mean"),
-        ([], {}, "there is nothing to delete"),
+        ([OLD, NEW], "cpuft has made no AMI 'cpuft-a' in us-east-1: did you mean"),
+        ([], "there is nothing to delete"),
     ],
 )
-def test_only_amis_that_cpuft_made_are_deleted(found: list[Any], disks: dict[str, str], said: str) -> None:
+def test_only_amis_that_cpuft_made_are_deleted(found: list[Any], said: str) -> None:
     with pytest.raises(CpuftError, match=said):
-        plan_deletion(found, disks, "cpuft-a", "us-east-1")
+        plan_deletion(found, "cpuft-a", "us-east-1")
 
 
-def test_amis_and_snapshots_that_are_left_are_listed() -> None:
-    assert describe_images((OLD, NEW), DISKS, "us-east-1") == (
+def test_amis_are_listed() -> None:
+    assert describe_images((OLD, NEW), "us-east-1") == (
         "cpuft-a-1  ami-1  available, 16 GB, made 2026-01-01 10:11 UTC\n"
         "cpuft-a-2  ami-2  available, 16 GB, made 2026-01-02 10:11 UTC\n"
-        "cpuft-a-9  snap-9  snapshot of a deleted AMI, which costs money: delete it with `cpuft provision image "
-        "--delete cpuft-a-9`\n"
     )
-    assert describe_images((), {}, "us-east-1") == "cpuft has made no AMI in us-east-1\n"
+    assert describe_images((), "us-east-1") == "cpuft has made no AMI in us-east-1\n"
 
 
 def test_packages_come_through_the_machine_that_rents() -> None:

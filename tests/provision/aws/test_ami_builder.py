@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,31 +154,13 @@ def test_an_ami_is_deleted_with_its_snapshot(region: Region, tmp_path: Path, whe
     ((name,), _) = find_made()
     assert list_images(REGION, region.services()).startswith(f"{name}  ami-")
     region.calls.clear()
-    assert len(delete_image(name, REGION, True, say, region.services()).stages) == 2
+    assert len(delete_image(name, REGION, True, say, region.services()).stages) == 1
     assert region.mutating == []
     delete_image(name, REGION, False, say, region.services())
     assert find_made() == ([], [])
+    assert list_images(REGION, region.services()) == "cpuft has made no AMI in us-east-1\n"
     with pytest.raises(CpuftError, match=f"cpuft has made no AMI '{region.image}' in us-east-1"):
         delete_image(region.image, REGION, False, say, region.services())
-
-
-def test_the_snapshot_of_a_killed_deletion_is_listed_and_deleted(region: Region, tmp_path: Path, wheels: Path) -> None:
-    """It costs money, and nothing else in AWS refers to it."""
-    build(region, tmp_path, wheels)
-    ((name,), _) = find_made()
-    other = client().create_snapshot(VolumeId=client().create_volume(AvailabilityZone="us-east-1a", Size=8)["VolumeId"])
-    region.calls.clear()
-    region.kill = (0, "after")
-    with pytest.raises(KilledError):
-        delete_image(name, REGION, False, say, region.services())
-    region.kill = (-1, "")
-    assert find_made() == ([], [name])
-    listed = list_images(REGION, region.services())
-    assert re.fullmatch(rf"{name}  snap-\w+  .*: delete it with `cpuft provision image --delete {name}`\n", listed)
-    delete_image(name, REGION, False, say, region.services())
-    assert find_made() == ([], [])
-    assert list_images(REGION, region.services()) == "cpuft has made no AMI in us-east-1\n"
-    assert client().describe_snapshots(SnapshotIds=[other["SnapshotId"]])["Snapshots"]
 
 
 def test_an_instance_that_another_machine_uses_is_left_alone(region: Region, tmp_path: Path, wheels: Path) -> None:

@@ -87,14 +87,6 @@ def test_when_an_instance_ended(reason: str, ended: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "standard"),
-    [("m7i.8xlarge", True), ("c7i-flex.large", True), ("hpc7a.96xlarge", False), ("dl1.24xlarge", False)],
-)
-def test_types_with_a_quota_of_their_own(kind: str, standard: bool) -> None:
-    assert facts.is_standard(kind) is standard
-
-
-@pytest.mark.parametrize(
     ("kind", "machine"),
     [
         *(

@@ -35,14 +35,12 @@ GROUP = SecurityGroup(
 ZONES = {f"us-east-1{letter}": f"subnet-{letter}" for letter in "cab"}
 OFFER = Offer(
     {
-        "VCpuInfo": {"DefaultVCpus": 32, "DefaultCores": 16},
         "ProcessorInfo": {"SupportedArchitectures": ["x86_64"]},
         "SupportedUsageClasses": ["on-demand", "spot"],
         "PlacementGroupInfo": {"SupportedStrategies": ["cluster"]},
     },
     ZONES,
     {"ImageId": "ami-1", "Name": "debian", "RootDeviceName": "/dev/xvda", "Architecture": "x86_64"},
-    256.0,
 )
 
 
@@ -158,24 +156,9 @@ def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
     ("offer", "config", "said"),
     [
         (
-            {"quota": 64.0},
-            {},
-            "need 128 vCPUs, but your quota is 64 vCPUs: use --nodes 2, or",
-        ),
-        (
-            {"quota": 16.0},
-            {"market": "spot"},
-            "your quota is 16 vCPUs: request a higher quota L-34B43A08",
-        ),
-        (
             {"type": change_type(SupportedUsageClasses=["on-demand"])},
             {"market": "spot"},
             "AWS does not offer m7i.8xlarge as spot instance",
-        ),
-        (
-            {"type": change_type(VCpuInfo={"ValidThreadsPerCore": [2]})},
-            {"threads_per_core": 1},
-            "m7i.8xlarge does not support --threads-per-core 1: leave",
         ),
         (
             {"type": change_type(ProcessorInfo={"SupportedArchitectures": ["arm64_mac"]})},
@@ -207,21 +190,20 @@ def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
 )
 def test_what_cannot_be_rented(offer: dict[str, Any], config: dict[str, Any], said: str) -> None:
     with pytest.raises(CpuftError, match=said):
-        check_offer(replace(CONFIG, **config), Resources(NOW, ME), replace(OFFER, **offer), "us-east-1")
+        check_offer(replace(CONFIG, **config), replace(OFFER, **offer), "us-east-1")
 
 
 ARM = {
     "type": change_type(
         ProcessorInfo={"SupportedArchitectures": ["arm64"]},
-        VCpuInfo={"DefaultVCpus": 32, "DefaultCores": 32, "DefaultThreadsPerCore": 1, "ValidThreadsPerCore": [1]},
     ),
     "image": {**OFFER.image, "Architecture": "arm64"},
 }
 
 
-@pytest.mark.parametrize("offer", [{}, {"quota": None}, {"quota": 128.0}, ARM])
+@pytest.mark.parametrize("offer", [{}, ARM])
 def test_what_can_be_rented(offer: dict[str, Any]) -> None:
-    check_offer(CONFIG, Resources(NOW, ME), replace(OFFER, **offer), "us-east-1")
+    check_offer(CONFIG, replace(OFFER, **offer), "us-east-1")
 
 
 def test_the_cheapest_zone_is_first_for_spot() -> None:
@@ -270,22 +252,6 @@ def test_only_clusters_with_spot_instances_look_for_interruption_notices(
 
 def find_request(config: AwsConfig, offer: Offer) -> dict[str, Any]:
     return make_request(config, Resources(NOW, ME, GROUP), offer, "us-east-1a", config.nodes)
-
-
-@pytest.mark.parametrize(
-    ("threads", "config", "options"),
-    [
-        ((1, 2), {}, None),
-        ((1, 2), {"threads_per_core": 1}, {"CoreCount": 16, "ThreadsPerCore": 1}),
-        ((1,), {}, None),
-        ((1,), {"threads_per_core": 1}, None),
-    ],
-)
-def test_the_second_thread_of_a_core_is_left_out_by_choice(
-    threads: tuple[int, ...], config: dict[str, Any], options: dict[str, int] | None
-) -> None:
-    offer = replace(OFFER, type=change_type(VCpuInfo={"DefaultCores": 16, "ValidThreadsPerCore": [*threads]}))
-    assert find_request(replace(CONFIG, **config), offer).get("CpuOptions") == options
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class Desk:
         return told
 
     def change(self, name: str, value: Any) -> None:
-        """Set a field of the region, such as its faults or its quota."""
+        """Set a field of the region, such as its faults."""
         setattr(self._region, name, value)
 
     def instances(self) -> list[dict[str, Any]]:
