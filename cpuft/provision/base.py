@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from cpuft import execute
 from cpuft.config.fields import format_flag, parse_arguments
@@ -36,15 +34,8 @@ Ask = Callable[[str], bool]
 """Asks the user a yes-or-no question. Returns False when nobody is there to answer."""
 
 
-class Options(Protocol):
-    """The options of a kind of cluster: a frozen dataclass whose fields are made by `cpuft.config.fields.option`."""
-
-    @property
-    def name(self) -> str:
-        """Name of the cluster."""
-
-
-C = TypeVar("C", bound=Options)
+C = TypeVar("C", bound=Any)
+"""The options of a kind of cluster: a frozen dataclass with a `name`, whose fields are made by `option`."""
 F = TypeVar("F")
 _STAGE_SECONDS = 3600.0
 """Time limit of a stage; copying a gigabyte of wheels over a slow link takes long."""
@@ -235,26 +226,20 @@ def run_plan(plan: Plan, say: Say) -> None:
 def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
     """Hold the lock of the cluster at `path`, which need not exist: only one `cpuft provision` at a time changes it.
 
-    The lock, an abstract Unix socket on Linux and a locked temporary file elsewhere, is released when the process ends
-    in any way. Raises CpuftError when another process holds the lock for more than `seconds`.
+    The lock, of a file for temporary files, is released when the process ends in any way. Raises CpuftError when
+    another process holds the lock for more than `seconds`.
     """
-    end, name = time.monotonic() + seconds, f"cpuft-provision-{hash_text(os.path.realpath(path), 32)}"
-    with socket.socket(socket.AF_UNIX) as holder, ExitStack() as stack:
-        while True:
-            try:
-                if sys.platform == "linux":
-                    holder.bind(f"\0{name}")
-                else:
-                    from tempfile import gettempdir  # slow, and not needed on Linux
+    from tempfile import gettempdir  # slow, and few commands need it
 
-                    stack.callback(os.close, open_locked(f"{gettempdir()}/{name}"))
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    text = f"another cpuft provision has been changing {path.name} for {seconds:.0f} s"
-                    raise CpuftError(f"{text}: wait until it ends") from None
-                time.sleep(0.2)
+    try:
+        held = open_locked(f"{gettempdir()}/cpuft-provision-{hash_text(os.path.realpath(path), 32)}", seconds)
+    except BlockingIOError:
+        text = f"another cpuft provision has been changing {path.name} for {seconds:.0f} s"
+        raise CpuftError(f"{text}: wait until it ends") from None
+    try:
         yield
+    finally:
+        os.close(held)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from cpuft.errors import CpuftError, counted, last_line
+from cpuft.errors import CpuftError, last_line
 from cpuft.execute import open_memory_file, path_of
 from cpuft.files import REMOVE, hash_text, read_given_text, read_raw
 from cpuft.hardware import ARCHITECTURES
@@ -214,17 +214,14 @@ def _check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
 def _check_logins(config: HostsConfig, facts: ClusterFacts) -> None:
     if not facts.refused:
         return
-    head, folder, message = facts.members[0].address, _cluster_dir(config), next(iter(facts.refused.values()))
-    advice = f"see the reason on {head} with `ssh -v -F {folder}/ssh_config {next(iter(facts.refused))}`"
-    if "Permission denied" in message:
-        advice = (
-            "its key is in ~/.ssh/authorized_keys there, but sshd reads another file if AuthorizedKeysFile in "
-            f"/etc/ssh/sshd_config says so (append {folder}/id_ed25519.pub of {head} to that file), and refuses the "
-            "key if other users can write to the home folder or AllowUsers leaves this user out"
-        )
+    head, folder = facts.members[0].address, _cluster_dir(config)
+    refusing, message = next(iter(facts.refused.items()))
     raise CpuftError(
         f"no rank can start on {', '.join(facts.refused)}, because the head host {head} cannot log in there "
-        f"({message[-200:]}): {advice}; then run the same command again"
+        f"({message[-200:]}): see the reason on {head} with `ssh -v -F {folder}/ssh_config {refusing}`. sshd refuses "
+        f"the key if AuthorizedKeysFile in /etc/ssh/sshd_config names another file than ~/.ssh/authorized_keys (append "
+        f"{folder}/id_ed25519.pub of {head} to that file), if other users can write to the home folder, or if "
+        "AllowUsers leaves this user out. Then run the same command again"
     )
 
 
@@ -303,10 +300,8 @@ def _plan_wheels(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
         ]
         for wheel in facts.supply.wheels
     }
-    hosts = {address for addresses in missing.values() for address in addresses}
-    files = counted(sum(map(bool, missing.values())), "file")
     size = sum(wheel.size * len(addresses) for wheel, addresses in missing.items()) / 1e6
-    part = f"push {files} to {counted(len(hosts), 'host')}, {size:.0f} MB in all"
+    part = f"push wheels to the hosts, {size:.0f} MB in all"
     stages: list[list[Step]] = []
     for number, wheel in enumerate(facts.supply.wheels):
         stages += [[]] if number % _PARALLEL_PUSHES == 0 else []
@@ -335,12 +330,8 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
     """
     comment = _key_comment(config)
     command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, comment, WORK_ROOT)
-    why = {
-        False: "remove the environment and the key",
-        True: "remove the key; the environment stays, because another cluster uses it",
-    }
     steps = tuple(
-        Step(why[any(one != comment for one in _list_keys(own).values())], command, host=member.address)
+        Step("remove the key, and the environment unless another cluster uses it", command, host=member.address)
         for member, own in facts.servers
         if own.marked or own.stamp or own.key or comment in _list_keys(own).values()
     )
