@@ -84,7 +84,7 @@ class MachineFacts:
     entry: Entry
     """The record that the cluster should have."""
     image: str = ""
-    """Hash of the image's contents; empty without an image."""
+    """`contents` of the image's stamp; empty without an image."""
     cpus: tuple[int, ...] = (0,)
     """Hardware threads that the hosts share; those of one core are neighbours."""
     cores: tuple[int, ...] = ()
@@ -371,7 +371,7 @@ def _plan_node_step(config: LocalConfig, facts: MachineFacts, index: int, action
         "NODE_RATE": (config.net, "rate of its network link; empty for no limit"),
         "NODE_SHM": (config.shm, "size of its /dev/shm"),
         "NODE_IMAGE": (config.image, "its root filesystem; empty for this machine's own"),
-        "NODE_CONTENTS": (facts.image, "hash of the image; a disk that was written over another image is discarded"),
+        "NODE_CONTENTS": (facts.image, "the image's build; a disk that was written over another one is discarded"),
         "NODE_CLUSTER": (facts.directory, "directory of the cluster's files"),
         "NODE_THERE": (facts.there, "where the host keeps the cluster's files, to launch runs; empty for nowhere"),
         "NODE_BOOTED": (booted, "hash of all settings that it reads only at its start"),

@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import io
-import json
 import os
 import platform
 import re
@@ -262,7 +261,7 @@ def _fill_folder(folder: Path, python: str, machine: str, environ: Mapping[str, 
     _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), *listed, stdin=_format_requirements(sources))
     download = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), *target)
     _pip(*download, *listed, stdin=_format_requirements(others))
-    _pip(*download, *_choose_torch(folder, python, machine))
+    _download_torch(download, python, machine)
     if _needs_kernels(machine):
         _add_kernels(folder, machine, environ)
 
@@ -299,29 +298,25 @@ def _format_requirements(hashed: Sequence[HashedPin]) -> str:
     return "".join(" ".join((one.pin, *(f"--hash=sha256:{text}" for text in one.hashes))) + "\n" for one in hashed)
 
 
-def _choose_torch(folder: Path, python: str, machine: str) -> tuple[str, ...]:
-    """Return pip's arguments for the torch in `PINS` without CUDA, perhaps from PyTorch's index instead of pip's."""
+def _download_torch(download: Sequence[str], python: str, machine: str) -> None:
+    """Download the torch in `PINS` without CUDA: for x86-64 from PyTorch's index unless pip's has such a build."""
     pins = select_hashed(parse_hashes(PINS.read_text(encoding="utf-8")), python, machine)
     (pin,) = (one.pin for one in pins if one.pin.startswith("torch=="))
     if machine != "x86_64":
-        return (pin,)
-    target = _choose_target(python, machine)
-    target = ("--only-binary", ":all:", "--target", str(folder), *target) if target else ()  # pip demands the first two
-    options = ("--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", *target)
-    report = _pip("install", *options, pin)
-    found, _ = json.JSONDecoder().raw_decode(report[report.index("{") :])  # pip's warnings may follow
-    if found["install"][0]["metadata"]["version"].endswith("+cpu"):
-        return (pin,)
-    return (f"{pin}+cpu", "--index-url", CPU_INDEX)
+        _pip(*download, pin)
+        return
+    try:
+        _pip(*download, f"{pin}+cpu")
+    except CpuftError:
+        _pip(*download, f"{pin}+cpu", "--index-url", CPU_INDEX)
 
 
-def _pip(*argv: str, stdin: str = "") -> str:
+def _pip(*argv: str, stdin: str = "") -> None:
     command = (*module_command(sys.executable, "pip"), "--disable-pip-version-check", *argv)
     answer = execute.run_command(command, _DOWNLOAD_SECONDS, stdin)
     if answer.exit_code:
         last_lines = " | ".join(answer.text.strip().splitlines()[-4:])
         raise CpuftError(f"pip {argv[0]} failed ({last_lines}): give --wheels a folder that holds the wheels")
-    return answer.output
 
 
 def _find_compiler_for(machine: str, environ: Mapping[str, str]) -> str | None:
