@@ -154,25 +154,8 @@ def _start_program(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 
 
 def _count_memory_kills() -> int:
-    """Return how many processes were killed for memory; -1: unknown. Source: mm/oom_kill.c and mm/memcontrol.c."""
-    return next((count for path in list_memory_counters() if (count := _read_kills(path)) >= 0), -1)
-
-
-def list_memory_counters(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[str]:
-    """Return the files that may count processes killed for memory: /proc/vmstat, then those of own control groups."""
-    paths = ["/proc/vmstat"]
-    with contextlib.suppress(OSError), open(groups, encoding="utf-8") as file:
-        for line in file:
-            _, controllers, group = line.rstrip("\n").split(":", 2)
-            if not controllers:  # version 2
-                paths.append(f"{root}{group.rstrip('/')}/memory.events")
-            elif "memory" in controllers.split(","):
-                paths.append(f"{root}/memory{group.rstrip('/')}/memory.oom_control")
-    return paths
-
-
-def _read_kills(path: str) -> int:
-    with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+    """Return how many processes the kernel has killed because memory ran out; -1: unknown. Source: mm/oom_kill.c."""
+    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
         return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), -1)
     return -1
 

@@ -14,7 +14,6 @@ from cpuft.errors import CpuftError
 from cpuft.rank.process import (
     FAILED_MARK,
     abort_job,
-    list_memory_counters,
     parse_cores,
     parse_failure,
     parse_missing_ranks,
@@ -131,9 +130,3 @@ def test_a_script_that_prints_the_mark_with_too_long_numbers_does_no_harm(text: 
 @pytest.mark.parametrize("text, rank, cores", [("", 0, ()), ("0,1;2", 0, (0, 1)), ("0,1;2", 1, (2,)), ("0,1;2", 2, ())])
 def test_cores_of_a_rank(text: str, rank: int, cores: tuple[int, ...]) -> None:
     assert parse_cores(text, rank) == cores
-
-
-def test_memory_kills_are_counted_by_the_host_or_else_by_the_control_group(tmp_path: Path) -> None:
-    (tmp_path / "cgroup").write_text("4:memory:/a\n0::/b\n")
-    found = list_memory_counters(str(tmp_path / "cgroup"), "/x")
-    assert found == ["/proc/vmstat", "/x/memory/a/memory.oom_control", "/x/b/memory.events"]
