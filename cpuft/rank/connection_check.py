@@ -41,8 +41,6 @@ _COMPARED_AFTER = (1, 2, 9, 49)
 """Numbers of missed calls of the wrapped model in a row, after which its parameters are compared."""
 _WITHOUT_DATA = ("barrier", "monitored_barrier")
 """Collective operations that exchange no data: libraries also run them where each rank trains by itself."""
-_OF_A_START = (*_WITHOUT_DATA, "broadcast", "all_gather", "_allgather_base")
-"""Collective operations that also run before the training, as those of a new DistributedDataParallel."""
 _REMEDY = (
     "let the script form one process group (torch.distributed.init_process_group, Accelerate, the Hugging Face Trainer "
     "or Lightning), or start it with cpuft launch --independent if its ranks are meant to be independent"
@@ -89,8 +87,6 @@ class ConnectionCheck:
         self.wrapped: list[_WrappedModel] = []
         self._process = os.getpid()
         self._store: Any = None
-        self._start: dict[str, int] | None = None
-        """Number of the last operation of each channel before the first step; None if the ranks train together."""
 
     def note_group(self, size: int, store: Any = None) -> None:
         """Note that a default process group of `size` ranks was formed over torch's `store`; the largest one counts."""
@@ -111,11 +107,6 @@ class ConnectionCheck:
         self.steps += 1
         if self.steps == 1 and not self._is_joined():
             raise RefusedScriptError(self._describe("was stopped before its first optimizer step"))
-        if self.steps == 1:
-            self._start = _find_last_exchanges() if (list_operations() or {""}).issubset(_OF_A_START) else None
-        if self.steps == 2 and self._store:
-            with suppress(RuntimeError):  # the store is gone
-                self._store.set(f"cpuft/trains/{os.environ['RANK']}", b"1")
         if self.steps in _CHECKED_STEPS:
             self._note_exchange()
         if self.steps <= _LAST_CHECKED_STEP and self.wrapped and optimizer is not None:
@@ -124,12 +115,11 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe_unused(f"was stopped before optimizer step {self.steps}"))
 
     def check_end(self) -> None:
-        """Raise RefusedScriptError after a script that succeeded, if its ranks formed no group or trained apart."""
+        """Raise RefusedScriptError after a script that succeeded, if its ranks formed no group or exchanged no data."""
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
-        has_only_started = self.steps > 1 and self._start is not None and _count_mpi_ranks() != self.size
-        if self.steps and (self._is_unused() or (has_only_started and self._others_train())):
+        if self.steps and self._is_unused():
             raise RefusedScriptError(self._describe_unused("ended with an error"))
 
     def before_processes(self) -> None:
@@ -189,13 +179,6 @@ class ConnectionCheck:
             return any(self._store.get(name) != own for name in names if self._store.check([name]))
         return False
 
-    def _others_train(self) -> bool:
-        """Whether another rank is known to make steps, too. A single rank may train something for all of them."""
-        others = [rank for rank in range(self.size) if rank != int(os.environ["RANK"])]
-        with suppress(RuntimeError):  # the store is gone
-            return not self._store or any(self._store.check([f"cpuft/trains/{rank}"]) for rank in others)
-        return True
-
     def _is_joined(self) -> bool:
         return self.group_size == self.size or _count_mpi_ranks() == self.size
 
@@ -203,15 +186,9 @@ class ConnectionCheck:
         return not self.exchanged and _count_mpi_ranks() != self.size
 
     def _note_exchange(self) -> None:
-        operations = None if self.exchanged and self._start is None else list_operations()
-        self.exchanged = self.exchanged or operations is None or bool(operations.difference(_WITHOUT_DATA))
-        start, last = self._start or {}, _find_last_exchanges()
-        if (
-            operations is None
-            or operations.difference(_OF_A_START)
-            or any(last[one] > start.get(one, 0) for one in last)
-        ):
-            self._start = None
+        if not self.exchanged:
+            operations = list_operations()
+            self.exchanged = operations is None or bool(operations.difference(_WITHOUT_DATA))
 
     def _describe(self, when: str) -> str:
         formed = f" (only one of {self.group_size})" if self.group_size else ""
@@ -224,10 +201,9 @@ class ConnectionCheck:
         )
 
     def _describe_unused(self, when: str) -> str:
-        since = " after the first optimizer step" if self.exchanged else ""
         return (
             f"the script {when} because its {self.size} ranks are not connected: they formed a process group, but "
-            f"exchanged no gradients or parameters in it{since}, so each rank trained a copy of its own. Next: wrap "
+            f"exchanged no gradients or parameters in it, so each rank trained a copy of its own. Next: wrap "
             f"the model in DistributedDataParallel or pass it to accelerator.prepare, and call the wrapped model, "
             f"model(...) instead of model.module(...), or start the script with cpuft launch --independent if its "
             f"ranks are meant to be independent"
@@ -238,29 +214,10 @@ def list_operations() -> set[str] | None:
     """Return the names of collective operations that this process has started; None if nothing has recorded them."""
     own = read_operations()
     names = {str(name) for name in own.get("names", ())} | {name for _, name in own.get("progress", {}).values()}
-    recorded = _read_recorded()
-    return (names or None) if recorded is None else names | {name for name, _, _ in recorded}
-
-
-def _read_recorded() -> list[tuple[str, str, int]] | None:
-    """Return name, process group and number of the last operations in torch's flight recorder; None without one."""
     found = None if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0" else dump_recorder()
     if found is None:
-        return None
-    return [
-        (str(one["profiling_name"]).rpartition(":")[2], str(one["process_group"]), one["collective_seq_id"])
-        for one in found.get("entries", ())
-    ]
-
-
-def _find_last_exchanges() -> dict[str, int]:
-    """Return by process group the number of its last operation with data; for cpuft.comm, of any operation."""
-    own = read_operations()
-    found = {channel: number for channel, (number, _) in own.get("progress", {}).items() if "names" in own}
-    for name, group, number in _read_recorded() or ():
-        if name not in _WITHOUT_DATA:
-            found[group] = max(number, found.get(group, 0))
-    return found
+        return names or None
+    return names | {str(one["profiling_name"]).rpartition(":")[2] for one in found.get("entries", ())}
 
 
 def _count_mpi_ranks() -> int:

@@ -172,35 +172,6 @@ def test_models_whose_ranks_differ_on_purpose_or_agree_by_other_means_are_left_a
         averaged.step(is_wrapped=False, is_averaged=True)  # as with an average of the script's own
 
 
-@pytest.mark.parametrize(
-    "later, has_others, is_refused",
-    [((), True, True), (("all_gather",), True, False), ((), False, False)],
-    ids=["apart", "together", "one rank trains for all"],
-)
-def test_only_the_broadcast_of_a_start_is_no_training_together(
-    later: tuple[str, ...], has_others: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    register = OperationRegister()
-    monkeypatch.setattr(connection_check, "read_operations", register.report)
-    monkeypatch.delitem(sys.modules, "torch._C._distributed_c10d", raising=False)
-    check, store = ConnectionCheck(2), Store()
-    check.note_group(2, store)
-    if has_others:
-        store.set("cpuft/trains/1", b"1")
-    for name in ("all_gather", "broadcast"):
-        register.begin("the world", name, 8, (0, 1), 60.0)
-    take_steps(check, 3)
-    for name in later:
-        register.begin("the world", name, 8, (0, 1), 60.0)
-    take_steps(check, 200)
-    if is_refused:
-        with pytest.raises(RefusedScriptError, match="exchanged no gradients or parameters in it after the first opt"):
-            check.check_end()
-    else:
-        check.check_end()
-
-
 def test_a_script_that_starts_its_own_processes_is_refused() -> None:
     check = ConnectionCheck(2)
     spawn = types.SimpleNamespace(start_processes=lambda *args, **kwargs: "started")
