@@ -466,27 +466,19 @@ def _check_mpi(state: ClusterState) -> Iterator[Finding]:
 
 @_check(
     "CPUFT-016",
-    "A host has another CPU than most hosts.",
-    "In every step, synchronous training waits for the slowest rank.",
+    "A host has another CPU than most hosts, or a hypervisor hides other flags of it.",
+    "In every step, synchronous training waits for the slowest rank. Unless all hosts support bf16 in hardware, all ranks "
+    "train in fp32.",
     "Use hosts of one kind, or remove this host from the hostfile.",
 )
 def _check_cpu(state: ClusterState) -> Iterator[Finding]:
-    for one, own, common in _find_different(state, lambda facts, _: (facts.cpu_model, len(facts.seen_cores))):
-        yield warning(
-            one.name, f"The host has {own[0]} with {own[1]} cores; most hosts have {common[0]} with {common[1]}."
-        )
+    for one, own, common in _find_different(state, _describe_cpu):
+        yield warning(one.name, f"The host has {own}; most hosts have {common}.")
 
 
-@_check(
-    "CPUFT-017",
-    "Some hosts support bf16 in hardware and some do not.",
-    "The hosts have CPUs of different generations, or a hypervisor hides CPU flags. All ranks then train in fp32.",
-    "Use hosts of one kind, or choose fp32 explicitly with --precision fp32.",
-)
-def _check_same_bf16(state: ClusterState) -> Iterator[Finding]:
-    for one, own, _ in _find_different(state, lambda facts, _: bool(bf16_hardware(facts.cpu_flags))):
-        does, others = ("supports", "do not") if own else ("does not support", "do")
-        yield warning(one.name, f"The host {does} bf16 in hardware; most hosts {others}.")
+def _describe_cpu(facts: HostFacts, health: Health) -> str:
+    bf16 = "with" if bf16_hardware(facts.cpu_flags) else "without"
+    return f"{facts.cpu_model} with {counted(len(facts.seen_cores), 'core')}, {bf16} bf16"
 
 
 # Capacity: what a run needs on a host, and what slows it down

@@ -140,13 +140,7 @@ def parse_node(environ: Mapping[str, str]) -> Node:
     if not all(is_count(environ.get(name, ""), 0, 99_999) for name in names):
         raise CpuftError(f"this is not a node of a job with several nodes ({shown}): start it by cpuft submit")
     index, count, main = (int(environ[name]) if name else 0 for name in (service.index, service.count, service.main))
-    if max(index, main) >= count:
-        raise CpuftError(f"the variables of {service.name} contradict each other ({shown}): check which the job sets")
     address = environ.get(service.address, "").partition("\n")[0]
-    if not _is_address(address) if address else index != main:
-        raise CpuftError(
-            f"{service.address}={address[:40]!r} is not the address of a main node: leave it to {service.name}"
-        )
     token, seconds = environ.get(JOB_SECRET, ""), environ.get(SECONDS, _DEFAULT_SECONDS)
     if count > 1 and len(token) < _SHORTEST_SECRET:
         what = "is too short" if token else "is not set"

@@ -25,12 +25,10 @@ from cpuft.terminal import format_table
 
 _MINIMIZED = ("perplexity", "loss", "eval_loss")
 """Beginnings of the names of metrics of which less is better."""
-_MOST_TICKS = 10
-"""Most values of an option that each have a tick of their own in a plot."""
+_MOST_TICKS, _FEW_TICKS = 10, 5
+"""Most values of an option that each have a tick of their own in a plot, and about how many ticks more values have."""
 _SMALL_DIFFERENCE = 0.01
 """If validation rows can show such a difference, the best of many configurations is hardly better there by chance."""
-_MOST_DECADES = 2.0
-"""A wider logarithmic axis has a tick for each power of ten alone, because more labels would overlap."""
 
 
 def is_larger_better(metric: str) -> bool:
@@ -247,27 +245,17 @@ def _draw_options(sweep: Sweep, results: Sequence[Result]) -> list[tuple[str, st
 
 
 def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]]:
-    """Return (place of each value of an option on an axis, labels by their place; empty for the plot's own).
-
-    Few values are equally far apart. Many numbers are on a scale, a logarithmic one if it is wide.
+    """Return (place of each value of an option on an axis, labels by their place): the values are equally far apart in
+    their order, and each has a label, or if there are many about five of them.
     """
     numbers = dict[str, float]()
     for text in texts:
         with suppress(ValueError):
             numbers[text] = float(text)
-    if len(numbers) < len(texts) or len(texts) <= _MOST_TICKS:
-        order = sorted(texts, key=lambda text: (numbers.get(text, math.inf), text))
-        places = {text: float(place) for place, text in enumerate(order)}
-        return places, {place: text for text, place in places.items()}
-    low, high = min(numbers.values()), max(numbers.values())
-    if low <= 0 or high < 10 * low:
-        return numbers, {}
-    places = {text: math.log10(number) for text, number in numbers.items()}
-    first, last = min(places.values()), max(places.values())
-    powers = range(math.floor(first), math.ceil(last) + 1)
-    digits = (1, 2, 5) if last - first < _MOST_DECADES else (1,)
-    ticks = {power + math.log10(digit): f"{digit}e{power}" for power in powers for digit in digits}
-    return places, {place: label for place, label in ticks.items() if first - 1e-9 <= place <= last + 1e-9}
+    order = sorted(texts, key=lambda text: (numbers.get(text, math.inf), text))
+    places = {text: float(place) for place, text in enumerate(order)}
+    every = 1 if len(order) <= _MOST_TICKS else math.ceil(len(order) / _FEW_TICKS)
+    return places, {places[text]: text for text in order[::every]}
 
 
 def sweep_to_json(sweep: Sweep) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +19,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.config.sweep import SWEEP_PRUNERS, SWEEP_SEARCHES
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, requires
-from cpuft.files import write_text
+from cpuft.files import write_folder_atomically, write_text
 from cpuft.launch.run_locks import lock_run
 from cpuft.serialization import load
 from cpuft.sweep.parameters import Parameters, make_distributions
@@ -395,19 +395,13 @@ def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: S
 def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[OptionValues] = ()) -> None:
     """Write the sweep of `make_sweep` into a new folder, wholly or not at all. Raises CpuftError: the folder exists."""
     text = b"".join(make_sweep(folder, settings, is_maximized, runs).journal.lines).decode()
-    try:
-        Path(folder).mkdir(parents=True)
-    except FileExistsError:
+    if os.path.lexists(folder):
         raise CpuftError(
             f"something else has made the folder {folder} meanwhile: if it is another cpuft sweep, continue it with "
             f"cpuft sweep --resume {folder}; else give another --run-dir"
-        ) from None
-    try:
-        write_text(Path(folder, FILE_NAME), text)
-    except BaseException:
-        with suppress(OSError):  # unless something is in it
-            Path(folder).rmdir()
-        raise
+        )
+    with write_folder_atomically(Path(folder)) as beside:
+        write_text(beside / FILE_NAME, text)
 
 
 def read_sweep(folder: str) -> Sweep:
@@ -420,10 +414,8 @@ def read_sweep(folder: str) -> Sweep:
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error}): check its permissions") from None
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        damaged = [number for number, line in enumerate(path.read_bytes().splitlines(), 1) if not _is_json(line)]
-        where = f", line {damaged[0]}" if damaged else ""
         raise CpuftError(
-            f"{path}{where} is not a sweep of this version of cpuft ({type(error).__name__}: {error!s:.200}): start "
+            f"{path} is not a sweep of this version of cpuft ({type(error).__name__}: {error!s:.200}): start "
             "the sweep anew, or continue it with the version that began it"
         ) from None
 

@@ -48,19 +48,6 @@ def test_a_nodes_place_is_read() -> None:
         (CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "-1"}, "this is not a node of a job with several nodes (AWS_BATCH"),
         (CHILD | {"AWS_BATCH_JOB_NUM_NODES": "9" * 5000}, "this is not a node of a job with several nodes (AWS_BATCH"),
         (
-            CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "3"},
-            "the variables of AWS Batch contradict each other (AWS_BATCH_JOB_NODE_INDEX",
-        ),
-        (CHILD | {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "3"}, "the variables of AWS Batch contradict each other"),
-        (
-            MAIN | {"AWS_BATCH_JOB_NODE_INDEX": "1"},
-            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='' is not the address",
-        ),
-        (
-            CHILD | {"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "0.0.0.0"},
-            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='0.0.0.0' is not the address of a main node",
-        ),
-        (
             CHILD | {"CPUFT_JOB_TOKEN": ""},
             "CPUFT_JOB_TOKEN is not set: submit the job by cpuft submit",
         ),

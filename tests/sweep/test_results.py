@@ -181,17 +181,11 @@ def test_the_plots_of_a_page_name_the_values_of_their_options(tmp_path: Path) ->
     assert [text in second for text in (">linear<", ">cosine<")] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("powers", "labels"),
-    [
-        ((5, 4), ["1e-5", "2e-5", "5e-5", "1e-4", "2e-4", "5e-4"]),
-        ((6, 5, 4, 3), ["1e-6", "1e-5", "1e-4", "1e-3"]),
-    ],
-)
-def test_many_numbers_have_a_scale_whose_labels_do_not_overlap(powers: tuple[int, ...], labels: list[str]) -> None:
-    rates = [f"{number}e-{power}" for power in powers for number in (1, 2, 3, 4, 6, 8)]
-    _, ticks = results._make_axis(rates)
-    assert [*ticks.values()] == labels
+def test_many_numbers_have_a_scale_whose_labels_do_not_overlap() -> None:
+    rates = [f"{number}e-{power}" for power in (4, 5) for number in (1, 2, 3, 4, 6, 8)]
+    places, ticks = results._make_axis(rates)
+    assert (places["1e-5"], places["8e-4"]) == (0.0, 11.0)
+    assert [*ticks.values()] == ["1e-5", "4e-5", "1e-4", "4e-4"]
 
 
 def test_many_configurations_are_drawn_as_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
