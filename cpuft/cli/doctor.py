@@ -48,7 +48,7 @@ def doctor(json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool
         return
     config = pick(LaunchConfig, values)
     hosts, access = read_hosts(config), find_access(config)
-    state = examine_hosts(hosts, access, full=full, try_outside=True)
+    state = examine_hosts(hosts, access, full=full)
     # Hosts that do not answer have findings of their own; the links between the others can be measured.
     reachable = tuple(one.host for one, _, _ in state.answering)
     failure: CpuftError | None = None
@@ -60,7 +60,7 @@ def doctor(json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool
     if fix and any(finding.fix for finding in findings):
         for line in run_fixes(findings, state, access):
             click.echo(line, err=True)
-        findings = find_all(replace(examine_hosts(hosts, access, full=full, try_outside=True), links=links))
+        findings = find_all(replace(examine_hosts(hosts, access, full=full), links=links))
     if json:
         values = findings_to_json(findings, [host.name for host in hosts]) | {"kernels": find_kernel_builds(state)}
         measured = {"links": [asdict(link) for link in links]} if bandwidth else {}

@@ -92,8 +92,8 @@ class Health:
     """Whether the probe could listen on the agreed port. Otherwise other hosts could not connect to it."""
     tried: list[str]
     """Addresses of the peers to which a TCP connection was tried: of a large cluster not all other hosts."""
-    connected: dict[str, float]
-    """Milliseconds that a TCP connection took, by address of the peer. Peers that were not reached are missing."""
+    connected: list[str]
+    """Addresses of the peers that were reached."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,6 @@ class HostState:
     """Why the host could not be examined. Empty if it could."""
     kind: str = ""
     """Kind of the ssh error (`HostError.kind`). Empty for other errors."""
-    outside_port: int = 0
-    """TCP port of the host that this machine reached from another network. 0 if it reached none or did not try."""
     skew: float = 0.0
     """Seconds by which the host's clock is ahead of (or, if negative, behind) this machine's clock, at least."""
     ranks: int = 0
@@ -364,17 +362,6 @@ def _check_links(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-@_check_each(
-    "CPUFT-036",
-    "Ports that ranks use can be reached from outside the cluster's network.",
-    "No firewall or security group protects the hosts. Ranks send gradients and keys without encryption.",
-    "Allow only ssh from outside, and all TCP ports only between the hosts of the cluster.",
-)
-def _check_outside(one: HostState, facts: HostFacts, health: Health) -> str:
-    port = one.outside_port
-    return f"This machine is on another network and connected to port {port}." if port else ""
-
-
 # Consistency: the slowest host, and the one that differs, decide for all
 
 
@@ -419,7 +406,7 @@ def _check_clocks(one: HostState, facts: HostFacts, health: Health) -> str:
 @_check(
     "CPUFT-013",
     "The Python of the training environment is missing, too old or of another version than on most hosts.",
-    "The training environment is not at the same path on every host, or was made with an old Python, or on each host by "
+    "The training environment is not at the same path on every host, or has an old Python, or was made on each host by "
     "itself.",
     "Run cpuft provision hosts, which installs the environment. cpuft needs Python 3.10 or newer.",
 )
@@ -467,7 +454,7 @@ def _check_mpi(state: ClusterState) -> Iterator[Finding]:
 @_check(
     "CPUFT-016",
     "A host has another CPU than most hosts, or a hypervisor hides other flags of it.",
-    "In every step, synchronous training waits for the slowest rank. Unless all hosts support bf16 in hardware, all ranks "
+    "In every step, synchronous training waits for the slowest rank. Unless all hosts have bf16 in hardware, all ranks "
     "train in fp32.",
     "Use hosts of one kind, or remove this host from the hostfile.",
 )

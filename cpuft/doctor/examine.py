@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-import secrets
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +14,11 @@ from cpuft.doctor import probe
 from cpuft.doctor.checks import ClusterState, Health, HostState, find_all
 from cpuft.doctor.finding import Finding, describe_errors
 from cpuft.errors import CpuftError
-from cpuft.files import read_raw
 from cpuft.hosts import facts
 from cpuft.hosts.cluster import FROM_STDIN, Access, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.topology import HostFacts, parse_facts
-from cpuft.hosts.transport import HostError, map_hosts, try_hosts
+from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.serialization import load, parse_json
 
 PORT_SECONDS, _PORT_SECONDS_PER_HOST = 3.0, 0.1
@@ -35,8 +28,6 @@ _ALL_PAIRS = 16
 """Most hosts of which each tries to connect to all others."""
 _LOGINS = 32
 """Most hosts to which this machine logs in at the same time."""
-_CONNECT_SECONDS, _PAUSE_SECONDS = 1.0, 0.1
-"""Seconds of one attempt to connect to a host from outside its network, and between two attempts."""
 _FATAL = ("CPUFT-022", "CPUFT-034")
 """Checks (/dev/shm, open files) whose findings stop even a run on a single host: its ranks would die or hang."""
 _TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032", "CPUFT-038")
@@ -49,7 +40,6 @@ def examine_hosts(
     access: Access,
     ranks: dict[str, int] | None = None,
     full: bool = False,
-    try_outside: bool = False,
     known: Sequence[HostFacts] = (),
 ) -> ClusterState:
     """Examine all hosts of a hostfile at the same time, and return their states in the order of `hosts`.
@@ -57,17 +47,13 @@ def examine_hosts(
     A program that needs only Python 3 runs on each host for up to 33 s, and 0.1 s more for each host; on a host that
     logs in to others, for up to 8 s more for each 16 of them. It changes nothing there, but the hosts connect to each
     other on a random TCP port, and the head host logs in to the others by ssh; with `full`, every host to every other.
-    With `try_outside`, this machine, if it is none of the hosts, tries a port of each host on another network. With
-    `known` facts of all hosts, in their order, neither facts nor the build of the kernels are gathered. The state of a
-    host that could not be examined has the reason as `failure`; no error is raised. `ranks` has the planned ranks by
-    the hosts' names in the hostfile.
+    With `known` facts of all hosts, in their order, neither facts nor the build of the kernels are gathered. The state
+    of a host that could not be examined has the reason as `failure`; no error is raised. `ranks` has the planned ranks
+    by the hosts' names in the hostfile.
     """
     resolved = try_hosts(access.transport.address, hosts)
     addresses = ["" if isinstance(one, CpuftError) else one for one in resolved]
-    try_outside = try_outside and not access.transport.bootstrap and not any(map(access.transport.is_here, hosts))
-    routes = read_raw(Path("/proc/net/route")) if try_outside else ""
-    outside = [bool(address) and is_outside(address, routes) for address in addresses]
-    orders = _make_orders(hosts, addresses, access, full, outside, bool(known))
+    orders = _make_orders(hosts, addresses, access, full, bool(known))
     facts_of = known or (None,) * len(hosts)
     with access.transport.keep_sessions():
         if len(hosts) > _LOGINS:
@@ -97,23 +83,8 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
         say(f"{code} on {', '.join(one.host for one in same)}: {same[0].evidence} (details: cpuft doctor)")
 
 
-def is_outside(address: str, routes: str) -> bool:
-    """Return whether `routes`, the text of /proc/net/route, lead to `address` through a gateway; False unless IPv4."""
-    try:
-        target = int.from_bytes(socket.inet_aton(address), sys.byteorder) if address.count(".") == 3 else None
-    except OSError:
-        target = None
-    found = []
-    for columns in (line.split() for line in routes.splitlines()[1:]):
-        with contextlib.suppress(ValueError, IndexError):
-            network, gateway, mask = (int(columns[index], 16) for index in (1, 2, 7))
-            if target is not None and target & mask == network:
-                found.append((mask.bit_count(), -int(columns[6]), bool(gateway)))
-    return max(found)[2] if found else False
-
-
 def _make_orders(
-    hosts: tuple[Host, ...], addresses: list[str], access: Access, full: bool, outside: list[bool], has_facts: bool
+    hosts: tuple[Host, ...], addresses: list[str], access: Access, full: bool, has_facts: bool
 ) -> list[dict[str, Any]]:
     """Return what the probe on each host is told to do; see `probe.examine`."""
     port = choose_port()
@@ -131,7 +102,6 @@ def _make_orders(
             "peers": peers,
             "targets": peers[:1] or [address],
             "seconds": seconds,
-            "greeting": f"cpuft doctor {secrets.token_hex(16)}" if outside[index] else "",
             "ssh_options": options,
             # mpirun starts the proxy on its own host without ssh.
             "ssh_peers": [h.name for h in hosts if (full or index == 0) and h is not hosts[index]] if by_ssh else [],
@@ -166,42 +136,18 @@ def _examine_host(
 ) -> HostState:
     if isinstance(address, CpuftError):
         return HostState(host, failure=str(address))
-    before, ended = time.time(), threading.Event()
+    before = time.time()
     try:
-        with ThreadPoolExecutor(1) as pool:
-            trial = pool.submit(_reach, address, order, ended)
-            try:
-                found = run_probe(host, access, order, _EXAMINE, _count_seconds(order))
-                after = time.time()
-            finally:
-                ended.set()
+        found = run_probe(host, access, order, _EXAMINE, _count_seconds(order))
+        after = time.time()
         values = load(dict[str, Any], found)
         health = load(Health, values.get("health"), "health")
         # The host read its clock at some moment between these two, so only a difference beyond them is certain.
         skew = max(0.0, health.time - after) + min(0.0, health.time - before)
         host_facts = known or parse_facts(json.dumps(values.get("facts")), host.name)
-        return HostState(host, address, host_facts, health, outside_port=order["port"] * trial.result(), skew=skew)
-    except CpuftError as error:
-        kind = error.kind if isinstance(error, HostError) else ""
-        return HostState(host, address, failure=str(error), kind=kind)
-    except ValueError as error:
-        return HostState(
-            host, address, failure=f"The answer of the host cannot be read ({error}). Is Python 3 installed there?"
-        )
-
-
-def _reach(address: str, order: dict[str, Any], ended: threading.Event) -> bool:
-    """Return whether this machine gets the greeting of its order from a host's port, before `ended` is set.
-
-    Another machine with the same private address does not send it. Nothing is tried without a greeting.
-    """
-    place, greeting = (address, order["port"]), order["greeting"]
-    while greeting and not ended.is_set():
-        with contextlib.suppress(OSError), socket.create_connection(place, _CONNECT_SECONDS) as connection:
-            if connection.recv(len(greeting), socket.MSG_WAITALL) == greeting.encode():
-                return True
-        ended.wait(_PAUSE_SECONDS)
-    return False
+        return HostState(host, address, host_facts, health, skew=skew)
+    except (CpuftError, ValueError) as error:
+        return HostState(host, address, failure=str(error), kind=getattr(error, "kind", ""))
 
 
 def _count_seconds(order: dict[str, Any]) -> float:

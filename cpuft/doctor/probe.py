@@ -50,7 +50,7 @@ LOGIN_SECONDS = 8.0
 def examine(order: dict[str, Any]) -> dict[str, Any]:
     """Examine this host and return the values of all fields of `cpuft.doctor.checks.Health`, by their names.
 
-    `order` has `port`, `peers`, `seconds` and `greeting` for `try_ports`, `ssh_options` and `ssh_peers` for `try_ssh`,
+    `order` has `port`, `peers` and `seconds` for `try_ports`, `ssh_options` and `ssh_peers` for `try_ssh`,
     and `kernels`: whether to find out which build of the kernels training uses.
     """
     now = time.time()
@@ -59,7 +59,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
         login = partial(pool.submit, try_ssh, order["ssh_options"], order["ssh_peers"])
         # Logins to many hosts wait until the probes there have started: while these start, hosts answer late.
         ssh = login() if len(order["ssh_peers"]) <= LOGINS else None
-        ports = try_ports(order["port"], order["peers"], order["seconds"], order["greeting"])
+        ports = try_ports(order["port"], order["peers"], order["seconds"])
         ssh = ssh or login()
         memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         governors = {_read(path) for path in glob.glob(GOVERNORS)}
@@ -229,43 +229,37 @@ def _is_own(path: str) -> bool:
         return False
 
 
-def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -> dict[str, Any]:
+def try_ports(port: int, peers: list[str], seconds: float) -> dict[str, Any]:
     """Listen on `port`, and connect to the same port of every peer, for at most about `seconds`.
 
-    Every connection is sent the greeting; unless it is empty, a machine that is no peer is expected to connect, too.
     The result has `listens` (False if the port was not free; then nothing is tried), `tried` (the peers) and
-    `connected` (milliseconds by peer, without peers that were not reached).
+    `connected` (the peers that were reached).
     """
     end = time.monotonic() + seconds
     callers: set[str] = set()
     try:
         server = socket.create_server(("", port), backlog=len(peers) + 8)
     except OSError:
-        return {"listens": False, "tried": peers, "connected": {}}
+        return {"listens": False, "tried": peers, "connected": []}
     with server, ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
-        tries = [pool.submit(_time_connection, peer, port, end) for peer in peers]
-        expected = len(peers) + bool(greeting)
-        while time.monotonic() < end and not (
-            all(t.done() for t in tries) and callers >= set(peers) and len(callers) >= expected
-        ):
+        tries = {peer: pool.submit(_can_connect, peer, port, end) for peer in peers}
+        while time.monotonic() < end and not (all(t.done() for t in tries.values()) and callers >= set(peers)):
             if select.select([server], [], [], 0.05)[0]:
                 connection, (address, _) = server.accept()
                 callers.add(address)
-                with connection, contextlib.suppress(OSError):
-                    connection.send(greeting.encode())
-        connected = {peer: ms for peer, ms in zip(peers, (t.result() for t in tries)) if ms >= 0}
+                connection.close()
+        connected = [peer for peer, trial in tries.items() if trial.result()]
     return {"listens": True, "tried": peers, "connected": connected}
 
 
-def _time_connection(peer: str, port: int, end: float) -> float:
-    while time.monotonic() < end:
-        start = time.monotonic()
+def _can_connect(peer: str, port: int, end: float) -> bool:
+    while (left := end - time.monotonic()) > 0:
         try:
-            with socket.create_connection((peer, port), timeout=max(0.05, min(1.0, end - start))):
-                return (time.monotonic() - start) * 1000
+            socket.create_connection((peer, port), timeout=max(0.05, min(1.0, left))).close()
+            return True
         except OSError:
             time.sleep(0.1)
-    return -1.0
+    return False
 
 
 def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:

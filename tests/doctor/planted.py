@@ -50,7 +50,7 @@ HEALTH = Health(
     ssh={},
     listens=True,
     tried=[],
-    connected={},
+    connected=[],
 )
 
 
@@ -74,7 +74,7 @@ def _host(index: int, hosts: int) -> HostState:
         own_address=address,
         ssh=dict.fromkeys(peers, ""),
         tried=peers,
-        connected=dict.fromkeys(peers, 0.2),
+        connected=peers,
     )
     return HostState(Host(f"node{index}"), address, facts, health)
 

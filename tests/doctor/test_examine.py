@@ -1,4 +1,4 @@
-"""Examining hosts before a launch, and from outside their network."""
+"""Examining hosts before a launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from cpuft.config.launch import LaunchConfig
 from cpuft.doctor import examine
 from cpuft.doctor.checks import ClusterState, HostState, find_all
-from cpuft.doctor.examine import choose_peers, examine_hosts, is_outside, run_fixes
+from cpuft.doctor.examine import choose_peers, examine_hosts, run_fixes
 from cpuft.doctor.finding import Finding
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
@@ -155,49 +155,6 @@ def test_the_head_host_may_log_in_to_many_hosts_that_do_not_answer() -> None:
     limits = dict(ManyTransport.limits)
     assert limits.pop("n1") == pytest.approx(33 + 6.4 + 3 * 8)
     assert list(limits.values()) == [pytest.approx(39.4)] * 63
-
-
-ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
-eth0 00000000 0101A8C0 0003 0 0 0 00000000 0 0 0
-eth0 0001A8C0 00000000 0001 0 0 0 00FFFFFF 0 0 0
-wg0 0000000A 00000000 0001 0 0 0 000000FF 0 0 0
-eth0 0005000A 0101A8C0 0003 0 0 0 00FFFFFF 0 0 0
-"""
-"""Routes of a laptop: its own network and a tunnel are reached directly, everything else through a gateway."""
-
-
-@pytest.mark.parametrize(
-    "address, outside",
-    [("52.1.2.3", True), ("192.168.1.7", False), ("10.1.2.3", False), ("10.0.5.1", True), ("bastion.host", False)],
-)
-def test_an_address_behind_a_gateway_is_on_another_network(address: str, outside: bool) -> None:
-    assert is_outside(address, ROUTES) is outside
-    assert not is_outside(address, ROUTES.splitlines()[0])
-    assert not is_outside(address, "")
-
-
-@pytest.mark.parametrize("asked, behind, reached", [(True, True, True), (True, False, False), (False, True, False)])
-def test_a_port_that_is_reached_from_another_network_is_a_finding(
-    asked: bool, behind: bool, reached: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(examine, "read_raw", lambda path: ROUTES)
-    monkeypatch.setattr(examine, "is_outside", lambda address, routes: behind and bool(routes))
-    state = examine_hosts((Host("node1"),), Access(OtherTransport()), try_outside=asked)
-    assert bool(state.hosts[0].outside_port) is reached
-    found = [(finding.code, finding.severe) for finding in find_all(state)]
-    assert (("CPUFT-036", False) in found) is reached
-
-
-def test_ports_behind_a_firewall_are_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection is possible: the examination ends in time, and there is no finding."""
-    monkeypatch.setattr(examine, "read_raw", lambda path: ROUTES)
-    monkeypatch.setattr(examine, "is_outside", lambda address, routes: True)
-    monkeypatch.setattr(examine, "PORT_SECONDS", 0.5)
-    monkeypatch.setattr(examine, "_reach", lambda address, order, ended: not ended.wait(20))
-    state = examine_hosts((Host("node1"),), Access(OtherTransport()), try_outside=True)
-    assert state.hosts[0].failure == ""
-    assert find_all(replace(state, hosts=(replace(state.hosts[0], health=None),))) == []
-    assert "CPUFT-036" not in {finding.code for finding in find_all(state)}
 
 
 def test_the_load_of_hosts_on_one_machine_is_not_told() -> None:

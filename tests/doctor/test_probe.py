@@ -158,7 +158,7 @@ def test_logins_to_many_hosts_wait_until_their_probes_have_started(
     monkeypatch.setattr(probe, "try_ssh", log_in)
     monkeypatch.setattr(probe, "try_ports", try_ports)
     names = [f"n{number}" for number in range(peers)]
-    asked = {"port": 0, "peers": [], "seconds": 1.0, "greeting": "", "ssh_options": [], "ssh_peers": names}
+    asked = {"port": 0, "peers": [], "seconds": 1.0, "ssh_options": [], "ssh_peers": names}
     assert probe.examine(asked | {"kernels": False})["ssh"] == dict.fromkeys(names, "")
     assert seen == order
 
