@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -285,14 +284,9 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
     """Return the recorded cluster `name`, or one that may exist without a record.
 
     With a `region` other than that of a record, that is the cluster of this name in this region of AWS, even if nothing
-    is there; without region and record, a simulated cluster of which this machine has something left. Raises
-    CpuftError: there is none, it cannot be looked for, or its record is damaged or of another machine.
+    is there. Raises CpuftError: there is none, or its record is damaged or of another machine.
     """
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if region and not (entry and entry.options.get("region") == region):
         return load_provider("aws")(AwsConfig(name=name, region=region), environ)
-    if not entry and sys.platform == "linux":
-        left = load_provider("local")(LocalConfig(name=name), environ)
-        if left.show_down().stages:
-            return left
     return load_cluster(name, environ)

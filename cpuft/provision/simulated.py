@@ -47,8 +47,6 @@ FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "
 _MAX_LINK_NAME = 15
 """Characters in the name of a network interface: IFNAMSIZ of linux/if.h without the closing 0."""
 _BOOT_SECONDS = 10.0
-_LEAST_CORES = 0.01
-"""The least CPU time of a host: the kernel accepts no quota below 1 ms of a period of 100 ms."""
 
 
 @dataclass(frozen=True)
@@ -198,19 +196,14 @@ def _wait_for_ssh(address: str, seconds: float) -> bool:
 
 def check_config(config: LocalConfig) -> None:
     """Raise CpuftError if --name is not valid, or too long for the interface cpuft-NAME-NODES (15 characters), --net is
-    no rate, --shm no size such as 256m, --cores-per-node less than 0.01 but not 0, or if the path of --image, which
-    need not exist, has a space, comma, colon or backslash.
+    no rate, --shm no size such as 256m, or if the path of --image, which need not exist, has a space, comma, colon or
+    backslash.
     """
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
     if len(link) > _MAX_LINK_NAME:
         most = len(config.name) - len(link) + _MAX_LINK_NAME
         raise CpuftError(f"--name {config.name!r} is too long for {config.nodes} hosts: use at most {most} characters")
     parse_bit_rate(config.net)
-    if 0 < config.cores_per_node < _LEAST_CORES:
-        raise CpuftError(
-            f"--cores-per-node {config.cores_per_node:g} is less CPU time than the kernel accepts as a limit: give "
-            f"{_LEAST_CORES} or more, or 0 for no limit"
-        )
     if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
         raise CpuftError(f"--image {config.image}: overlay mounts allow no comma, colon, backslash or space: move it")
     if not re.fullmatch(r"[1-9][0-9]{0,8}[kmg]?", config.shm):

@@ -192,12 +192,9 @@ class ConnectionCheck:
 
     def _describe(self, when: str) -> str:
         formed = f" (only one of {self.group_size})" if self.group_size else ""
-        has_children = any(name.startswith("multiprocessing.popen_") for name in sys.modules) and not self.steps
-        own = f". If the script starts the processes that train: {_OWN_PROCESSES}" if has_children else ""
-        advice = self.advice or _REMEDY + own
         return (
             f"the script {when} because its {self.size} ranks are not connected: they formed no process group of "
-            f"{self.size} ranks{formed}, so each rank works on a copy of its own. Next: {advice}"
+            f"{self.size} ranks{formed}, so each rank works on a copy of its own. Next: {self.advice or _REMEDY}"
         )
 
     def _describe_unused(self, when: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from cpuft.argv import parse_slurm_counts
 from cpuft.errors import CpuftError
@@ -24,10 +24,11 @@ class World:
 
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _TORCHRUN,
     _SLURM,
 )
 """Rank, size, local rank and local size as Open MPI, Intel MPI and MPICH, torchrun, and Slurm call them.
@@ -80,9 +81,4 @@ def _count_tasks(text: str, node: str) -> str:
 
 def world_variables(world: World) -> dict[str, str]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as texts, for torch, the Trainer and Accelerate."""
-    return {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-    }
+    return dict(zip(_TORCHRUN, map(str, astuple(world))))

@@ -287,16 +287,12 @@ class OtherNode:
 
 
 class Registry:
-    """The other nodes that registered with the main node by files in a folder, which is made at once.
-    Raises CpuftError: the file system of the folder has no locks.
-    """
+    """The other nodes that registered with the main node by files in a folder, which is made at once."""
 
     def __init__(self, node: Node, folder: Path, say: Say) -> None:
         self._node, self._folder, self._say, self._seen = node, folder, say, set[Path]()
         folder.mkdir()
         self._held = open_locked(f"{folder}/{_MAIN}")
-        if not is_locked(f"{folder}/{_MAIN}"):
-            raise CpuftError(f"the file system of {folder} has no locks: set TMPDIR to a folder of a disk of the node")
         self.nodes: dict[int, OtherNode] = {}
         """The other nodes by index."""
         self.address = ""
@@ -387,12 +383,9 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
     """Run the job's command to its end and return its exit code; 75 where it failed after another node had gone.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on to the command; their handlers stay. When another node has
-    gone, the command gets SIGINT, and is ended after 30 s. CpuftError: the command cannot be started.
+    gone, the command gets SIGINT, and is ended after 30 s. OSError: the command cannot be started.
     """
-    try:
-        process = execute.start_process(command, environ)
-    except OSError as error:
-        raise CpuftError(f"{command[0]} cannot be started ({error.strerror}): is it in the image?") from None
+    process = execute.start_process(command, environ)
     sent: set[int] = set()
 
     def send(number: int, frame: FrameType | None = None) -> None:
@@ -484,10 +477,9 @@ def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) 
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        if len(argv) < 2:
-            raise CpuftError(f"give a folder and a command: python -m {_MODULE} FOLDER COMMAND...")
         node = parse_node(environ)
-        _enter_folder(argv[0])
+        os.makedirs(argv[0], exist_ok=True)
+        os.chdir(argv[0])
         rest = {name: value for name, value in environ.items() if name != JOB_SECRET}
         if node.count == 1:
             return run_command(argv[1:], rest, _print)
@@ -504,14 +496,6 @@ def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) 
 
 def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _enter_folder(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-        os.chdir(folder)
-    except OSError as error:
-        raise CpuftError(f"{folder} cannot be used ({error.strerror}): give another folder") from None
 
 
 if __name__ == "__main__":

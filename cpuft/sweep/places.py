@@ -9,7 +9,6 @@ from itertools import pairwise
 from cpuft.config.fields import parse_arguments
 from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.execute import find_program
 from cpuft.hosts.cluster import LOCAL, Access, find_access, gather_facts, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import LOGIN_REFUSED, HostError
@@ -42,11 +41,6 @@ def plan_places(config: LaunchConfig, hosts_per_run: int, parallel: int) -> list
     if hosts == (LOCAL,):
         if hosts_per_run > 1:
             raise CpuftError(f"--hosts-per-run {hosts_per_run} needs hosts: name them with --hostfile or --cluster")
-        if parallel > 1 and not find_program("taskset"):
-            raise CpuftError(
-                f"--parallel {parallel} divides this machine by taskset, which is missing: install util-linux, or "
-                "leave out --parallel"
-            )
         (facts,) = gather_facts(hosts, Access())
         return divide_machine(max(1, parallel), [core.threads for core in facts.cores], facts.cpu_quota)
     groups = [hosts[i : i + hosts_per_run] for i in range(0, len(hosts) - hosts_per_run + 1, hosts_per_run)]

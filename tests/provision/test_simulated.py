@@ -248,7 +248,6 @@ def test_rates(rate: str, bits: int) -> None:
         {"net": "9" * 400 + "gbit"},
         {"shm": "1 gb"},
         {"shm": "0"},
-        {"cores_per_node": 0.009},
     ],
 )
 def test_impossible_options_are_refused_in_one_line(bad: dict[str, object]) -> None:

@@ -39,13 +39,6 @@ def test_hosts_are_grouped_and_this_machine_is_divided(tmp_path: Path) -> None:
     assert [place.prefix[-1] for place in divide_machine(3, cores)] == ["0,4", "1,5", "2,3,6,7"]
 
 
-def test_a_machine_without_taskset_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpuft.sweep.places.find_program", lambda name: "")
-    with pytest.raises(CpuftError, match=r"^--parallel 2 divides this machine by taskset, which is missing"):
-        plan_places(LaunchConfig(), 1, 2)
-    assert plan_places(LaunchConfig(), 1, 1) == [Place("this machine")]
-
-
 def test_each_run_sees_its_share_of_the_quota_of_this_machine() -> None:
     """A control group with 3.5 of 8 cores: one run gets one core of the three that can be used, the other one two."""
     shares = [place.prefix for place in divide_machine(2, [(0,), (1,), (2,)], 3.5)]

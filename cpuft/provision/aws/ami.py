@@ -67,7 +67,7 @@ def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: st
 
 
 def plan_deletion(images: Sequence[Image], wanted: str, region: str) -> Plan:
-    """Return the step that deletes the AMI with the name or id `wanted` and its snapshots; CpuftError: there is none."""
+    """Return the step that deletes the AMI with this name or id and its snapshots; CpuftError: there is none."""
     found = {str(one["ImageId"]): str(one["Name"]) for one in images if wanted in (one["ImageId"], one["Name"])}
     if not found:
         names = [str(one["Name"]) for one in images]
