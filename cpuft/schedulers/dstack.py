@@ -7,7 +7,6 @@ client's help (version 0.22).
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,6 @@ from cpuft.schedulers.base import (
     run_with_secret,
 )
 
-_NAME = re.compile("[a-z][a-z0-9-]{1,40}")
 _EXIT_CODES = {"done": 0, "failed": 1, "terminated": 1}
 
 
@@ -56,14 +54,8 @@ class Dstack(Scheduler[DstackOptions]):
     takes_sweeps = False
 
     def render(self, options: DstackOptions, launch: JobLaunch, program: str) -> str:
-        """Return the YAML of a task. Raises CpuftError: --nodes does not fit, a name is not valid, the launch has ${{,
-        or there is no image.
-        """
+        """Return the YAML of a task. CpuftError: --nodes does not fit, the launch has ${{, or there is no image."""
         hosts, command = make_node_command(options, launch, program, '"${DSTACK_RUN_ID:-$DSTACK_RUN_NAME}"')
-        if not _NAME.fullmatch(options.name):
-            raise CpuftError(
-                f"--name {options.name[:80]!r}: use 2 to 41 small letters, digits and dashes, a letter first"
-            )
         if any("${{" in word for word in command):
             raise CpuftError("the launch contains ${{, which dstack replaces: leave it out, or put it into a file")
         values: dict[str, Any] = {

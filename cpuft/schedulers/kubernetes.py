@@ -65,20 +65,15 @@ class Kubernetes(Scheduler[KubernetesOptions]):
 
     def render(self, options: KubernetesOptions, launch: JobLaunch, program: str) -> str:
         """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host. Raises
-        CpuftError: the name, namespace or --nodes does not fit, or there is no image.
+        CpuftError: the name or --nodes does not fit, or there is no image.
         """
         hosts, ranks = launch.count_hosts(options.nodes)
         last_pod = self._last_pod.format(name=options.name, last=hosts - 1)
-        for flag, text, label in (
-            ("name", options.name, last_pod),
-            ("namespace", options.namespace, options.namespace or "a"),
-            ("queue", options.queue, options.queue or "a"),
-        ):
-            if not _LABEL.fullmatch(label):
-                most = 63 - len(label) + len(text)
-                raise CpuftError(
-                    f"--{flag} {text[:80]!r}: use at most {most} small letters, digits and dashes, a letter first"
-                )
+        if not _LABEL.fullmatch(last_pod):
+            most = 63 - len(last_pod) + len(options.name)
+            raise CpuftError(
+                f"--name {options.name[:80]!r}: use at most {most} small letters, digits and dashes, a letter first"
+            )
         lines = launch.to_shell(options.name, '$(has_begun "$run")', *_DEFAULTS)
         script = f"cpuft={program}\n{read_template('has_begun.sh')}{lines}{read_template('kubernetes.sh')}"
         claim = {"claimName": options.claim} if options.claim else None
@@ -157,7 +152,7 @@ class TrainJob(Kubernetes):
     _launcher = "jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/replicatedjob-name=launcher"
 
     def render(self, options: KubernetesOptions, launch: JobLaunch, program: str) -> str:
-        """Return the manifests of a runtime and a job. CpuftError: name, namespace or --nodes is wrong, or no image."""
+        """Return the manifests of a runtime and a job. CpuftError: name or --nodes is wrong, or no image."""
         import yaml
 
         spec = yaml.safe_load(super().render(options, launch, program))["spec"]

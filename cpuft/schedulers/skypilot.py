@@ -30,7 +30,6 @@ from cpuft.schedulers.base import (
     run_with_secret,
 )
 
-_NAME = re.compile("[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _JOB_ID = re.compile(r"\bJob ID: (\d+)")
 
 
@@ -62,10 +61,8 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
     takes_sweeps = False
 
     def render(self, options: SkyPilotOptions, launch: JobLaunch, program: str) -> str:
-        """Return the YAML of a task. CpuftError: --nodes does not fit, a name is not valid, or there is no image."""
+        """Return the YAML of a task. CpuftError: --nodes does not fit, or there is no image."""
         hosts, command = make_node_command(options, launch, program, '"$SKYPILOT_TASK_ID"')
-        if not _NAME.fullmatch(options.name):
-            raise CpuftError(f"--name {options.name[:80]!r}: use letters, digits, dots and dashes, a letter first")
         run = shlex.join(command)
         values: dict[str, Any] = {
             "hosts": hosts,

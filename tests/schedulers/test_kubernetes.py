@@ -296,7 +296,6 @@ def test_a_launcher_that_is_told_to_go_waits_for_its_launch(tmp_path: Path) -> N
         ({"name": "MRPC"}, "--name 'MRPC': use at most 54 small letters, digits and dashes, a letter first"),
         ({"name": "1a"}, "--name '1a': use at most 54 small letters, digits and dashes, a letter first"),
         ({"name": "a\nb"}, "--name 'a\\nb': use at most 54 small letters, digits and dashes, a letter first"),
-        ({"namespace": "a b"}, "--namespace 'a b': use at most 63 small letters, digits and dashes, a letter first"),
         ({"nodes": 9}, "--nodes 9 contradicts --np 8 and --ppn 2: leave --nodes out"),
     ],
 )
