@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from cpuft.config.fields import format_flag, option_names
 from cpuft.config.launch import LaunchConfig
@@ -150,10 +150,10 @@ class Configuration:
 class Sweep:
     """What has happened in a sweep; `metric` is "" while it is not known. What is added is stored at once."""
 
-    def __init__(self, journal: _Journal, folder: str) -> None:
-        self._optuna, self.journal, self.folder = import_optuna(), journal, folder
+    def __init__(self, backend: Any, folder: str) -> None:
+        self._optuna, self.backend, self.folder = import_optuna(), backend, folder
         self._states, self._create = self._optuna.trial.TrialState, self._optuna.trial.create_trial
-        self._storage = self._optuna.storages.JournalStorage(journal)
+        self._storage = self._optuna.storages.JournalStorage(backend)
         self.study = self._optuna.load_study(study_name=_STUDY, storage=self._storage)
         self._study_id = self._storage.get_study_id_from_name(_STUDY)
         self.settings = load(SweepSettings, self.study.user_attrs[_SETTINGS])
@@ -324,68 +324,52 @@ def import_optuna() -> Any:
     return optuna
 
 
-class _Journal:
-    """The lines of a sweep's file, if any, as a backend of Optuna's JournalStorage; `open_sweep` keeps others out.
+class _Lines:
+    """The lines of a new sweep in memory, as a backend of Optuna's JournalStorage."""
 
-    After a kill, the next start of Optuna's own backend waits half a minute for the lock that the dead process had.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._path, self.lines = path, list[bytes]()
-        self._add(path.read_bytes() if path else b"")
-
-    def _add(self, text: bytes) -> None:
-        """Take the lines of a text, without those at its end that were cut off or are damaged."""
-        lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
-        while lines and not _is_json(lines[-1]):
-            lines.pop()
-        self.lines += lines
+    def __init__(self) -> None:
+        self.lines = list[str]()
 
     def read_logs(self, log_number_from: int) -> list[Any]:
         """Return the objects of the lines from this one on."""
         return [json.loads(line) for line in self.lines[log_number_from:]]
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Add lines, behind the last one that is whole."""
-        new = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
-        if self._path:
-            with self._path.open("a+b") as file:
-                self._read_on(file)
-                if file.tell() > (size := self._size()):  # a kill or a full disk has left a part of a line
-                    file.truncate(size)
-                file.write(new)
-                file.flush()
-                os.fsync(file.fileno())
-                self._read_on(file)
-        else:
-            self._add(new)
-
-    def _size(self) -> int:
-        return sum(map(len, self.lines))
-
-    def _read_on(self, file: IO[bytes]) -> None:
-        """Take the lines behind those that are known: new ones, and notes that a user of Optuna's dashboard adds."""
-        file.seek(self._size())
-        self._add(file.read())
+        """Add lines."""
+        self.lines += [json.dumps(log, separators=(",", ":")) + "\n" for log in logs]
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+class _Repair:
+    """Cuts off what a full disk has left of a line. Optuna's backend of a file calls this in place of a lock: its own
+    would wait half a minute for a process that was killed, and `open_sweep` keeps other processes out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def acquire(self) -> bool:
+        """Return True: nobody else writes."""
+        return True
+
+    def release(self) -> None:
+        """Cut off a line that was not written whole."""
+        _cut_off_damage(self._path)
+
+
+def _cut_off_damage(path: Path) -> None:
+    """Remove what stands behind the last whole line of a file."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[OptionValues] = ()) -> Sweep:
     """Make a sweep in memory, with the configurations of `runs` (a grid), or all of a random search; none of tpe.
     Raises CpuftError: Optuna is not installed, or there are fewer configurations than a random search has trials.
     """
-    optuna, journal, direction = import_optuna(), _Journal(), "maximize" if is_maximized else "minimize"
-    storage = optuna.storages.JournalStorage(journal)
+    optuna, backend, direction = import_optuna(), _Lines(), "maximize" if is_maximized else "minimize"
+    storage = optuna.storages.JournalStorage(backend)
     study = optuna.create_study(storage=storage, study_name=_STUDY, direction=direction)
     study.set_user_attr(_SETTINGS, asdict(settings))
-    sweep = Sweep(journal, folder)
+    sweep = Sweep(backend, folder)
     sweep.plan_grid(runs)
     while settings.search == "random" and len(sweep.configurations) < settings.trials:
         sweep.choose_next()
@@ -394,7 +378,7 @@ def make_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: S
 
 def create_sweep(folder: str, settings: SweepSettings, is_maximized: bool, runs: Sequence[OptionValues] = ()) -> None:
     """Write the sweep of `make_sweep` into a new folder, wholly or not at all. Raises CpuftError: the folder exists."""
-    text = b"".join(make_sweep(folder, settings, is_maximized, runs).journal.lines).decode()
+    text = "".join(make_sweep(folder, settings, is_maximized, runs).backend.lines)
     if os.path.lexists(folder):
         raise CpuftError(
             f"something else has made the folder {folder} meanwhile: if it is another cpuft sweep, continue it with "
@@ -410,7 +394,8 @@ def read_sweep(folder: str) -> Sweep:
     if not path.is_file():
         raise CpuftError(f"there is no {FILE_NAME} in {folder}: give the folder that cpuft sweep named")
     try:
-        return Sweep(_Journal(path), folder)
+        backend = import_optuna().storages.journal.JournalFileBackend(str(path), _Repair(path))
+        return Sweep(backend, folder)
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error}): check its permissions") from None
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -428,6 +413,7 @@ def open_sweep(folder: str) -> Iterator[Sweep]:
     while is_active(folder) and time.monotonic() < end:  # `cpuft sweep status` has the lock for a moment
         time.sleep(0.1)
     with _lock(folder, "r+b"):
+        _cut_off_damage(Path(folder, FILE_NAME))
         sweep = read_sweep(folder)  # after the lock, because the former owner may have added lines until then
         sweep.forget_proposals()
         yield sweep

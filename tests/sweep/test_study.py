@@ -151,7 +151,7 @@ def test_a_line_that_a_full_disk_has_cut_off_is_removed(tmp_path: Path, monkeypa
 def test_a_damaged_last_line_is_cut_off_and_another_one_is_refused(tmp_path: Path) -> None:
     create_sweep(str(tmp_path / "s"), replace(SETTINGS, trials=2, search="grid"), True, GRID)
     whole = (tmp_path / "s" / FILE_NAME).read_bytes()
-    (tmp_path / "s" / FILE_NAME).write_bytes(whole + b'{"op_code": 8, "wor' + bytes(4096) + b"\n")
+    (tmp_path / "s" / FILE_NAME).write_bytes(whole + b'{"op_code": 8, "wor' + bytes(4096))
     with open_sweep(str(tmp_path / "s")) as sweep:
         begin(sweep, sweep.runs[0])
     assert not (tmp_path / "s" / FILE_NAME).read_bytes().count(0)
