@@ -447,7 +447,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         facts = replace(facts, supply=supply, pins=pins)
         if supply.complete and not any(_plan_hosts(self.config, facts)):
             with self._temporary_transport(bastions) as transport:
-                facts = replace(facts, refused=self._try_logins(transport))
+                return replace(facts, refused=self._try_logins(transport))
         return facts
 
     def _try_logins(self, transport: Transport) -> dict[str, str]:

@@ -47,7 +47,9 @@ class Parameters:
         import optuna
 
         samplers, fail = optuna.samplers, optuna.trial.TrialState.FAIL
-        for draw in range(_MOST_ASKS + 1):
+        # BruteForceSampler cannot list the values of a range with fractions.
+        is_listed = all(values.texts for space in self._spaces for values in space.values())
+        for draw in range(_MOST_ASKS + is_listed):
             drawn = random.Random(f"{seed}:{number}:{draw}").getrandbits(32)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Optuna calls some of this experimental
@@ -57,12 +59,7 @@ class Parameters:
                 elif search == "tpe":
                     study.sampler = samplers.TPESampler(seed=drawn, constant_liar=True)
             trial = study.ask()
-            try:
-                index, assignment = self._suggest(trial)
-            except ValueError:  # BruteForceSampler cannot list the values of a range with fractions
-                study.sampler = samplers.RandomSampler()
-                study.tell(trial, state=fail)
-                break
+            index, assignment = self._suggest(trial)
             study.sampler = samplers.RandomSampler()  # because BruteForceSampler ends a study with its last trial
             if make_key(assignment) not in known:
                 seeds = self._spaces[index].get(SEED, Values()).texts

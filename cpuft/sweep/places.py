@@ -11,7 +11,7 @@ from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hosts.cluster import LOCAL, Access, find_access, gather_facts, read_hosts
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import LOGIN_REFUSED, HostError
+from cpuft.hosts.transport import LOGIN_REFUSED, try_hosts
 
 _ANSWER_SECONDS = 15.0
 """A host that does not answer for so long after a failed run is lost."""
@@ -86,14 +86,11 @@ def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
     """
     if not place.hosts:
         return {}
-    access, lost = find_access(make_launch_config(options)), dict[str, str]()
-    for host in place.hosts:
-        try:
-            if access.transport.run(host, ("true",), seconds=_ANSWER_SECONDS).exit_code:
-                lost[host.name] = SILENT
-        except CpuftError as error:
-            is_refused = isinstance(error, HostError) and error.kind == LOGIN_REFUSED
-            lost[host.name] = REFUSES if is_refused else SILENT
+    transport, lost = find_access(make_launch_config(options)).transport, dict[str, str]()
+    answers = try_hosts(lambda host: transport.run(host, ("true",), seconds=_ANSWER_SECONDS), place.hosts)
+    for host, answer in zip(place.hosts, answers):
+        if isinstance(answer, CpuftError) or answer.exit_code:
+            lost[host.name] = REFUSES if getattr(answer, "kind", "") == LOGIN_REFUSED else SILENT
     return lost
 
 

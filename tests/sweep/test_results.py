@@ -155,7 +155,7 @@ def test_the_json_of_a_sweep_is_complete() -> None:
 
 def test_a_sweep_that_has_only_begun(tmp_path: Path) -> None:
     assert "no run has reported a metric" in format_sweep(make(()))
-    with pytest.raises(CpuftError, match="has reported a metric: wait until one has ended"):
+    with pytest.raises(CpuftError, match="has reported a metric: wait until one has"):
         write_sweep_page(make(()), tmp_path / "none.html")
 
 
