@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -198,12 +197,10 @@ class Aws(Provider[AwsConfig, RentalFacts]):
 
         found = self._wait_until(lambda found: not find_lacking(found), seconds)
         if find_lacking(found):
-            states = Counter(one.state for one in found.instances)
-            counts = ", ".join(f"{states[name]} {name}" for name in sorted(states))
             down = f"`cpuft provision down {self.name}`"
             advice = f"remove them with {down}" if state == "running" else f"look at the EC2 console, and repeat {down}"
             raise CpuftError(
-                f"after {seconds / 60:.0f} minutes, not all instances of {self.name} are {state} ({counts}): {advice}"
+                f"after {seconds / 60:.0f} minutes, not all instances of {self.name} are {state}: {advice}"
             )
         for one in found.instances:
             if one.id in wanted and one.state != state:
