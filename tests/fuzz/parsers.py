@@ -378,7 +378,7 @@ def _make_journals() -> list[str]:
         sweep.note_evaluation(run.configuration, 10, 0.5)
         sweep.note(run, replace(start, status=DONE, seconds=1.0, metrics={"accuracy": 0.5}))
         sweep.conclude(run.configuration)
-        found.append(b"".join(sweep.journal.lines).decode())
+        found.append("".join(sweep.backend.lines))
     return found
 
 
