@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,9 @@ class Step:
         exchange = make_row_exchange(model, "bf16", dist.group.WORLD)
         assert exchange is not None
         self.rows, self.model = exchange, model
+        words = [name for name, one in model.named_parameters() if one is exchange.weight]
+        untyped: Any = DistributedDataParallel
+        untyped._set_params_and_buffers_to_ignore_for_model(model, words)
         self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
         self.parallel.register_comm_hook(None, lambda _, bucket: self._send(bucket))

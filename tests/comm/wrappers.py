@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft import comm
 from cpuft.comm.compression import powersgd
 from cpuft.comm.compression.embedding_rows import make_row_exchange
-from cpuft.comm.compression.table import compress_gradients
+from cpuft.comm.compression.table import make_reduce
 from cpuft.config.train import TrainConfig
+from cpuft.train.exchange.data_parallel import DataParallelExchange, GradientExchange
 from cpuft.train.exchange.zero1 import ShardedExchange
 from tests.comm.ranks import become_rank
 
@@ -61,9 +63,8 @@ def adam(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)  # type: ignore[arg-type]
 
 
-def ddp(compression: str, hidden: int = 64) -> Result:
-    model = DistributedDataParallel(make_model(hidden))
-    compress_gradients(model, compression)
+def ddp() -> Result:
+    model = DistributedDataParallel(make_model())
     return fit(model, adam(model.parameters()))
 
 
@@ -72,11 +73,11 @@ def zero() -> Result:
     return fit(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
 
 
-def shards() -> Result:
-    """Train with cpuft's sharded exchange."""
-    model = make_model()
+def exchange(kind: type[GradientExchange[Any]], compression: str, hidden: int = 64) -> Result:
+    """Train with an exchange of cpuft."""
+    model = make_model(hidden)
     optimizer = adam(model.parameters())
-    exchange = ShardedExchange(model, optimizer, TrainConfig(grad_compression="none"), "fp32")
+    exchange = kind(model, optimizer, TrainConfig(grad_compression=compression), "fp32")
 
     def average(*_: object) -> None:
         exchange.average_gradients(lambda: [torch.zeros(0)])
@@ -125,8 +126,12 @@ def embedding_gradient(compression: str, by_rows: bool) -> tuple[torch.Tensor, i
     model = Lookup()
     assert dist.group.WORLD is not None
     exchange = make_row_exchange(model, compression, dist.group.WORLD) if by_rows else None
-    parallel = DistributedDataParallel(model)
-    compress_gradients(parallel, compression)
+    if exchange:
+        untyped: Any = DistributedDataParallel
+        untyped._set_params_and_buffers_to_ignore_for_model(model, ["words.weight"])
+    parallel, reduce = DistributedDataParallel(model), make_reduce(compression, dist.group.WORLD)
+    # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
+    parallel.register_comm_hook(None, lambda _, bucket: reduce(bucket))
     # Some tokens are used by one rank and some by both; token 7 is repeated.
     named = torch.tensor([[[1, 7], [7, 3]], [[3, 7], [900, 3]]])
     comm.take_traffic()
@@ -167,11 +172,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     powersgd.RANK = 16  # so that the factors of these small matrices are smaller than the matrices
     comm.start(sys.argv[1], timeout_seconds=20)
-    found = {f"ddp {name}": ddp(name) for name in ("none", "bf16", "fp16", "int8", "powersgd")}
+    names = ("bf16", "fp16", "int8", "powersgd")
+    found = {"ddp": ddp(), **{name: exchange(DataParallelExchange, name) for name in ("none", *names)}}
     found |= {f"rows {name}": embedding(name, name) for name in ("none", "bf16", "fp16")}
     found |= {f"rows {name}": embedding(name, "none") for name in ("int8", "powersgd")}
-    found |= {"small powersgd": ddp("powersgd", hidden=4)}
-    found |= {"shards": shards(), "zero": zero(), "fsdp": fsdp(), "local_sgd": local_sgd()}
+    found |= {"small powersgd": exchange(DataParallelExchange, "powersgd", hidden=4)}
+    found |= {"shards": exchange(ShardedExchange, "none"), "zero": zero(), "fsdp": fsdp(), "local_sgd": local_sgd()}
     Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

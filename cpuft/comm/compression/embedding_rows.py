@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.compression.hierarchical import HostGroups
 from cpuft.comm.compression.int8 import all_gather, decode_message, encode_message, encoded_bytes
@@ -169,18 +168,10 @@ def average_rows(
 
 
 class RowExchange:
-    """Averages the gradient of a model's word embedding over the ranks, instead of DistributedDataParallel.
-
-    Making one is collective, and must come before the model is wrapped. All ranks must have the same initial value.
-    """
+    """Averages the gradient of a model's word embedding over the ranks. Making one is collective."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        embedding: torch.nn.Embedding,
-        compression: str,
-        group: dist.ProcessGroup,
-        hosts: HostGroups | None = None,
+        self, embedding: torch.nn.Embedding, compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None
     ) -> None:
         self.weight, self._compression, self._group, self._hosts = embedding.weight, compression, group, hosts
         # What was not sent of a row is added when this rank sends or averages it again. Other ranks than leaders send
@@ -196,8 +187,6 @@ class RowExchange:
             self._thread = ProgressThread("embedding rows")
             # A group of its own, because the thread sends and receives at any time.
             self._group = dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(group, "timeout", None))
-        names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
     @property
     def _bits(self) -> int:
@@ -274,6 +263,6 @@ class RowExchange:
 def make_row_exchange(
     model: torch.nn.Module, compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None
 ) -> RowExchange | None:
-    """Return the row exchange of a model, None if `find_embedding` finds none. Collective; before DDP is made."""
+    """Return the row exchange of a model, None if `find_embedding` finds none. Collective."""
     embedding = find_embedding(model)
-    return None if embedding is None else RowExchange(model, embedding, compression, group, hosts)
+    return None if embedding is None else RowExchange(embedding, compression, group, hosts)

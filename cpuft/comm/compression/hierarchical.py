@@ -24,7 +24,7 @@ from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.rank.world import World, parse_world
 
 Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
-"""Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks, in their
+"""Takes a bucket (`cpuft.train.arena.Bucket`); returns a future of its buffer, in which the gradients are then the mean over the ranks, in their
 own type. All ranks call it in the same order of buckets."""
 
 _CHANNEL = "hierarchical means"
@@ -130,7 +130,7 @@ class _BucketUnderWay:
 
 
 class HierarchicalReducer:
-    """Averages DDP's buckets over all ranks, within each host first. One reducer belongs to one model.
+    """Averages buckets over all ranks, within each host first. One reducer belongs to one model.
 
     The backward pass only starts the sums; two threads do everything else, so that it waits for no message.
     """
@@ -144,7 +144,7 @@ class HierarchicalReducer:
 
     @torch.no_grad()
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Start to average a DDP bucket; return a future of its buffer, which then has the mean over all ranks.
+        """Start to average a bucket; return a future of its buffer, which then has the mean over all ranks.
 
         An error is raised by the futures of all buckets that are under way.
         """
@@ -164,7 +164,7 @@ class HierarchicalReducer:
             one.added.wait()
             if self._reduce_between_hosts is not None:
                 one.numbers.div_(self._hosts.sums.size())
-                # What is used between hosts of a DDP bucket, with the mean of this host's ranks.
+                # What is used between hosts of a bucket, with the mean of this host's ranks.
                 parameters, is_last = one.bucket.parameters, one.bucket.is_last
                 bucket = SimpleNamespace(parameters=parameters, buffer=lambda: one.numbers, is_last=is_last)
                 one.mean = self._reduce_between_hosts(bucket)

@@ -205,15 +205,15 @@ class _BucketUnderWay:
 
 
 class BlockReducer:
-    """Averages DDP's buckets over a group's ranks as int8 blocks with error feedback. One reducer belongs to one model.
+    """Averages buckets over a group's ranks as int8 blocks with error feedback. One reducer belongs to one model.
 
-    Gradients are encoded in the backward pass; a thread does the rest, so that the backward pass waits for no message.
+    Each update has the same buckets (`cpuft.train.arena.Bucket`), in the same order on all ranks. Gradients are encoded in the backward pass; a thread does the rest, so that the backward pass waits for no message.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._unsent: dict[torch.Tensor, torch.Tensor] = {}
-        """Parameter -> what was not sent of its gradients, because DDP changes its buckets after the first step."""
+        """First parameter of a bucket -> what was not sent of the bucket's gradients."""
         self._thread = ProgressThread("int8")
         # Only the thread uses these two lists. It waits for a bucket's message after it has sent the next bucket's, so
         # that a message is always under way.
@@ -222,11 +222,11 @@ class BlockReducer:
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start to average a DDP bucket; return a future of its buffer with the mean, or an exchange's error.
+        """Start to average a bucket; return a future of its buffer with the mean, or an exchange's error.
 
         No other operation of the group may start before the futures of all buckets are complete.
         """
-        mean = BlockMean(bucket.buffer(), self._group, self._collect_unsent(bucket))
+        mean = BlockMean(bucket.buffer(), self._group, self._unsent.get(bucket.parameters()[0]))
         one = _BucketUnderWay(bucket, mean, QueuedWork(bucket.buffer()))
         future = one.work.get_future()
         is_last = bucket.is_last()
@@ -250,10 +250,8 @@ class BlockReducer:
     def _average_oldest(self) -> None:
         oldest = self._sent[0]
         oldest.mean.average_share()
-        # `reduce` reads these entries in the next update, after the futures of this one are complete.
-        parameters = oldest.bucket.parameters()
-        errors = torch.split(oldest.mean.error, [parameter.numel() for parameter in parameters])
-        self._unsent.update(zip(parameters, errors, strict=True))
+        # `reduce` reads this entry in the next update, after the futures of this one are complete.
+        self._unsent[oldest.bucket.parameters()[0]] = oldest.mean.error
         self._averaged.append(self._sent.pop(0))
 
     def _finish_oldest(self) -> None:
@@ -261,21 +259,9 @@ class BlockReducer:
         oldest.mean.finish(oldest.bucket.buffer())
         self._averaged.pop(0).work.complete()
 
-    def take_unsent(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return and forget a parameter's unsent gradients, fp32, (n,), or None; its bucket must not be under way."""
-        unsent = self._unsent.pop(parameter, None)
-        return None if unsent is None else unsent.clone()  # a clone, because it is a view of a whole bucket's
-
-    def _collect_unsent(self, bucket: GradBucket) -> torch.Tensor | None:
-        """Return what was not sent of a bucket's gradients: fp32, contiguous; None if all of them were sent."""
-        parts = [self._unsent.get(parameter) for parameter in bucket.parameters()]
-        found = [part for part in parts if part is not None]
-        if not found:
-            return None
-        ends = [part.data_ptr() + part.nbytes for part in found]
-        # The parts of a bucket are views of one tensor, in this order, until DDP changes its buckets.
-        is_one = found[0].untyped_storage().data_ptr() == found[-1].untyped_storage().data_ptr()
-        if is_one and len(found) == len(parts) and [part.data_ptr() for part in found[1:]] == ends[:-1]:
-            return found[0].as_strided((bucket.buffer().numel(),), (1,))
-        sizes = [parameter.numel() for parameter in bucket.parameters()]
-        return torch.cat([torch.zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)])
+    def take_unsent(self, bucket: GradBucket) -> torch.Tensor:
+        """Return and forget a bucket's unsent gradients, fp32, (n,), which must not be under way; zeros if all were
+        sent.
+        """
+        unsent = self._unsent.pop(bucket.parameters()[0], None)
+        return torch.zeros(len(bucket.buffer())) if unsent is None else unsent

@@ -5,8 +5,8 @@ P is sent as blocks of 4-bit codes, Q of 8-bit codes; the first EXACT_UPDATES up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -167,32 +167,23 @@ def _project(rows: torch.Tensor, i: int) -> torch.Tensor:
 class _Bucket:
     """A bucket of gradients, of which factors are sent, and the small ones whole, with what was unsent before."""
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        dtype: torch.dtype,
-        take_unsent: Callable[[torch.Tensor], torch.Tensor | None],
-        generator: torch.Generator,
-    ) -> None:
+    def __init__(self, bucket: GradBucket, unsent: torch.Tensor, generator: torch.Generator) -> None:
+        parameters = bucket.parameters()
         sizes = [one.numel() for one in parameters]
-        starts = [0, *accumulate(sizes)]
-        self._length = starts[-1]
+        starts, before = [0, *accumulate(sizes)], torch.split(unsent, sizes)
         factored, whole = list[int](), list[int]()
         for number, one in enumerate(parameters):
             (factored if saves_bytes(one.shape) else whole).append(number)
         shapes = [_matrix_shape(parameters[number].shape) for number in factored]
-        kept = torch.zeros(sum(sizes[number] for number in factored), dtype=dtype)
-        self._unsent = torch.zeros(sum(sizes[number] for number in whole))
+        kept, self._unsent = (
+            torch.cat([torch.empty(0), *(before[number] for number in numbers)]) for numbers in (factored, whole)
+        )
         """What was not sent of the gradients that are sent whole, one after another."""
-        for numbers, all_ in ((factored, kept), (whole, self._unsent)):
-            for number, place in zip(numbers, torch.split(all_, [sizes[number] for number in numbers]), strict=True):
-                if (unsent := take_unsent(parameters[number])) is not None:
-                    place.copy_(unsent)
+        kept = kept.to(bucket.buffer().dtype)
         self.matrices = Matrices(shapes, [starts[number] for number in factored], kept, generator)
         self._whole = [(starts[number], sizes[number]) for number in whole]
 
     def begin(self, buffer: torch.Tensor) -> None:
-        assert len(buffer) >= self._length
         self._buffer, self.p = buffer, self.matrices.compute_p(buffer)
         self._unsent += torch.cat([torch.empty(0), *self._list_whole()])
 
@@ -219,7 +210,7 @@ SMALL_SHARE = 0.5
 
 
 class PowerSGD:
-    """Averages DDP's buckets over a group's ranks: in the first updates as int8 blocks, then as factors.
+    """Averages buckets over a group's ranks, the same ones in each update: in the first updates as int8 blocks, then as factors.
 
     P is computed in the backward pass, and everything else by a thread, so that the backward pass waits for no message.
     Gradients that factors would not make smaller stay int8 blocks. One object belongs to one model.
@@ -239,14 +230,13 @@ class PowerSGD:
         """The first error of the thread, after which it sends nothing any more."""
         self._held: list[tuple[_Bucket, QueuedWork]] = []
         """Buckets whose messages are sent together with those of the next one."""
-        self._buckets: dict[tuple[torch.Tensor, ...], _Bucket] = {}
-        """Parameters -> their bucket. DDP changes its buckets after the first update, before factors are sent."""
+        self._buckets: dict[torch.Tensor, _Bucket] = {}
+        """Buckets by their first parameters."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start to average a DDP bucket; return a future of its buffer with about the mean, or an exchange's error.
+        """Start to average a bucket; return a future of its buffer with about the mean, or an exchange's error.
 
-        No other operation of the group may start before the futures of all buckets are complete. Raises RuntimeError:
-        DDP has changed its buckets after factors were sent.
+        No other operation of the group may start before the futures of all buckets are complete.
         """
         is_exact = self._updates < self._exact_updates
         # A small last bucket, such as that of the few parameters of another type, becomes ready soon after the one
@@ -262,16 +252,10 @@ class PowerSGD:
 
     @torch.no_grad()
     def _reduce_as_factors(self, bucket: GradBucket, is_held: bool) -> torch.futures.Future[torch.Tensor]:
-        parameters, buffer = tuple(bucket.parameters()), bucket.buffer()
-        if parameters not in self._buckets:
-            if {*chain(*self._buckets)} & {*parameters}:
-                raise RuntimeError(
-                    "DDP has changed its buckets after powersgd had sent factors, and would lose what was not sent: "
-                    "leave the model's parameters as they are while it trains, or choose int8"
-                )
-            take = self._blocks.take_unsent
-            self._buckets[parameters] = _Bucket(parameters, buffer.dtype, take, self._generator)
-        one = self._buckets[parameters]
+        key, buffer = bucket.parameters()[0], bucket.buffer()
+        if key not in self._buckets:
+            self._buckets[key] = _Bucket(bucket, self._blocks.take_unsent(bucket), self._generator)
+        one = self._buckets[key]
         one.begin(buffer)
         work = QueuedWork(buffer)
         future = work.get_future()

@@ -1,4 +1,4 @@
-"""The table of gradient compressions, as communication hooks of DistributedDataParallel over any backend."""
+"""The table of gradient compressions, which work over any backend."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.compression import int8, powersgd
-from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, Reduce, make_host_groups
+from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, Reduce
 from cpuft.comm.compression.levels import CompressionLevel
-from cpuft.compressions import (
-    COMPRESSION_FACTS,
-    COMPRESSIONS,
-    count_buckets,
-    count_coding_seconds,
-    count_ring_passes,
-)
-from cpuft.errors import CpuftError, suggest_names
+from cpuft.compressions import COMPRESSION_FACTS, count_buckets, count_coding_seconds, count_ring_passes
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class Compression:
 
 
 def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket, sent as bf16 or fp16: DDP refuses torch's bf16_compress_hook where there is no NCCL."""
+    """Average a bucket, sent as bf16 or fp16."""
     buffer = bucket.buffer()
     # Gradients are divided first, so that the sum over many ranks does not overflow in fp16.
     rounded = divide(buffer.to(dtype), group.size())  # the buffer itself if it has that type already
@@ -107,15 +99,11 @@ TABLE = {
 
 
 def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None) -> Reduce:
-    """Return a function that starts to average a DDP bucket over `group`, and returns a future of the bucket's buffer.
+    """Return a function that starts to average a bucket over `group`, and returns a future of the bucket's buffer.
 
-    `compression` is none, bf16, fp16, int8 or powersgd; CpuftError for others. `hosts` are those that
+    `compression` is none, bf16, fp16, int8 or powersgd; KeyError for others. `hosts` are those that
     `make_host_groups` returned for the same compression and group.
     """
-    if compression not in TABLE:
-        raise CpuftError(
-            f"there is no gradient compression {compression}: {suggest_names(compression, COMPRESSIONS[1:])}"
-        )
     entry = TABLE[compression]
     if hosts is None:
         return entry.make_reduce(group)
@@ -167,15 +155,3 @@ def to_wire_type(gradient: torch.Tensor, compression: str) -> torch.Tensor:
 def wire_type_name(compression: str) -> str:
     """Return "bfloat16" for bf16, "float16" for fp16, "float32" for none, int8 and powersgd. KeyError for others."""
     return str(TABLE[compression].wire_type or torch.float32).removeprefix("torch.")
-
-
-def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
-    """Let a wrapped model send compressed gradients; call it once on all ranks before the first backward pass.
-
-    `compression` is none, bf16, fp16, int8 or powersgd; CpuftError for others. RuntimeError: the model has a
-    communication hook already.
-    """
-    group = model.process_group
-    reduce = make_reduce(compression, group, make_host_groups(compression, group))
-    # A lambda, because DDP compares the annotations of a function with types, and postponed annotations are text.
-    model.register_comm_hook(None, lambda _, bucket: reduce(bucket))

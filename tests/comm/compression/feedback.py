@@ -27,7 +27,7 @@ SHAPES = ((300, 40), (7,), (96, 96), (1,))
 
 
 class Bucket:
-    """The part of a DDP bucket that a reducer reads: parameters, and their gradients one after another."""
+    """The part of a bucket that a reducer reads: parameters, and their gradients one after another."""
 
     def __init__(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], last: bool) -> None:
         self._parameters, self._last = parameters, last
@@ -57,7 +57,7 @@ def mean(tensor: torch.Tensor) -> torch.Tensor:
 def sums(reducer: Any, kept: Any) -> dict[str, float]:
     """Return how far what was received, with and without what is unsent, is from the mean of all gradients.
 
-    The buckets change after the first step, as in DDP. The last step has gradients a thousand times as large.
+    The last step has gradients a thousand times as large.
     """
     parameters = [torch.zeros(shape) for shape in SHAPES]
     exact = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -67,33 +67,32 @@ def sums(reducer: Any, kept: Any) -> dict[str, float]:
         gradients = [torch.randn(shape) * 1000.0 ** (step == STEPS - 1) for shape in SHAPES]
         for total, gradient in zip(exact, gradients, strict=True):
             total += mean(gradient)
-        cuts = ((0, 3), (3, 4)) if step == 0 else ((0, 1), (1, 2), (2, 4))
-        buckets = [Bucket(parameters[a:b], gradients[a:b], last=b == 4) for a, b in cuts]
+        buckets = [Bucket(parameters[a:b], gradients[a:b], last=b == 4) for a, b in ((0, 1), (1, 2), (2, 4))]
         futures = [reducer.reduce(bucket) for bucket in buckets]
         assert all(future.wait() is bucket.buffer() for future, bucket in zip(futures, buckets, strict=True))
         averaged = [part for bucket in buckets for part in bucket.gradients()]
         for total, part in zip(received, averaged, strict=True):
             total += part.double()
             same = max(same, float((mean(part) - part.double()).abs().max()))
-    unsent = [mean(kept(reducer, parameter)).view(parameter.shape) for parameter in parameters]
+    kept_parts = [part for bucket in buckets for part in kept(reducer, bucket)]
+    unsent = [mean(part).view(parameter.shape) for part, parameter in zip(kept_parts, parameters, strict=True)]
     largest = max(float(total.abs().max()) for total in exact)
     gaps = [abs(a + b - c).max() for a, b, c in zip(received, unsent, exact, strict=True)]
     lacks = [abs(a - c).max() for a, c in zip(received, exact, strict=True)]
     return {"gap": float(max(gaps)) / largest, "lack": float(max(lacks)) / largest, "differ": same}
 
 
-def blocks(reducer: BlockReducer, parameter: torch.Tensor) -> torch.Tensor:
-    return reducer._unsent[parameter]
+def blocks(reducer: BlockReducer, bucket: Bucket) -> list[torch.Tensor]:
+    sizes = [parameter.numel() for parameter in bucket.parameters()]
+    return list(torch.split(reducer._unsent[bucket.parameters()[0]], sizes))
 
 
-def factors(reducer: PowerSGD, parameter: torch.Tensor) -> torch.Tensor:
-    """Return what is unsent of a gradient that is sent as factors, or of a small one that is sent whole."""
-    buckets = reducer._buckets.items()
-    parameters, bucket = next((some, one) for some, one in buckets if any(parameter is other for other in some))
-    whole = iter(torch.split(bucket._unsent, [size for _, size in bucket._whole]))
-    matrices = iter(bucket.matrices.unsent)
-    unsent = [next(matrices if saves_bytes(one.shape) else whole) for one in parameters]
-    return unsent[[one is parameter for one in parameters].index(True)]
+def factors(reducer: PowerSGD, bucket: Bucket) -> list[torch.Tensor]:
+    """Return what is unsent of each gradient, which is sent as factors, or whole if it is small."""
+    one = reducer._buckets[bucket.parameters()[0]]
+    whole = iter(torch.split(one._unsent, [size for _, size in one._whole]))
+    matrices = iter(one.matrices.unsent)
+    return [next(matrices if saves_bytes(parameter.shape) else whole) for parameter in bucket.parameters()]
 
 
 def row_sums(compression: str, dtype: torch.dtype = torch.float32, waits: bool = True) -> dict[str, float]:

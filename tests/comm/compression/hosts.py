@@ -79,13 +79,13 @@ def several_updates(compression: str, hosts: HostGroups) -> dict[str, float]:
     world: Any = dist.group.WORLD
     reducer: Any = getattr(make_reduce(compression, world, hosts), "__self__")  # noqa: B009 - typed as a function
 
-    def find_unsent(_: HierarchicalReducer, parameter: torch.Tensor) -> torch.Tensor:
+    def find_unsent(_: HierarchicalReducer, bucket: Bucket) -> list[torch.Tensor]:
         if hosts.leaders is None:
-            return torch.zeros(parameter.shape)
+            return [torch.zeros(parameter.numel()) for parameter in bucket.parameters()]
         between_hosts = reducer._reduce_between_hosts.__self__
-        unsent = blocks(between_hosts, parameter) if compression == "int8" else factors(between_hosts, parameter)
+        unsent = blocks(between_hosts, bucket) if compression == "int8" else factors(between_hosts, bucket)
         # The mean is over four ranks, of which two have something unsent.
-        return 2 * unsent.view(parameter.shape)
+        return [2 * one.reshape(-1) for one in unsent]
 
     return sums(reducer, find_unsent)
 

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore, ProcessGroup
 
-from cpuft.comm.compression.table import (
-    TABLE,
-    divide,
-    list_levels,
-    make_reduce,
-    resolve_compression,
-    wire_type_name,
-)
+from cpuft.comm.compression.table import TABLE, divide, list_levels, resolve_compression, wire_type_name
 from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS, COMPRESSIONS_WITH_FEEDBACK, count_ring_passes
-from cpuft.errors import CpuftError
 
 
 @pytest.mark.parametrize(
@@ -39,12 +30,6 @@ def test_gradients_are_divided_to_the_last_bit(ranks: int, dtype: torch.dtype) -
 )
 def test_the_wire_type_is_one_that_backends_are_measured_with(compression: str, dtype: str) -> None:
     assert wire_type_name(compression) == dtype
-
-
-def test_an_unknown_compression_is_refused() -> None:
-    group = ProcessGroup(HashStore(), 0, 1)
-    with pytest.raises(CpuftError, match="there is no gradient compression bf61: did you mean bf16"):
-        make_reduce("bf61", group)
 
 
 def test_both_tables_hold_the_same_compressions() -> None:
