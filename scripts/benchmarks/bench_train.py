@@ -51,7 +51,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "attention": (
         "_Attention",
         "_FirstToken",  # with its few products
-        "_Disentangled",
         "_Rotate",
         "aten::scaled_dot_product",
         "aten::_scaled_dot",

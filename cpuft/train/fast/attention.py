@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cpuft.kernels import kernels_for
+from cpuft.kernels import Kernels, kernels_for
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.autocast import without_autocast
-from cpuft.train.fast.elementwise import Mask, masked
+from cpuft.train.fast.elementwise import Mask, dropout
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 
 
@@ -49,34 +49,67 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class Arguments:
+    """What attention depends on beside queries, keys, values and positions, and how a kernel or torch computes it.
+
+    `positions` are here what `attention` calls position_bias, or nothing.
+    """
+
     bias: Tensor | None
-    position_bias: Tensor | None
     heads: Heads
     mask: Mask
     keys: Grid
     queries: Grid
 
-    def for_kernel(self, query: Tensor, key: Tensor) -> tuple[Any, ...]:
-        """The kernel's arguments after the position bias; the strides are those of these two arrays of tokens."""
-        bias, heads, keys = self.bias, self.heads, self.keys
+    def list_strides(self, query: Tensor, key: Tensor) -> tuple[Any, ...]:
+        """Return a kernel's last arguments: the strides of these two arrays of tokens, and what follows."""
+        return query.stride(0), key.stride(0), *bias_strides(self.bias), self.heads.factor, *self.mask.kernel_arguments
+
+    def _list_sizes(self, query: Tensor, key: Tensor, positions: Sequence[Tensor]) -> tuple[Any, ...]:
+        heads, keys = self.heads, self.keys
         sizes = (keys.batch, heads.count, heads.keys, self.queries.length, keys.length, heads.size)
         window = min(heads.back, keys.length), min(heads.ahead, keys.length)
-        strides = (query.stride(0), key.stride(0), *((0, 0, 0) if bias is None else bias_strides(bias)))
-        places = (self.queries.rows, keys.rows)
-        return bias, self.position_bias, *places, *sizes, *window, *strides, heads.factor, *self.mask.kernel_arguments
+        places = (*positions, *[None] * (1 - len(positions)), self.queries.rows, keys.rows)
+        return self.bias, *places, *sizes, *window, *self.list_strides(query, key)
 
-    def blank_position_grad(self) -> Tensor:
-        return torch.zeros(self.keys.batch, self.heads.count, 2 * self.keys.length - 1)
+    def run_forward(self, kernels: Kernels, parts: Sequence[Tensor], context: Tensor) -> None:
+        """Write the context of queries, keys, values and positions."""
+        q, k, v, *positions = parts
+        kernels.run("attention_forward", q.dtype, q, k, v, context, *self._list_sizes(q, k, positions))
+
+    def run_backward(
+        self, kernels: Kernels, parts: Sequence[Tensor], grad: Tensor, outputs: Sequence[Tensor], wanted: bool
+    ) -> Sequence[Tensor]:
+        """Write the gradients of queries, keys and values to `outputs`, and return those of positions if `wanted`."""
+        q, k, v, *positions = parts
+        # One for each example, so that threads share none and the sum does not depend on their number.
+        whole = torch.zeros(self.keys.batch, self.heads.count, 2 * self.keys.length - 1) if wanted else None
+        rest = self._list_sizes(q, k, positions)
+        kernels.run("attention_backward", q.dtype, q, k, v, grad, *outputs, whole, *rest)
+        return [] if whole is None else [whole.sum(0)]
+
+    def score(self, q: Tensor, k: Tensor, positions: Sequence[Tensor]) -> Tensor:
+        """Return in plain torch what softmax gets of split heads: fp32, (batch, heads, queries, keys)."""
+        scores = torch.bmm(q, k.transpose(1, 2)).view(self.keys.batch, self.heads.count, q.shape[1], k.shape[1])
+        scores = scores.float() * self.heads.factor
+        if self.bias is not None:
+            scores = scores + self.bias
+        for bias in positions:
+            scores = scores + bias[:, find_distances(q.shape[1], k.shape[1]) + k.shape[1] - 1]
+        return scores
 
 
-def _distance_columns(queries: int, keys: int) -> Tensor:
-    """(queries, keys) int64: the column of a position bias for each pair of a query and a key."""
-    return torch.arange(keys) - torch.arange(queries)[:, None] + keys - 1
+def find_distances(queries: int, keys: int) -> Tensor:
+    """Return key - query for each pair of positions: (queries, keys) int64."""
+    return torch.arange(keys) - torch.arange(queries)[:, None]
 
 
-def bias_strides(bias: Tensor) -> tuple[int, int, int]:
-    """Return the strides, in elements, of a bias of 4 dimensions by batch, head and query, 0 where the size is 1."""
+def bias_strides(bias: Tensor | None) -> tuple[int, int, int]:
+    """Return the strides, in elements, of a bias of 4 dimensions by batch, head and query, 0 where the size is 1, and
+    zeros for None.
+    """
+    if bias is None:
+        return 0, 0, 0
     batch, head, query = (0 if size == 1 else step for size, step in zip(bias.shape[:3], bias.stride(), strict=False))
     return batch, head, query
 
@@ -89,92 +122,43 @@ def split_packed(query: Tensor | None, packed: Tensor, heads: Heads) -> Sequence
     return torch.split(packed, [queries, keys, keys], 1) if query is None else (query, *torch.split(packed, keys, 1))
 
 
-def split_heads(x: Tensor, size: int, grid: Grid) -> Tensor:
+def _split_heads(x: Tensor, size: int, grid: Grid) -> Tensor:
     """Return the heads: (tokens, heads * size) -> (batch * heads, length, size), zero where there is no token."""
     if grid.places is not None:
         x = x.new_zeros(grid.batch * grid.length, x.shape[-1]).index_copy(0, grid.places, x)
     return x.view(grid.batch, grid.length, -1, size).transpose(1, 2).flatten(0, 1)
 
 
-def _join_heads(x: Tensor, grid: Grid) -> Tensor:
-    joined = x.view(grid.batch, -1, *x.shape[1:]).transpose(1, 2).flatten(2).flatten(0, 1)
-    return joined if grid.places is None else joined.index_select(0, grid.places)
-
-
-def _repeat_keys(x: Tensor, heads: Heads) -> Tensor:
-    """(batch * key heads, length, size) -> (batch * heads, length, size): the keys or values of each query head."""
-    return x if heads.keys == heads.count else x.repeat_interleave(heads.count // heads.keys, 0)
-
-
-def _sum_groups(x: Tensor, heads: Heads) -> Tensor:
-    return x if heads.keys == heads.count else x.view(-1, heads.count // heads.keys, *x.shape[1:]).sum(1)
-
-
-def _hidden_keys(heads: Heads, queries: int, keys: int) -> Tensor | None:
-    """(queries, keys) bool, true where a key is outside of a query's window; None if queries see all positions."""
-    if heads.back < 0 and heads.ahead < 0:
-        return None
-    distances = torch.arange(keys) - torch.arange(queries)[:, None]
+def _find_hidden(arguments: Arguments) -> Tensor:
+    """Return which keys are outside of a query's window or after the last token of their example: bool, (queries, keys)
+    or (batch, 1, queries, keys).
+    """
+    heads, keys = arguments.heads, arguments.keys
+    distances = find_distances(arguments.queries.length, keys.length)
     hidden = torch.zeros_like(distances, dtype=torch.bool)
     if heads.back >= 0:
         hidden |= distances < -heads.back
     if heads.ahead >= 0:
         hidden |= distances > heads.ahead
-    return hidden
+    if keys.rows is None:
+        return hidden
+    seen = keys.rows.view(keys.batch, keys.length) >= 0
+    return hidden | ~seen.flip(1).cummax(1).values.flip(1)[:, None, None]
 
 
-def _absent_keys(grid: Grid) -> Tensor | None:
-    """(batch, 1, 1, length) bool: positions after the last token of their example; None if there are none."""
-    if grid.rows is None:
-        return None
-    seen = grid.rows.view(grid.batch, grid.length) >= 0
-    return ~seen.flip(1).cummax(1).values.flip(1)[:, None, None]
-
-
-def _probabilities(q: Tensor, k: Tensor, arguments: _Arguments) -> Tensor:
-    """(batch * heads, queries, keys), from split heads."""
-    scores = torch.bmm(q, k.transpose(1, 2))
-    weighted = scores.view(arguments.keys.batch, arguments.heads.count, *scores.shape[1:]).float()
-    weighted = weighted * arguments.heads.factor
-    if arguments.bias is not None:
-        weighted += arguments.bias
-    if arguments.position_bias is not None:
-        weighted += arguments.position_bias[:, _distance_columns(*scores.shape[1:])]
-    hidden, absent = _hidden_keys(arguments.heads, *scores.shape[1:]), _absent_keys(arguments.keys)
-    if absent is not None:
-        hidden = absent if hidden is None else hidden | absent
-    if hidden is None:
-        return weighted.softmax(-1).to(scores.dtype).view_as(scores)
-    probabilities = weighted.masked_fill_(hidden, -torch.inf).softmax(-1)
+def _compute_plainly(parts: Sequence[Tensor], arguments: Arguments) -> Tensor:
+    """Return the context of queries, keys, values and positions in plain torch, with torch's own gradients."""
+    heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
+    q, k, v = (_split_heads(x, heads.size, grid) for x, grid in zip(parts[:3], (queries, keys, keys), strict=True))
+    if heads.keys != heads.count:
+        k, v = (x.repeat_interleave(heads.count // heads.keys, 0) for x in (k, v))
+    hidden = _find_hidden(arguments)
+    probabilities = arguments.score(q, k, parts[3:]).masked_fill(hidden, -torch.inf).softmax(-1)
     # A query that sees no key would get NaN.
-    return probabilities.masked_fill_(hidden, 0.0).to(scores.dtype).view_as(scores)
-
-
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments) -> Tensor:
-    heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
-    q, k, v = (split_heads(x, heads.size, grid) for x, grid in zip((q, k, v), (queries, keys, keys), strict=True))
-    dropped = masked(_probabilities(q, _repeat_keys(k, heads), arguments), arguments.mask)
-    return _join_heads(torch.bmm(dropped, _repeat_keys(v, heads)), queries)
-
-
-def _plain_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, arguments: _Arguments, position_grad: Tensor | None
-) -> list[Tensor]:
-    """The gradients of q, k and v. Those of the position bias are added to `position_grad`, unless it is None."""
-    heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
-    q, grad = (split_heads(x, heads.size, queries) for x in (q, grad))
-    k, v = (_repeat_keys(split_heads(x, heads.size, keys), heads) for x in (k, v))
-    probs = _probabilities(q, k, arguments)
-    dprobs = masked(torch.bmm(grad, v.transpose(1, 2)), arguments.mask).float()
-    total = (probs * dprobs).sum(-1, keepdim=True)
-    dweighted = probs * (dprobs - total)
-    dscores = (dweighted * heads.factor).to(grad.dtype)
-    if position_grad is not None:
-        columns = _distance_columns(*dweighted.shape[1:]).flatten()
-        position_grad.index_add_(2, columns, dweighted.view(*position_grad.shape[:2], -1))
-    dropped = masked(probs, arguments.mask)
-    dq, dk, dv = torch.bmm(dscores, k), torch.bmm(dscores.transpose(1, 2), q), torch.bmm(dropped.transpose(1, 2), grad)
-    return [_join_heads(dq, queries), *(_join_heads(_sum_groups(x, heads), keys) for x in (dk, dv))]
+    probabilities = probabilities.masked_fill(hidden, 0.0).to(q.dtype).flatten(0, 1)
+    context = torch.bmm(dropout(probabilities, arguments.mask), v)
+    joined = context.view(queries.batch, -1, *context.shape[1:]).transpose(1, 2).flatten(2).flatten(0, 1)
+    return joined if queries.places is None else joined.index_select(0, queries.places)
 
 
 class _Attention(torch.autograd.Function):
@@ -183,46 +167,45 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         query: Tensor | None,
         packed: Tensor,
-        position_bias: Tensor | None,
-        arguments: _Arguments,
+        arguments: Arguments,
         forward_pass: ForwardPass,
+        *positions: Tensor,
     ) -> Tensor:
         ctx.arguments = arguments
-        ctx.save_for_backward(query, packed)
-        q, k, v = split_packed(query, packed, arguments.heads)
-        context = torch.empty(q.shape, dtype=q.dtype)
+        ctx.save_for_backward(query, packed, *positions)
+        parts = (*split_packed(query, packed, arguments.heads), *positions)
+        context = torch.empty(parts[0].shape, dtype=packed.dtype)
         if forward_pass is ForwardPass.RECOMPUTE:
             return context
         if not (kernels := kernels_for(packed)):
-            return _plain_forward(q, k, v, arguments)
-        kernels.run("attention_forward", q.dtype, q, k, v, context, *arguments.for_kernel(q, k))
+            return _compute_plainly(parts, arguments)
+        arguments.run_forward(kernels, parts, context)
         return context
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, packed = ctx.saved_tensors
-        arguments: _Arguments = ctx.arguments
-        q, k, v = split_packed(query, packed, arguments.heads)
-        dquery, dpacked, grad = (
-            None if query is None else torch.empty_like(query),
-            torch.empty_like(packed),
-            grad.contiguous(),
-        )
-        outputs = split_packed(dquery, dpacked, arguments.heads)
-        # One for each example, so that threads share none and the sum does not depend on their number.
-        position_grad = arguments.blank_position_grad() if ctx.needs_input_grad[2] else None
+        query, packed, *positions = ctx.saved_tensors
+        arguments: Arguments = ctx.arguments
+        parts = (*split_packed(query, packed, arguments.heads), *positions)
+        dquery, dpacked = None if query is None else torch.empty_like(query), torch.empty_like(packed)
+        outputs, grad = split_packed(dquery, dpacked, arguments.heads), grad.contiguous()
+        wanted = any(ctx.needs_input_grad[4:])
         if kernels := kernels_for(packed, grad):
-            rest = arguments.for_kernel(q, k)
-            kernels.run("attention_backward", q.dtype, q, k, v, grad, *outputs, position_grad, *rest)
+            dpositions = arguments.run_backward(kernels, parts, grad, outputs, wanted)
         else:
-            for output, part in zip(outputs, _plain_backward(q, k, v, grad, arguments, position_grad), strict=True):
+            inputs = [part.detach().requires_grad_() for part in parts]
+            with torch.enable_grad():
+                found = torch.autograd.grad(_compute_plainly(inputs, arguments), inputs, grad)
+            for output, part in zip(outputs, found[:3], strict=True):
                 output.copy_(part)
-        return dquery, dpacked, None if position_grad is None else position_grad.sum(0), None, None
+            dpositions = found[3:]
+        return dquery, dpacked, None, None, *(dpositions if wanted else [None] * len(positions))
 
 
-_attention: Callable[..., Tensor] = _Attention.apply
+run_attention: Callable[..., Tensor] = _Attention.apply
+"""Takes queries or None, what is packed, `Arguments`, the `ForwardPass` and positions: see `attention`."""
 
 
 def attention(
@@ -258,11 +241,17 @@ def attention(
     position_bias: fp32, contiguous, (heads, 2 * length - 1): what is added to the score of a query and a key at
         distance d = key - query in column d + length - 1.
     """
-    queries = grid if query is None else Grid(grid.batch, query.shape[0] // grid.batch)
-    query = None if query is None else query.contiguous()
-    known = None if position_bias is None else position_bias.detach()
-    arguments = _Arguments(bias, known, heads, mask, grid, queries)
-    return _attention(query, packed.contiguous(), position_bias, arguments, forward_pass)
+    query, queries = find_queries(query, grid)
+    positions = () if position_bias is None else (position_bias,)
+    arguments = Arguments(bias, heads, mask, grid, queries)
+    return run_attention(query, packed.contiguous(), arguments, forward_pass, *positions)
+
+
+def find_queries(query: Tensor | None, grid: Grid) -> tuple[Tensor | None, Grid]:
+    """Return queries, contiguous, and the grid of their positions: for None, which means all, that of the tokens."""
+    if query is None:
+        return None, grid
+    return query.contiguous(), Grid(grid.batch, query.shape[0] // grid.batch)
 
 
 def make_bias(mask: Tensor | None) -> Tensor | None:

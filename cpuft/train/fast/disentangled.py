@@ -11,19 +11,17 @@ queries at a time, in the core's cache. Backward recomputes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cpuft.kernels import kernels_for
+from cpuft.kernels import Kernels
 from cpuft.train.fast.architectures import Heads
-from cpuft.train.fast.attention import Grid, bias_strides, split_heads, split_packed
-from cpuft.train.fast.autocast import without_autocast
-from cpuft.train.fast.elementwise import Mask, masked
+from cpuft.train.fast.attention import Arguments, Grid, find_distances, find_queries, run_attention
+from cpuft.train.fast.elementwise import Mask
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 
 _PARALLEL_PARTS = 64
@@ -57,26 +55,41 @@ class Distances:
 
 
 @dataclass(frozen=True)
-class _Arguments:
-    bias: Tensor | None
-    heads: Heads
-    mask: Mask
-    keys: Grid
-    queries: Grid
-
-    @property
-    def places(self) -> tuple[Tensor | None, ...]:
-        return self.bias, self.queries.rows, self.keys.rows
-
-    def sizes(self, query: Tensor, key: Tensor) -> tuple[int | float, ...]:
-        """The kernel's arguments from the number of examples on; the strides are those of these arrays of tokens."""
-        heads, strides = self.heads, (0, 0, 0) if self.bias is None else bias_strides(self.bias)
-        sizes = (self.keys.batch, heads.count, self.queries.length, self.keys.length, heads.size)
-        return *sizes, query.stride(0), key.stride(0), *strides, heads.factor, *self.mask.kernel_arguments
+class _Arguments(Arguments):
+    """Those of disentangled attention, whose positions are position_keys and position_queries."""
 
     @property
     def groups(self) -> int:
         return min(self.keys.batch, -(-_PARALLEL_PARTS // self.heads.count))
+
+    def _list_own(self, query: Tensor, key: Tensor, *more: int) -> tuple[Any, ...]:
+        sizes = (self.keys.batch, self.heads.count, self.queries.length, self.keys.length, self.heads.size)
+        places = self.bias, self.queries.rows, self.keys.rows
+        return *places, *more, *sizes, *self.list_strides(query, key)
+
+    def run_forward(self, kernels: Kernels, parts: Sequence[Tensor], context: Tensor) -> None:
+        kernels.run("disentangled_forward", context.dtype, *parts, context, *self._list_own(*parts[:2]))
+
+    def run_backward(
+        self, kernels: Kernels, parts: Sequence[Tensor], grad: Tensor, outputs: Sequence[Tensor], wanted: bool
+    ) -> Sequence[Tensor]:
+        dpositions = torch.empty(2, self.groups, *parts[3].shape)
+        arrays = (*parts, grad, *outputs, *dpositions, *self._list_own(*parts[:2], self.groups))
+        kernels.run("disentangled_backward", grad.dtype, *arrays)
+        return [one.sum(0).to(grad.dtype) for one in dpositions]
+
+    def score(self, q: Tensor, k: Tensor, positions: Sequence[Tensor]) -> Tensor:
+        heads, length = self.heads, self.keys.length
+        q, k = (x.view(self.keys.batch, heads.count, -1, heads.size) for x in (q, k))
+        position_keys, position_queries = (x.view(-1, heads.count, heads.size).permute(1, 2, 0) for x in positions)
+        ahead = find_distances(self.queries.length, length) + length - 1
+        behind = (2 * length - 2 - ahead).T
+        shape = (self.keys.batch, heads.count)
+        scores = (q @ k.transpose(2, 3)).float()
+        scores = scores + (q @ position_keys).float().gather(3, ahead.expand(*shape, *ahead.shape))
+        turned = (k @ position_queries).float().gather(3, behind.expand(*shape, *behind.shape))
+        scores = (scores + turned.transpose(2, 3)) * heads.factor
+        return scores if self.bias is None else scores + self.bias
 
 
 def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
@@ -91,81 +104,6 @@ def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
         distances = make_log_bucket_position(distances, buckets, span).long()
     half = buckets if buckets > 0 else span
     return (distances + half).clamp(0, 2 * half - 1)
-
-
-def _plain(tensors: tuple[Tensor, ...], arguments: _Arguments) -> Tensor:
-    """Compute the same in plain torch from queries, keys, values and both positions, with torch's own gradients."""
-    heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
-    grids = (queries, keys, keys)
-    q, k, v = (
-        split_heads(x, heads.size, grid).view(grid.batch, heads.count, grid.length, heads.size)
-        for x, grid in zip(tensors[:3], grids, strict=True)
-    )
-    position_keys, position_queries = (x.view(-1, heads.count, heads.size).permute(1, 2, 0) for x in tensors[3:])
-    ahead = torch.arange(keys.length) - torch.arange(queries.length)[:, None] + keys.length - 1
-    shape = (keys.batch, heads.count, queries.length, keys.length)
-    scores = (q @ k.transpose(2, 3)).float()
-    scores = scores + (q @ position_keys).float().gather(3, ahead.expand(shape))
-    behind = (2 * keys.length - 2 - ahead).T
-    scores = scores + (k @ position_queries).float().gather(3, behind.expand(*shape[:2], *behind.shape)).transpose(2, 3)
-    scores = scores * heads.factor
-    if arguments.bias is not None:
-        scores = scores + arguments.bias
-    probabilities = scores.softmax(-1).to(q.dtype)
-    dropped = probabilities * masked(torch.ones_like(probabilities), arguments.mask)
-    context = (dropped @ v).transpose(1, 2).flatten(2).flatten(0, 1)
-    return context if queries.places is None else context.index_select(0, queries.places)
-
-
-class _Disentangled(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor | None,
-        packed: Tensor,
-        position_keys: Tensor,
-        position_queries: Tensor,
-        arguments: _Arguments,
-        forward_pass: ForwardPass,
-    ) -> Tensor:
-        ctx.arguments = arguments
-        ctx.save_for_backward(query, packed, position_keys, position_queries)
-        q, k, v = split_packed(query, packed, arguments.heads)
-        context = torch.empty(q.shape, dtype=q.dtype)
-        if forward_pass is ForwardPass.RECOMPUTE:
-            return context
-        positions = (position_keys, position_queries)
-        if not (kernels := kernels_for(packed, *positions)):
-            return _plain((q, k, v, *positions), arguments)
-        arrays = (q, k, v, *positions, context, *arguments.places)
-        kernels.run("disentangled_forward", q.dtype, *arrays, *arguments.sizes(q, k))
-        return context
-
-    @staticmethod
-    @once_differentiable
-    @without_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, packed, *positions = ctx.saved_tensors
-        arguments: _Arguments = ctx.arguments
-        q, k, v = parts = split_packed(query, packed, arguments.heads)
-        dquery, dpacked = None if query is None else torch.empty_like(query), torch.empty_like(packed)
-        outputs, grad = split_packed(dquery, dpacked, arguments.heads), grad.contiguous()
-        if kernels := kernels_for(packed, grad, *positions):
-            dpositions = torch.empty(2, arguments.groups, *positions[0].shape)
-            arrays = (q, k, v, *positions, grad, *outputs, *dpositions, *arguments.places)
-            kernels.run("disentangled_backward", q.dtype, *arrays, arguments.groups, *arguments.sizes(q, k))
-            grads = [one.sum(0).to(packed.dtype) for one in dpositions]
-        else:
-            inputs = tuple(x.detach().requires_grad_() for x in (*parts, *positions))
-            with torch.enable_grad():
-                *own, one, two = torch.autograd.grad(_plain(inputs, arguments), inputs, grad)
-            grads = [one, two]
-            for output, part in zip(outputs, own, strict=True):
-                output.copy_(part)
-        return dquery, dpacked, *grads, None, None
-
-
-_disentangled: Callable[..., Tensor] = _Disentangled.apply
 
 
 def disentangled_attention(
@@ -192,8 +130,7 @@ def disentangled_attention(
         query is in row key - query + length - 1.
     position_queries: likewise; the position of a query at distance query - key is in row query - key + length - 1.
     """
-    queries = grid if query is None else Grid(grid.batch, query.shape[0] // grid.batch)
-    query = None if query is None else query.contiguous()
+    query, queries = find_queries(query, grid)
     arguments = _Arguments(bias, heads, mask, grid, queries)
     positions = (position_keys.contiguous(), position_queries.contiguous())
-    return _disentangled(query, packed.contiguous(), *positions, arguments, forward_pass)
+    return run_attention(query, packed.contiguous(), arguments, forward_pass, *positions)

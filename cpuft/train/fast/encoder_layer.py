@@ -155,9 +155,8 @@ def attention_half(parts: LayerParts, x: Tensor, grid: Grid, bias: Tensor | None
     *joined, projections = packed.current()
     rest = (output.weight, output.bias, norm.weight.float(), norm.bias.float())  # the kernel reads fp32
     groups = [(joined[0], projections[:3]), (joined[1], projections[3:]), *((one, [one]) for one in rest)]
-    strides = (0, 0, 0) if bias is None else bias_strides(bias)
     masks = (*score_mask.kernel_arguments, *mask.kernel_arguments)
-    arguments = (grid.batch, grid.length, heads.count, *strides, heads.factor, norm.eps, *masks)
+    arguments = (grid.batch, grid.length, heads.count, *bias_strides(bias), heads.factor, norm.eps, *masks)
     kept, scratch = (3 * hidden, hidden, hidden, *_STATISTICS), (hidden, hidden, hidden, 3 * hidden)
     return Half(kernels, "attention_half", [*joined, *rest, bias, grid.rows], groups, kept, scratch, arguments)
 

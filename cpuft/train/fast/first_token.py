@@ -38,8 +38,7 @@ class _Half:
 
     def run(self, name: str, x: Tensor, *rest: Tensor | None) -> None:
         """Run a kernel on these tensors, in the order of `FirstTokens` in first_token.h."""
-        strides = (0, 0, 0) if self.bias is None else bias_strides(self.bias)
-        sizes = (x.shape[1], self.grid.batch, self.grid.length, self.heads, *strides)
+        sizes = (x.shape[1], self.grid.batch, self.grid.length, self.heads, *bias_strides(self.bias))
         masks = (*self.score_mask.kernel_arguments, *self.mask.kernel_arguments)
         self.kernels.run(name, x.dtype, address_array((x, *rest)), *sizes, self.factor, self.eps, *masks)
 
