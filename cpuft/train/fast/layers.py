@@ -31,7 +31,7 @@ from cpuft.train.fast.first_token import can_run_first_token_half, first_token_h
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_with_recompute
 from cpuft.train.fast.layout import Layout
 from cpuft.train.fast.projection import can_feed_forward, feed_forward, linear, product
-from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
+from cpuft.train.fast.rotary import Angles, rotate
 
 
 @without_autocast
@@ -136,7 +136,7 @@ class _Run:
         parts, norm = self.parts, read_norm(self.parts.feed_forward_norm)
         assert norm is not None
         packed = parts.packed(_norm(parts.attention_norm, x), int8=parts.int8)
-        packed = rotate(packed, angles, parts.heads, HeadNorms(read_norm(parts.query_norm), read_norm(parts.key_norm)))
+        packed = rotate(packed, angles, parts.heads, (read_norm(parts.query_norm), read_norm(parts.key_norm)))
         context = attention(None, packed, None, parts.heads, self.attention_mask, self.layout.grid)
         added = _norm(parts.attention_end_norm, linear(parts.attention_output, context, parts.int8))
         x, normed = add_norm(added, x, norm, self.output_mask)

@@ -6,7 +6,7 @@ half + j, by an angle that depends on j and on the position (Su et al. 2021, "Ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +30,9 @@ class Angles:
     """(tokens, half) fp32: sines, likewise."""
 
 
-@dataclass(frozen=True)
-class HeadNorms:
-    """Norms of each head of queries and keys before rotation: RMSNorm over `size`, without bias, else ValueError."""
-
-    query: Norm | None
-    """With a weight (size,), which all heads share; None for no norm."""
-    key: Norm | None
-
-    def __post_init__(self) -> None:
-        for norm in (self.query, self.key):
-            if norm is not None and (norm.is_centred or norm.bias is not None):
-                raise ValueError("the norms of queries and keys must be RMSNorm without bias")
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The weights of both norms, as far as there are any."""
-        return [n.weight for n in (self.query, self.key) if n is not None and n.weight is not None]
+HeadNorms = Sequence[Norm | None]
+"""The two norms of each head of queries and of keys before rotation: RMSNorm without bias, whose weight, (size,), all heads
+share; None for no norm."""
 
 
 class _Rotate(torch.autograd.Function):
@@ -67,14 +53,12 @@ class _Rotate(torch.autograd.Function):
         cos, sin = (None, None) if angles is None else (angles.cos.contiguous(), angles.sin.contiguous())
         half = 0 if cos is None else cos.shape[1]
         sizes = (len(packed), heads.count, heads.keys, heads.keys * heads.size, heads.size, half)
-        both = (norms.query, norms.key)
         # A negative eps tells the kernel that there is no norm.
-        ctx.rest = (*sizes, *(-1.0 if norm is None else norm.eps for norm in both))
-        scales = [None if norm is None else norm.scale for norm in both]
+        ctx.rest = (*sizes, *(-1.0 if norm is None else norm.eps for norm in norms))
+        scales = [None if norm is None else norm.scale for norm in norms]
         y = packed if overwrites else torch.empty_like(packed)
         kernels.run("rotate_forward", packed.dtype, packed, cos, sin, *scales, y, *ctx.rest)
-        has_norms = norms.query is not None or norms.key is not None
-        ctx.save_for_backward(packed if has_norms and not overwrites else None, cos, sin, *scales)
+        ctx.save_for_backward(packed if any(norms) and not overwrites else None, cos, sin, *scales)
         ctx.kernels = kernels
         return y
 
@@ -112,8 +96,9 @@ def _may_overwrite(packed: Tensor, norms: HeadNorms) -> bool:
     """Whether nothing needs the old values: backward needs them for norms, and autograd protects leaves and views."""
     if packed._is_view() or (packed.is_leaf and packed.requires_grad):
         return False
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (packed, *norms.parameters))
-    return not trains or (norms.query is None and norms.key is None)
+    weights = [norm.weight for norm in norms if norm and norm.weight is not None]
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (packed, *weights))
+    return not trains or not any(norms)
 
 
 def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms) -> Tensor:
@@ -125,13 +110,12 @@ def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms
     numbers of a head from 2 * half on do not turn. Values are computed in fp32 and rounded once. Gradients go to
     `packed` and to the weights of the norms, not to the angles.
     """
-    if angles is None and norms.query is None and norms.key is None:
+    if angles is None and not any(norms):
         return packed
-    both = (norms.query, norms.key)
     if kernels := kernels_for(packed):
         packed = packed.contiguous()
-        weights = [None if norm is None else norm.weight for norm in both]
+        weights = [None if norm is None else norm.weight for norm in norms]
         return _rotate(packed, *weights, angles, norms, heads, _may_overwrite(packed, norms), kernels)
     *turned, values = split_packed(None, packed, heads)
-    turned = [_plain_heads(x, angles, norm, heads.size) for x, norm in zip(turned, both, strict=True)]
+    turned = [_plain_heads(x, angles, norm, heads.size) for x, norm in zip(turned, norms, strict=True)]
     return torch.cat([*turned, values], 1)

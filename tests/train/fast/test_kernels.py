@@ -26,7 +26,7 @@ from cpuft.train.fast.elementwise import NO_MASK, Mask, Norm, add_norm, dropout_
 from cpuft.train.fast.int8_products import multiply, quantise_rows
 from cpuft.train.fast.master_weights import MasterWeights
 from cpuft.train.fast.projection import column_sums
-from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
+from cpuft.train.fast.rotary import Angles, rotate
 from tests.conftest import COMPILE_ONCE
 from tests.train.fast.encoders import relative_error
 from tests.train.fast.test_attention import check_whole_heads
@@ -102,7 +102,7 @@ def run_gated(dtype: torch.dtype, cols: int) -> list[Tensor]:
     assert norm.weight is not None
     packed = torch.randn(ROWS, 4 * 2 * cols).to(dtype).requires_grad_()
     angles = Angles(*torch.randn(2, ROWS, cols))
-    both = (HeadNorms(None, None), HeadNorms(norm, norm))
+    both = ((None, None), (norm, norm))
     turned = [rotate(packed, angles, Heads(2, 2 * cols, 1.0, 1), norms) for norms in both]
     outputs = [*add_norm(x, residual, norm, MASK), *(glu(x, kind) for kind in ("silu", "gelu", "gelu_tanh")), *turned]
     weights = [torch.randn(output.shape).to(dtype) for output in outputs]

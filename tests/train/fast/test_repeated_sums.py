@@ -12,7 +12,7 @@ from cpuft.kernels import kernels_for
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.elementwise import Mask, Norm, dropout_add_norm, gelu
 from cpuft.train.fast.projection import column_sums
-from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
+from cpuft.train.fast.rotary import Angles, rotate
 
 ROWS, COLUMNS, REPEATS = 500, 96, 60
 
@@ -44,7 +44,7 @@ def rotary_gradients(x: Tensor) -> list[Tensor]:
     angles = Angles(turns.cos(), turns.sin())
 
     def turn(packed: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        norms = HeadNorms(*(Norm(weight, None, 1e-6, is_centred=False) for weight in (query, key)))
+        norms = tuple(Norm(weight, None, 1e-6, is_centred=False) for weight in (query, key))
         return rotate(packed.clone(), angles, Heads(count=1, size=size, factor=1.0), norms)
 
     return gradients_of(turn, x, torch.ones(size), torch.ones(size))[1:]

@@ -22,7 +22,7 @@ from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3 / 256}
-NO_NORMS = HeadNorms(None, None)
+NO_NORMS: HeadNorms = (None, None)
 
 
 def each_way() -> Iterator[contextlib.AbstractContextManager[None]]:
@@ -93,7 +93,7 @@ def test_rotate(
         # What is no leaf may be overwritten.
         given = packed if is_leaf else packed * 1
         with way:
-            found = rotate(given, angles, heads, HeadNorms(query, key))
+            found = rotate(given, angles, heads, (query, key))
             grads = torch.autograd.grad(found, [packed, *used], weights)
         assert found.dtype == dtype
         for one, other in zip((found, *grads), (wanted, *wanted_grads), strict=True):
@@ -121,14 +121,14 @@ def test_norms_of_gemma_follow_their_weights() -> None:
     for way in each_way():
         torch.nn.init.normal_(module.weight)
         with way:
-            found = rotate(packed.clone(), None, heads, HeadNorms(norm, None))
+            found = rotate(packed.clone(), None, heads, (norm, None))
         torch.testing.assert_close(found[:, :32].reshape(10, 16), module(packed[:, :32].reshape(10, 16)))
         assert torch.equal(found[:, 32:], packed[:, 32:])
 
 
 def test_memory_is_reused_only_where_nothing_needs_the_old_values() -> None:
     need_kernels()
-    heads, angles, norms = Heads(2, 8, 1.0), draw_angles(5, 4), HeadNorms(draw_norm(8, 0.0), None)
+    heads, angles, norms = Heads(2, 8, 1.0), draw_angles(5, 4), (draw_norm(8, 0.0), None)
     leaf = torch.randn(5, 48, requires_grad=True)
     before = leaf.detach().clone()
 
@@ -153,8 +153,3 @@ def test_memory_is_reused_only_where_nothing_needs_the_old_values() -> None:
 def test_without_angles_and_norms_nothing_happens() -> None:
     packed = torch.randn(5, 24)
     assert rotate(packed, None, Heads(1, 8, 1.0), NO_NORMS) is packed
-
-
-def test_other_norms_of_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match="RMSNorm without bias"):
-        HeadNorms(None, Norm(None, None, 1e-5, is_centred=True))
