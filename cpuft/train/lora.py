@@ -8,14 +8,12 @@ of the bytes of the whole model, not 2.6 %. Of decoders all but the head are: at
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError, describe_error, install_command
+from cpuft.errors import CpuftError, describe_error
 from cpuft.train.fast.architectures import ATTENTION_MODULE_NAMES
 
 _TASK_TYPES = {
@@ -24,17 +22,6 @@ _TASK_TYPES = {
     "ForCausalLM": "CAUSAL_LM",
 }
 """peft's task types by the end of the model class's name, for its AutoPeftModelForSequenceClassification."""
-
-
-def check_lora(config: TrainConfig) -> None:
-    """Raise CpuftError if --lora-rank is above 0 and peft is not installed."""
-    if config.lora_rank > 0:
-        _check_peft("--lora-rank")
-
-
-def _check_peft(wanted_by: str) -> None:
-    if importlib.util.find_spec("peft") is None:
-        raise CpuftError(f"{wanted_by} needs peft, which is not installed: {install_command('train')}")
 
 
 def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> Any:
@@ -98,9 +85,8 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
 
 def merge_adapters(model: Any, folder: str) -> Any:
     """Merge the adapters in a folder into `model`, in place, and return the model without adapters. Raises CpuftError:
-    peft is not installed, or the adapters do not fit the model.
+    the adapters do not fit the model.
     """
-    _check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel
 
     try:

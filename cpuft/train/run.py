@@ -43,7 +43,6 @@ from cpuft.train.data.describe import describe_data
 from cpuft.train.data.prepare import prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.engines import check_engine
-from cpuft.train.lora import check_lora
 from cpuft.train.model import choose_lora
 from cpuft.train.objective.table import make_objective
 from cpuft.train.precision import drop_slow_bf16, format_products, measure_products, read_cpu
@@ -77,7 +76,6 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
     refuse_conflicts(config)
     config, lora_reason = choose_lora(config)
     check_engine(config)
-    check_lora(config)
     world, cpu = parse_world(os.environ), read_cpu()
     precision = choose_precision(config.precision, config.emulate_bf16, cpu.flags)
     earlier = read_earlier_measurements(worker.measurements, world.size)

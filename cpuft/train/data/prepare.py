@@ -75,7 +75,6 @@ from cpuft.train.data.tokenizer import (
 )
 from cpuft.train.data.validation_rows import checksum_rows, keep_beginnings, make_validation_rows, read_slices
 from cpuft.train.engines import check_engine
-from cpuft.train.lora import check_lora
 from cpuft.train.memory_estimate import check_fit
 from cpuft.train.model import (
     check_positions,
@@ -457,7 +456,6 @@ def main() -> None:
         if not config.from_config:
             check_weights(find_model(config.model))
         config, _ = choose_lora(config)
-        check_lora(config)
         path = prepare(config)
         prepared = read_prepared(str(path))
         check_recipe(config, prepared)
