@@ -184,28 +184,16 @@ def _find_converted(held: Sequence[_Held], precision: str, files: Sequence[Path]
     sources = [hash_file(path) for path in (*files, *settings)]
     names = repr((_FORMAT, precision, sources, [one.name for one in held]))
     path = cache_folder(os.environ) / f"base-{precision}-{hash_text(names, 16)}.safetensors"
-    if _is_whole(path):
+    if path.exists():
         return path
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_whole(path):
+        if not path.exists():
             for unfinished in path.parent.glob(f"{path.name}.*.new"):  # of a rank that was killed
                 unfinished.unlink()
             with write_atomically(path) as beside:
                 _write_converted(held, beside)
     return path
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether there is a file with all bytes that its header names."""
-    from safetensors import SafetensorError, safe_open
-
-    opened: Any = safe_open
-    try:
-        with opened(path, framework="pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
 
 
 def _write_converted(held: Sequence[_Held], path: Path) -> None:
