@@ -21,15 +21,10 @@ import cpuft
 from cpuft.errors import CpuftError, last_line
 from cpuft.hardware import effective_flags, parse_cpuinfo
 
-SOURCES = tuple(
-    Path(cpuft.__file__).parent / name
-    for name in (
-        *("train/fast/kernels.cpp", "train/fast/attention.h", "train/fast/disentangled.h", "train/fast/products.h"),
-        *("train/fast/whole_heads.h", "train/fast/heads.h"),
-        *("train/fast/large_products.h", "train/fast/epilogue.h", "train/fast/activations.h"),
-        *("train/fast/norms.h", "train/fast/encoder_layer.h", "train/fast/first_token.h"),
-        *("comm/compression/blocks.h", "comm/compression/factors.h", "vectors.h"),
-    )
+_FOLDER = Path(cpuft.__file__).parent
+SOURCES = (
+    _FOLDER / "train/fast/kernels.cpp",
+    *(path for folder in ("", "train/fast", "comm/compression") for path in sorted(Path(_FOLDER, folder).glob("*.h"))),
 )
 """The main C++ file, which is compiled, and the headers that it includes."""
 
@@ -40,9 +35,9 @@ FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fopenmp
 _WIDE = ("-mprefer-vector-width=512",)  # GCC for Arm refuses this option
 PACKAGE = "cpuft_kernels"
 """Name of the wheel that has only compiled kernels, and of its folder beside the package cpuft."""
-IN_PACKAGE = Path(cpuft.__file__).parent / "train" / "fast" / "compiled"
+IN_PACKAGE = _FOLDER / "train" / "fast" / "compiled"
 """Folder of the compiled kernels in a released wheel of cpuft. A checkout has no such folder."""
-FOLDERS = (IN_PACKAGE, Path(cpuft.__file__).parents[1] / PACKAGE)
+FOLDERS = (IN_PACKAGE, _FOLDER.parent / PACKAGE)
 """Where kernels that were compiled in advance are looked for. Who can write there can change cpuft itself."""
 _COMPILE_SECONDS = 300.0
 EMULATED_SECONDS = 3600.0

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import itertools
 import os
-import platform
 import struct
 import subprocess
 import tempfile
@@ -144,21 +143,18 @@ def _load() -> tuple[Kernels | None, str]:
 
 
 def _load_own() -> tuple[Kernels | None, str]:
-    """Build kernels for this CPU and load them; a cached library that cannot be loaded is built once more."""
+    """Build kernels for this CPU and load them; a library that cannot be loaded is built once more."""
     compiler = find_compiler(os.environ)
     if compiler is None:
         return None, "off: no C++ compiler; install one (Debian: apt-get install g++)"
     try:
         target = compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", ""), read_cpu_flags(os.environ))
-        library = _locate_library(compiler, target)
-        was_cached = library.exists()
-        build(compiler, target)
-        if was_cached:
-            try:
-                return Kernels(library), "on"
-            except _LOAD_ERRORS:
-                library.unlink(missing_ok=True)
-                build(compiler, target)
+        library = build(compiler, target)
+        try:
+            return Kernels(library), "on"
+        except _LOAD_ERRORS:  # for example cut off by a power failure
+            library.unlink(missing_ok=True)
+            build(compiler, target)
     except CpuftError as error:
         return None, f"off: {error}"
     except (OSError, subprocess.SubprocessError) as error:
@@ -169,33 +165,21 @@ def _load_own() -> tuple[Kernels | None, str]:
         return None, f"off: {library} cannot be loaded: {error}"
 
 
-def _locate_library(compiler: str, processor: str = "native") -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    name = hash_sources(*native_options(processor), version, _processor())
-    return cache_folder(os.environ) / f"kernels-{name}.so"
-
-
 def build(compiler: str, processor: str = "native") -> Path:
     """Return the path of the library of kernels in the cache folder, after `compiler` has compiled it for the -march
     value `processor` if it was not there. Raises CpuftError, OSError or SubprocessError: this fails, or the folder is
     unusable.
     """
-    library = _locate_library(compiler, processor)
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    # `-march=native` depends on the CPU's flags, and a cache folder on a shared disk may serve different CPUs.
+    name = hash_sources(*native_options(processor), version, *read_cpu_flags(os.environ))
+    library = cache_folder(os.environ) / f"kernels-{name}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / "kernels.so"
             compile_kernels(compiler, native_options(processor), made)
             made.replace(library)
     return library
-
-
-def _processor() -> str:
-    """The CPU's flags, on which `-march=native` depends: a cache folder on a shared disk may serve different CPUs."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    return platform.machine()
 
 
 def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
@@ -207,6 +191,13 @@ def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
     if first.dtype not in KERNEL_TYPES or any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
         return None
     return (_override or _load())[0]
+
+
+def need_kernels(*tensors: torch.Tensor) -> Kernels:
+    """Return the kernels where the caller knows that `kernels_for` finds them. AssertionError: it does not."""
+    kernels = kernels_for(*tensors)
+    assert kernels is not None
+    return kernels
 
 
 def kernel_status() -> str:

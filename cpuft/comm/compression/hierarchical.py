@@ -24,8 +24,8 @@ from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.rank.world import World, parse_world
 
 Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
-"""Takes a bucket (`cpuft.train.arena.Bucket`); returns a future of its buffer, in which the gradients are then the mean over the ranks, in their
-own type. All ranks call it in the same order of buckets."""
+"""Takes a bucket (`cpuft.train.arena.Bucket`); returns a future of its buffer, in which the gradients are then the mean
+over the ranks, in their own type. All ranks call it in the same order of buckets."""
 
 _CHANNEL = "hierarchical means"
 _DEFAULT_TIMEOUT = timedelta(minutes=30)

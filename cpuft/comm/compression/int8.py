@@ -207,7 +207,8 @@ class _BucketUnderWay:
 class BlockReducer:
     """Averages buckets over a group's ranks as int8 blocks with error feedback. One reducer belongs to one model.
 
-    Each update has the same buckets (`cpuft.train.arena.Bucket`), in the same order on all ranks. Gradients are encoded in the backward pass; a thread does the rest, so that the backward pass waits for no message.
+    Each update has the same buckets (`cpuft.train.arena.Bucket`), in the same order on all ranks. Gradients are encoded
+    in the backward pass; a thread does the rest, so that the backward pass waits for no message.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cpuft.kernels import Kernels, kernels_for
+from cpuft.kernels import Kernels, kernels_for, need_kernels
 
 LEVELS = 1 << 16
 """Number of different probabilities that a mask can have, as many as 16 random bits have values."""
@@ -139,7 +139,7 @@ def gelu_and_slope(x: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, 
     """
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     slope = torch.empty_like(y) if keeps_slope else None
-    _find_kernels(x).run("gelu_forward", x.dtype, x, bias, y, slope, *x.shape)
+    need_kernels(x).run("gelu_forward", x.dtype, x, bias, y, slope, *x.shape)
     return y, slope
 
 
@@ -148,14 +148,8 @@ def times_slope(grad: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     AssertionError without kernels for that dtype. Autograd does not see this.
     """
     dx, sums = torch.empty_like(slope), torch.zeros(slope.shape[1], dtype=torch.float32)
-    _find_kernels(slope).run("gelu_backward", slope.dtype, grad.contiguous(), slope, dx, sums, *slope.shape)
+    need_kernels(slope).run("gelu_backward", slope.dtype, grad.contiguous(), slope, dx, sums, *slope.shape)
     return dx, sums
-
-
-def _find_kernels(x: Tensor) -> Kernels:
-    kernels = kernels_for(x)
-    assert kernels is not None
-    return kernels
 
 
 class _Gelu(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpuft.kernels import Kernels, int64_array, kernels_for
+from cpuft.kernels import Kernels, int64_array, need_kernels
 from cpuft.train.fast.architectures import LayerParts
 from cpuft.train.fast.attention import Grid, bias_strides
 from cpuft.train.fast.elementwise import Mask, is_exact_gelu
@@ -149,28 +149,25 @@ def attention_half(parts: LayerParts, x: Tensor, grid: Grid, bias: Tensor | None
     that of the output of the linear layer after attention.
     """
     norm, output, packed, heads = parts.attention_norm, parts.attention_output, parts.packed, parts.heads
-    kernels, hidden = kernels_for(x), x.shape[1]
-    assert packed is not None
-    assert kernels is not None
+    hidden = x.shape[1]
     *joined, projections = packed.current()
     rest = (output.weight, output.bias, norm.weight.float(), norm.bias.float())  # the kernel reads fp32
     groups = [(joined[0], projections[:3]), (joined[1], projections[3:]), *((one, [one]) for one in rest)]
     masks = (*score_mask.kernel_arguments, *mask.kernel_arguments)
     arguments = (grid.batch, grid.length, heads.count, *bias_strides(bias), heads.factor, norm.eps, *masks)
     kept, scratch = (3 * hidden, hidden, hidden, *_STATISTICS), (hidden, hidden, hidden, 3 * hidden)
-    return Half(kernels, "attention_half", [*joined, *rest, bias, grid.rows], groups, kept, scratch, arguments)
+    return Half(need_kernels(x), "attention_half", [*joined, *rest, bias, grid.rows], groups, kept, scratch, arguments)
 
 
 def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Half:
     """Return the half `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds."""
     (inner,), outer, norm = parts.inner, parts.outer, parts.outer_norm
-    kernels, hidden, columns = kernels_for(x), x.shape[1], len(inner.weight)
-    assert kernels is not None
+    hidden, columns = x.shape[1], len(inner.weight)
     norm_parameters = (norm.weight.float(), norm.bias.float())  # the kernel reads fp32
     parameters = (inner.weight, inner.bias, outer.weight, outer.bias, *norm_parameters)
     groups, arguments = [(one, [one]) for one in parameters], (columns, norm.eps, *mask.kernel_arguments)
     kept, scratch = (columns, columns, hidden, *_STATISTICS), (hidden, hidden, columns)
-    return Half(kernels, "feed_forward_half", parameters, groups, kept, scratch, arguments)
+    return Half(need_kernels(x), "feed_forward_half", parameters, groups, kept, scratch, arguments)
 
 
 def run_halves(x: Tensor, *halves: Half) -> Tensor:

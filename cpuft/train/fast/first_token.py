@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpuft.kernels import Kernels, address_array, kernels_for
+from cpuft.kernels import Kernels, address_array, kernels_for, need_kernels
 from cpuft.train.fast.architectures import LayerParts
 from cpuft.train.fast.attention import Grid, bias_strides
 from cpuft.train.fast.autocast import without_autocast
@@ -104,10 +104,7 @@ def first_token_half(
     Arguments are those of `encoder_layer.attention_half`; `can_run_first_token_half` must hold.
     """
     norm, output, packed, heads = parts.attention_norm, parts.attention_output, parts.packed, parts.heads
-    kernels = kernels_for(x)
-    assert packed is not None
-    assert kernels is not None
-    half = _Half(kernels, grid, bias, heads.count, heads.factor, norm.eps, score_mask, mask)
+    half = _Half(need_kernels(x), grid, bias, heads.count, heads.factor, norm.eps, score_mask, mask)
     weight, shift, parameters = packed.current()
     rest = (output.weight, output.bias, norm.weight.float(), norm.bias.float())  # the kernel reads fp32
     return _first_token_half(x.contiguous(), half, weight, shift, *parameters, *rest)

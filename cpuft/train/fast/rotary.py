@@ -31,8 +31,8 @@ class Angles:
 
 
 HeadNorms = Sequence[Norm | None]
-"""The two norms of each head of queries and of keys before rotation: RMSNorm without bias, whose weight, (size,), all heads
-share; None for no norm."""
+"""The two norms of each head of queries and of keys before rotation: RMSNorm without bias, whose weight, (size,), all
+heads share; None for no norm."""
 
 
 class _Rotate(torch.autograd.Function):

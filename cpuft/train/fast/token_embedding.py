@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cpuft.comm.compression.embedding_rows import find_embedding
-from cpuft.kernels import kernels_for
+from cpuft.kernels import kernels_for, need_kernels
 from cpuft.train.fast.elementwise import FastDropout, apply_norm, draw_mask, read_norm
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -290,8 +290,7 @@ class FusedEmbeddings:
 
     def _add(self, words: Tensor, positions: Tensor | None, types: Tensor | None) -> Tensor | None:
         """Return the sum of all embeddings, or None if an id is no row: the own forward then raises IndexError."""
-        tables, kernels = self.tables, kernels_for(self.gradient.weight)
-        assert kernels is not None
+        tables = self.tables
         if positions is None:
             positions = _count_positions(words, None if self._counts_all else self.module.padding_idx)
         types = torch.zeros_like(words) if types is None else types
@@ -300,7 +299,8 @@ class FusedEmbeddings:
         total = weights[0].new_empty(*words.shape, weights[0].shape[1])
         outside, missing = torch.zeros(1, dtype=torch.int64), [None] * (3 - len(weights))
         sizes = (words.numel(), total.shape[-1], *map(len, weights), *(0 for _ in missing))
-        kernels.run("add_table_rows", total.dtype, *weights, *missing, *ids, *missing, total, outside, *sizes)
+        arrays = (*weights, *missing, *ids, *missing, total, outside)
+        need_kernels(total).run("add_table_rows", total.dtype, *arrays, *sizes)
         return None if outside.item() else _sum_of_rows(total, ids, self, *weights)
 
 
