@@ -212,8 +212,9 @@ SMALL_SHARE = 0.5
 class PowerSGD:
     """Averages buckets over a group's ranks: in the first updates as int8 blocks, then as factors.
 
-    Each update has the same buckets. P is computed in the backward pass, and everything else by a thread, so that the backward pass waits for no message.
-    Gradients that factors would not make smaller stay int8 blocks. One object belongs to one model.
+    Each update has the same buckets. P is computed in the backward pass, and everything else by a thread, so that the
+    backward pass waits for no message. Gradients that factors would not make smaller stay int8 blocks. One object
+    belongs to one model.
     """
 
     def __init__(self, group: dist.ProcessGroup, exact_updates: int = EXACT_UPDATES) -> None:
