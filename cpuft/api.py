@@ -32,14 +32,7 @@ from cpuft.config.fields import option_names, parse_numbers, parse_value
 from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig, ResumeConfig, ScriptConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.config.train import TrainConfig
-from cpuft.errors import (
-    RESUMABLE,
-    CpuftError,
-    Interrupted,
-    explain_os_error,
-    requires,
-    suggest_names,
-)
+from cpuft.errors import RESUMABLE, CpuftError, Interrupted, explain_os_error, requires, suggest_names
 from cpuft.execute import open_memory_file, run_step
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.compare import plan_comparison, run_comparison
@@ -152,8 +145,7 @@ class Run:
             output = Path(folder, "embeddings.npy" if is_embedding else "predictions.jsonl")
             columns = write_rows(rows, file)
             fixed = {"run": str(self.folder), "file": str(file), "output": str(output)}
-            _refuse_options(options, (*fixed, "split"), "is what predict itself chooses")
-            _refuse_options(options, ("id_column", "with_input"), "is for files of predictions")
+            _refuse_options(options, (*fixed, "split", "id_column", "with_input"), "is for files of predictions")
             given = parse_options({"text_columns": ",".join(columns)} | options, PredictConfig) | fixed
             request = PredictConfig(**given)
             check_request(request, self.record.header)
@@ -257,9 +249,7 @@ def launch(
         if callable(target):
             return _launch_function(target, tuple(args), dict(kwargs or {}), options)
         if args or kwargs:
-            raise CpuftError(
-                "args and kwargs are the arguments of a function: give the function first, or leave them out"
-            )
+            raise CpuftError("args and kwargs are for a function: give the function first, or leave them out")
         values = parse_options(_options_of(target) | options, LaunchConfig, TrainConfig, ResumeConfig)
         configs = pick(LaunchConfig, values), pick(TrainConfig, values), ScriptConfig()
         request = LaunchRequest(*configs, (), values.get("resume", ""), frozenset(values), choose_progress())
@@ -337,9 +327,7 @@ def _format_value(name: str, value: Any) -> str:
     listed = value if isinstance(value, list | tuple) else [value]
     parts = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in listed]
     if not all(isinstance(part, str | bool | int | float) for part in parts):
-        raise CpuftError(
-            f"{name} is a {type(value).__name__}: give a text, a number, True or False, or a list of texts"
-        )
+        raise CpuftError(f"{name} is a {type(value).__name__}: give a text, number, True or False, or a list of texts")
     text = ",".join(map(str, parts))
     if control := find_control(text):
         raise CpuftError(f"{name} {text[:80]!r} contains the control character {control!r}: give the value without it")
@@ -355,9 +343,7 @@ def _options_of(config: Any) -> dict[str, Any]:
         return {name: value for name, value in vars(config).items() if value != getattr(default, name)}
     if isinstance(config, Mapping):
         return dict(config)
-    raise CpuftError(
-        f"{type(config).__name__} is neither a function nor options: give a function, a TrainConfig or a dict"
-    )
+    raise CpuftError(f"{type(config).__name__} is no function and no options: give a function, TrainConfig or dict")
 
 
 def _refuse_options(options: Iterable[str], refused: Collection[str], reason: str) -> None:
@@ -530,9 +516,7 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
         columns = ("text1", "text2")
         lines = [dict(zip(columns, row)) for row in rows]
     else:
-        raise CpuftError(
-            "rows are of different kinds: give texts, tuples of two texts, lists of words, or dicts of columns"
-        )
+        raise CpuftError("rows differ in kind: give texts, tuples of two texts, lists of words, or dicts of columns")
     try:
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     except TypeError as error:

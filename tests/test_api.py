@@ -81,7 +81,7 @@ def test_options_are_those_of_the_command_line() -> None:
         ({"task": "mprc"}, "'mprc' is not a value of --task: did you mean mrpc?"),
         ({"np": 0}, "--np '0' is not valid: give a whole number of 1 or more"),
         ({"np": True}, "--np 'True' is not valid: give a whole number"),
-        ({"learning_rate": {}}, "learning_rate is a dict: give a text, a number, True or False, or a list of texts"),
+        ({"learning_rate": {}}, "learning_rate is a dict: give a text, number, True or False, or a list of texts"),
         ({"run_dir": "a\nb"}, "contains the control character"),
         ({"model": "minilm", "from_config": "bert-base"}, "model and from_config exclude each other: leave out one"),
     ],
@@ -97,10 +97,10 @@ def test_a_wrong_option_is_one_clear_error(options: dict[str, Any], message: str
     [
         (
             lambda: launch(cast(Any, 3)),
-            "int is neither a function nor options: give a function, a TrainConfig or a dict",
+            "int is no function and no options: give a function, TrainConfig or dict",
         ),
         (lambda: launch(len, batch_size=3), "batch_size is for a training, and the function has arguments"),
-        (lambda: launch(task="demo", args=(1,)), "args and kwargs are the arguments of a function"),
+        (lambda: launch(task="demo", args=(1,)), "args and kwargs are for a function"),
         (lambda: compare(np=(1, 1)), "--np 1,1: the number 1 is there twice"),
         (lambda: compare(min_np=2), "min_np is an option of cpuft.launch only: leave it out"),
         (lambda: Run(Path("none")), "there is no folder .*/none: give the folder of an earlier run"),
@@ -253,7 +253,7 @@ def test_rows_of_every_kind_become_a_file(tmp_path: Path) -> None:
         assert write_rows(rows, path) == columns
         assert json.loads(path.read_text().splitlines()[0]) == first
     for wrong in (["a", ("a", "b")], [3], [("a", "b", "c")]):
-        with pytest.raises(CpuftError, match="rows are of different kinds: give texts,"):
+        with pytest.raises(CpuftError, match="rows differ in kind: give texts,"):
             write_rows(wrong, path)
     with pytest.raises(CpuftError, match="a row has a value that is no text"):
         write_rows([{"text": b"x"}], path)

@@ -35,9 +35,7 @@ def _join_ranks() -> Iterator[Any]:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
     except ImportError:
-        raise CpuftError(
-            f"the ranks of a function need torch, to find each other: {install_command('train')}"
-        ) from None
+        raise CpuftError(f"the ranks of a function need torch to find each other: {install_command('train')}") from None
     dist.init_process_group("gloo")
     results = dist.new_group(timeout=timedelta(days=_RESULT_DAYS), backend="gloo")
     destroy = dist.destroy_process_group

@@ -168,9 +168,7 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
             ) from None
         limit = MAX_DIFFERENCE * max(1.0, size) if request.precision == "fp32" else math.inf
         if not difference <= limit or difference == math.inf:
-            raise CpuftError(
-                f"the exported {kind} computes other outputs than the model (they differ by {difference:.3g}): {advice}"
-            )
+            raise CpuftError(f"the exported {kind} computes other outputs (by {difference:.3g}): {advice}")
 
 
 def _validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, prepared: Prepared) -> Validation:

@@ -189,9 +189,7 @@ def check_packages(format: str) -> None:
     """Raise CpuftError if a package that --format (a key of GRAPHS) needs is not installed."""
     missing = [name for name in GRAPHS[format].packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise CpuftError(
-            f"--format {format} needs {', '.join(missing)}, which is not installed: {install_command(format)}"
-        )
+        raise CpuftError(f"--format {format} needs {', '.join(missing)}: {install_command(format)}")
 
 
 def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str, precision: str) -> None:

@@ -86,9 +86,7 @@ def follow_labels(model: Any, source: str, rows: Sequence[int], head: Mapping[st
         and not name.startswith(f"{model.base_model_prefix}.")
     ]
     if not linears:
-        raise CpuftError(
-            f"the head of {source} cannot be changed to the labels {_join(labels)}: give a model without it"
-        )
+        raise CpuftError(f"the head of {source} cannot get the labels {_join(labels)}: give a model without it")
     name, old = linears[-1]
     if list(rows) != list(range(len(stored))):
         layer = torch.nn.Linear(old.in_features, len(labels), old.bias is not None)

@@ -35,9 +35,7 @@ def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> An
     whole, kind = find_whole_modules(model, new), type(model).__name__
     targets = [name for name in find_target_layers(model) if name not in whole]
     if not targets:
-        raise CpuftError(
-            f"--lora-rank finds no linear layers in the attention of {source} ({kind}): leave --lora-rank out"
-        )
+        raise CpuftError(f"--lora-rank finds no linear layers in the attention of {source} ({kind}): leave it out")
     task_type = next((task_type for end, task_type in _TASK_TYPES.items() if kind.endswith(end)), None)
     settings = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=targets, modules_to_save=whole or None, task_type=task_type

@@ -309,9 +309,7 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     chain = [source]
     while base := find_base_model(chain[-1]):
         if base in chain:
-            raise CpuftError(
-                f"the adapters in {source} name themselves as their base model: give the right one in {_ADAPTERS} there"
-            )
+            raise CpuftError(f"the adapters in {source} name themselves as base model: correct {_ADAPTERS} there")
         chain.append(base)
     options = {"dtype": "float32", "output_loading_info": True, "ignore_mismatched_sizes": True}
     base = chain.pop()
@@ -380,15 +378,11 @@ def find_base_model(source: str) -> str:
     try:
         base = load(str, load(dict[str, Any], parse_json(path.read_text(encoding="utf-8"))).get(_BASE), _BASE)
     except ValueError as error:
-        raise CpuftError(
-            f"{path} does not name the model that its adapters are for ({error}): write its name there"
-        ) from None
+        raise CpuftError(f"{path} does not name the adapters' base model ({error}): write its name there") from None
     try:
         return find_model(DEFAULT_MODEL if _OFFLINE_PACKAGE in Path(base).parts else base)
     except CpuftError as error:
-        raise CpuftError(
-            f"the base model of the adapters in {source}, named in {_ADAPTERS}, is missing: {error}"
-        ) from None
+        raise CpuftError(f"the base model that {_ADAPTERS} in {source} names is missing: {error}") from None
 
 
 def describe_load_failure(name: str, error: Exception) -> str:

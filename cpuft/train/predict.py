@@ -160,9 +160,7 @@ def check_predictions_file(path: Path, request: PredictConfig) -> None:
     """
     check_output(path, request.overwrite, request.file)
     if path.resolve() == Path(request.run, FILE_NAME).resolve():
-        raise CpuftError(
-            f"{path} is the file of the run's predictions for its validation examples: give another --output"
-        )
+        raise CpuftError(f"{path} has the run's predictions for its validation examples: give another --output")
 
 
 _TASK_KINDS = {
@@ -222,7 +220,7 @@ def read_finished_run(run: str) -> FinishedRun:
         kind = "tags"
     if not kind or not task:
         raise CpuftError(
-            f"{run} trained a {architecture} on --task {header.task}, which predicts no labels: give another run"
+            f"{run} trained a {architecture} (--task {header.task}), which has no labels: give another run"
         )
     if not task.folder:
         labels = () if kind in SCORE_KINDS else labels

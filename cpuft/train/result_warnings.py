@@ -93,9 +93,7 @@ def _describe_main_answer(columns: Mapping[str, Any]) -> str:
     # A model that finds half of the others finds so few of them by chance in 2 % of the cases (a normal distribution).
     if others < _LEAST_OTHER_ROWS or found > min(_FEW_OTHERS * others, others / 2 - math.sqrt(others)):
         return ""
-    return (
-        f"it calls {counts.max():,} of {len(labels):,} rows {main}, and {len(labels) - others:,} rows have this label"
-    )
+    return f"it calls {counts.max():,} of {len(labels):,} rows {main}, and {len(labels) - others:,} have this label"
 
 
 def _describe_hardly_better(prepared: Prepared, metrics: Mapping[str, float], other: Mapping[str, float]) -> str:

@@ -68,9 +68,7 @@ def train_and_evaluate(
     saved = _restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
     if saved is not evaluations[-1]:
         with exchange.full_weights():
-            checksum, difference = compare_parameters(
-                setup.model, "after the weights of the best evaluation were restored"
-            )
+            checksum, difference = compare_parameters(setup.model, "after the best weights were restored")
     if setup.prepared.rows and not (is_predicted and saved.step == last):
         predictions = KeptPredictions()
         evaluations.append(_evaluate_at_end(setup, reporter, saved.step, predictions))

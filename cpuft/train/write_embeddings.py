@@ -200,9 +200,7 @@ def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
         return
     cores = list_cores()
     if processes > len(cores):
-        raise CpuftError(
-            f"--np {processes}: this host gives cpuft {counted(len(cores), 'core')}; give as many or fewer"
-        )
+        raise CpuftError(f"--np {processes}: this host gives cpuft {counted(len(cores), 'core')}; give at most as many")
     share, context = len(cores) // processes, multiprocessing.get_context("spawn")
     places = context.SimpleQueue()
     for rank in range(processes):

@@ -114,9 +114,7 @@ def write_negatives(request: MineConfig) -> None:
         found = search_negatives(queries, documents, task, request, tell)
         tell(len(task.anchors), is_end=True)
     left_out = len(found.complete) - int(found.complete.sum())
-    why = (
-        f"{counted(left_out, 'anchor')} of {len(task.anchors)} left out, with fewer than {request.negatives} negatives"
-    )
+    why = f"{left_out} of {total} left out, with fewer than {request.negatives} negatives"
     if left_out == len(task.anchors):
         raise CpuftError(f"{why}: loosen --max-score, --min-score or the margins, or lower --negatives")
     columns = [*_COLUMNS, *(f"negative_{number}" for number in range(1, request.negatives + 1))]

@@ -73,7 +73,7 @@ def test_a_head_that_is_the_words_once_more_is_not_trained_whole() -> None:
 
 def test_a_model_without_linear_layers_in_its_attention_is_refused() -> None:
     model = GPT2ForSequenceClassification(GPT2Config(vocab_size=64, n_positions=40, n_embd=32, n_layer=1, n_head=4))
-    with pytest.raises(CpuftError, match=r"no linear layers in the attention of here \(GPT2ForSeq.*\): leave --lora"):
+    with pytest.raises(CpuftError, match=r"no linear layers in the attention of here \(GPT2ForSeq.*\): leave it out"):
         add_adapters(model, 4, "here", ())
 
 
@@ -277,14 +277,14 @@ def test_merged_they_are_a_whole_model_of_fp32(trained: tuple[Any, Path], tmp_pa
 @pytest.mark.parametrize(
     "content, problem",
     [
-        ("{", "does not name the model that its adapters are for"),
-        ("{}", "does not name the model that its adapters are for"),
-        ('{"base_model_name_or_path": null}', "does not name the model that its adapters are for"),
+        ("{", "does not name the adapters' base model"),
+        ("{}", "does not name the adapters' base model"),
+        ('{"base_model_name_or_path": null}', "does not name the adapters' base model"),
         (
             '{"base_model_name_or_path": "/gone"}',
             "the base model of the adapters in .* is missing: there is no",
         ),
-        ('{"base_model_name_or_path": "."}', "name themselves as their base model"),
+        ('{"base_model_name_or_path": "."}', "name themselves as base model"),
     ],
 )
 def test_adapters_of_no_known_model_are_refused(tmp_path: Path, content: str, problem: str) -> None:

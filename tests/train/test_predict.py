@@ -141,7 +141,7 @@ def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
         check_predictions_file(tmp_path / "x.csv", request)
     with pytest.raises(CpuftError, match=r"x\.json has the ending '\.json': give an --output that ends in \.csv, "):
         check_predictions_file(tmp_path / "x.json", request)
-    with pytest.raises(CpuftError, match="is the file of the run's predictions for its validation examples: give ano"):
+    with pytest.raises(CpuftError, match="has the run's predictions for its validation examples: give ano"):
         check_predictions_file(Path("y/../run") / FILE_NAME, request)
     for file in (request.file, "other.csv, new.csv", "n*.csv"):
         Path("new.csv").touch()

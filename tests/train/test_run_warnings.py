@@ -67,11 +67,11 @@ PERFECT = [NO, YES, YES, YES]
 @pytest.mark.parametrize(
     "prepared, predictions, answer",
     [
-        (CLASSES, [YES] * 4, "it calls 240 of 240 rows yes, and 180 rows have this label"),
-        (CLASSES, [NO] * 4, "it calls 240 of 240 rows no, and 60 rows have this label"),
+        (CLASSES, [YES] * 4, "it calls 240 of 240 rows yes, and 180 have this label"),
+        (CLASSES, [NO] * 4, "it calls 240 of 240 rows no, and 60 have this label"),
         (CLASSES, PERFECT, ""),
         # 12 of 240 rows get the other label, where 60 have it.
-        (CLASSES, [*PERFECT, *[YES] * 16], "it calls 228 of 240 rows yes, and 180 rows have this label"),
+        (CLASSES, [*PERFECT, *[YES] * 16], "it calls 228 of 240 rows yes, and 180 have this label"),
         # As many rows get each label as have it, but not the right ones: accuracies of 0.75 and 0.83.
         (CLASSES, [YES, NO, YES, YES, *PERFECT], "better than the label yes for every row: accuracy 0.7500"),
         (CLASSES, [YES, NO, YES, YES, *PERFECT * 2], ""),

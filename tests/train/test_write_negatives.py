@@ -39,7 +39,7 @@ def test_the_file_has_the_negatives_and_can_be_trained_on(
 ) -> None:
     write_negatives(replace(request_, output=output, corpus=corpus))
     assert capsys.readouterr().out == (
-        f"negatives: {output} (30 rows of 2 negatives; 0 anchors of 30 left out, with fewer than 2 negatives)\n"
+        f"negatives: {output} (30 rows of 2 negatives; 0 of 30 anchors left out, with fewer than 2 negatives)\n"
     )
     pairs = [cells for _, cells in read_table(Path("pairs.csv")).rows]
     found = read_table(Path(output))
@@ -59,7 +59,7 @@ def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsy
     rows = len(list(read_table(Path("out.csv")).rows))
     assert 0 < rows < 30
     assert said == (
-        f"negatives: out.csv ({rows} rows of 15 negatives; {30 - rows} anchors of 30 left out, with fewer than 15 "
+        f"negatives: out.csv ({rows} rows of 15 negatives; {30 - rows} of 30 anchors left out, with fewer than 15 "
         f"negatives)\n"
     )
 
@@ -89,7 +89,7 @@ def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsy
         ),
         (
             {"max_score": -0.99},
-            "30 anchors of 30 left out, with fewer than 2 negatives: loosen --max-score, --min-scor",
+            "30 of 30 anchors left out, with fewer than 2 negatives: loosen --max-score, --min-scor",
         ),
     ],
 )

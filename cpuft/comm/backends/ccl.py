@@ -101,9 +101,7 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("MPI_LOCALNRANKS") or "1"
     count = environment.get("CCL_WORKER_COUNT", "1")
     if not is_count(count, most=_MOST_WORKERS):
-        raise CpuftError(
-            f"CCL_WORKER_COUNT is {count[:40]!r}: set it to a number from 1 to {_MOST_WORKERS}, or unset it"
-        )
+        raise CpuftError(f"CCL_WORKER_COUNT is {count[:40]!r}: set it to 1 to {_MOST_WORKERS}, or unset it")
     workers = int(count) * int(local_size)
     last_first = sorted(cores, reverse=True)
     settings = {

@@ -60,9 +60,7 @@ def load() -> Any:
             "or use --backend gloo"
         ) from None
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise CpuftError(
-            "backend mpi needs MPI_THREAD_MULTIPLE, which this MPI library does not provide: use --backend gloo"
-        )
+        raise CpuftError("backend mpi needs MPI_THREAD_MULTIPLE, which this MPI library lacks: use --backend gloo")
     MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
     atexit.register(_finalize, MPI)
     return MPI

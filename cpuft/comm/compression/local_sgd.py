@@ -57,9 +57,7 @@ class LocalSGD:
         embedding: torch.Tensor | None = None,
     ) -> None:
         if compression not in WIRE_TYPES:
-            raise CpuftError(
-                f"changes of parameters cannot be sent as {compression}: {suggest_names(compression, WIRE_TYPES)}"
-            )
+            raise CpuftError(f"parameters cannot be sent as {compression}: {suggest_names(compression, WIRE_TYPES)}")
         dense: list[torch.Tensor] = [p for p in parameters if p.requires_grad and p is not embedding]
         self._weights = dense if embedding is None else [*dense, embedding]
         self._embedding, self._type, self._momentum = embedding, WIRE_TYPES[compression], momentum

@@ -74,9 +74,7 @@ def find_newest_checkpoint(
             print(f"{message} ({one.host})", file=sys.stderr, flush=True)
     newest = max(everyone, key=lambda one: one.update)  # of equal ones, that of the lowest rank
     if newest.update < 0 and any(one.damaged for one in everyone):
-        raise CpuftError(
-            f"no checkpoint in {root} is undamaged: restore one from a copy, or start a new run without --resume"
-        )
+        raise CpuftError(f"all checkpoints in {root} are damaged: restore one, or start a new run without --resume")
     return newest, lambda: _broadcast(content, newest.nbytes, everyone.index(newest), world.rank)
 
 

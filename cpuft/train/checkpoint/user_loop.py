@@ -72,9 +72,7 @@ def save_state(step: int, **things: Any) -> bool:
     except TypeError:
         update = -1
     if update < 0:
-        raise CpuftError(
-            f"the step {step!r:.40} is not valid: give save_state the number of steps that are done, a whole number"
-        )
+        raise CpuftError(f"the step {step!r:.40} is not valid: give the number of steps that are done, 0 or more")
     world, root = _find_checkpoints()
     tensors: dict[str, Tensor] = {}
     tree = {name: _separate_tensors(_state_of(thing), name, tensors) for name, thing in things.items()}
@@ -126,9 +124,7 @@ def load_state(**things: Any) -> dict[str, Any] | None:
         raise CpuftError(f"{problem}: remove {root}, and start a new run without --resume") from None
     for name, thing in things.items():
         if name not in saved:
-            raise CpuftError(
-                f"{checkpoint} has no {name}: load what the script has saved, or start a new run without --resume"
-            )
+            raise CpuftError(f"{checkpoint} has no {name}: load what was saved, or start a new run without --resume")
         try:
             _unwrap(thing).load_state_dict(saved.pop(name))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -157,18 +153,14 @@ def interrupted() -> bool:
 def _find_checkpoints() -> tuple[World, Path]:
     world, run_dir = parse_world(os.environ), os.environ.get("CPUFT_RUN_DIR", "")
     if not run_dir:
-        raise CpuftError(
-            "checkpoints need a folder: start the script with cpuft launch, or set CPUFT_RUN_DIR to a folder"
-        )
+        raise CpuftError("checkpoints need a folder: start the script with cpuft launch, or set CPUFT_RUN_DIR to one")
     _check_group(world)
     return world, Path(run_dir, FOLDER)
 
 
 def _check_group(world: World) -> None:
     if world.size > 1 and not dist.is_initialized():
-        raise CpuftError(
-            f"{world.size} ranks write checkpoints together: call torch.distributed.init_process_group before"
-        )
+        raise CpuftError(f"{world.size} ranks write checkpoints together: call init_process_group before")
 
 
 def _unwrap(thing: Any) -> Any:
@@ -185,9 +177,7 @@ def _separate_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         # All ranks check this, and not only those that write: the others would wait for ranks that have ended.
         if value.dtype not in TYPE_NAMES:
-            raise CpuftError(
-                f"{name} is of type {value.dtype}, which cannot be saved: convert it to another type before"
-            )
+            raise CpuftError(f"{name} is of type {value.dtype}, which cannot be saved: convert it before")
         if value.layout != torch.strided or value.is_meta:
             raise CpuftError(f"{name} is {value.layout} on {value.device}, which cannot be saved: make it dense before")
         name = name if name not in tensors else f"{name}#{len(tensors)}"

@@ -123,9 +123,7 @@ def _check(model: nn.Module, precision: str) -> None:
     if precision not in PRECISIONS:
         raise CpuftError(f"precision {precision!r} is unknown: choose one of {', '.join(PRECISIONS)}")
     if isinstance(model, DistributedDataParallel):
-        raise CpuftError(
-            "the model is wrapped by DistributedDataParallel already: call accelerate first, then wrap the model"
-        )
+        raise CpuftError("the model is in DistributedDataParallel already: call accelerate first, then wrap the model")
     if hasattr(model, MASTERS_ATTRIBUTE):
         return
     frozen = {id(p) for p in list_frozen_weights(model)}

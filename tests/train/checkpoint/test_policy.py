@@ -191,7 +191,7 @@ def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
     files = {"state.safetensors": memoryview(b"state"), "record.jsonl": memoryview(b"")}
     (write_checkpoint(tmp_path, 7, 0, files) / "record.jsonl").write_text("other")
     with pytest.raises(
-        CpuftError, match=r"^no checkpoint in .* is undamaged: restore one from a copy, or start a new run without"
+        CpuftError, match=r"^all checkpoints in .* are damaged: restore one, or start a new run without"
     ):
         resume(TrainingState(loop.model, loop.optimizer), tmp_path, ALONE, vars(CONFIG), HEADER.data)
     assert len(list_checkpoints(tmp_path)) == 1

@@ -137,7 +137,7 @@ def test_the_newest_two_stay_and_a_damaged_one_is_left_out(tmp_path: Path, capsy
     "things, said",
     [
         ({"model": torch.nn.Linear(3, 5)}, r"the checkpoint of step 1 does not fit model \(Error.* size mismatch"),
-        ({"optimizer": make_pair()[1]}, "the checkpoint of step 1 has no optimizer: load what the script has saved"),
+        ({"optimizer": make_pair()[1]}, "the checkpoint of step 1 has no optimizer: load what was saved"),
         ({"best": 3}, r"does not fit best \('int' object has no attribute"),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_rank_that_writes_nothing_refuses_what_cannot_be_kept(
 
 @pytest.mark.parametrize("step", [-1, 14.0, "2"])
 def test_a_step_by_which_no_checkpoint_would_be_found_is_refused(step: Any, tmp_path: Path) -> None:
-    with pytest.raises(CpuftError, match=f"the step {step!r} is not valid: give save_state the number of steps"):
+    with pytest.raises(CpuftError, match=f"the step {step!r} is not valid: give the number of steps"):
         cpuft.save_state(step, model=torch.nn.Linear(3, 4))
     assert not (tmp_path / "checkpoints").exists()
     whole: Any = np.int64(2)
