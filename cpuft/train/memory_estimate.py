@@ -84,7 +84,6 @@ def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -
     # before norms, and what the activation's gradient needs.
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
     tokens, positions = batch.tokens, batch.positions
-    relative, distances = shape.relative_embeddings, 2 * batch.length - 1
     if _is_fast(shape, config) and shape.norms:  # fast.layers, pre-norm
         ends, packed = shape.norms - 2, shape.query + 2 * shape.key
         widths = (4 + ends) * hidden + shape.query + (1 + shape.norms_heads) * packed + 3 * inner
@@ -93,10 +92,9 @@ def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -
         last = inputs if config.gradient_checkpointing else kept
         return Layer(kept, last, inputs, kept + inputs, 2 * size * inner * tokens)
     if _is_fast(shape, config):  # fast.layers, post-norm
-        # Relative embeddings, and what they give as positions of keys and of queries.
-        relations = size * (2 * distances + min(distances, relative)) * hidden if relative else 0
-        kept = (size * (8 * hidden + 2 * inner) + 16) * tokens + relations
-        last = size * (3 * tokens * hidden + batch.examples * (8 * hidden + 2 * inner)) + relations
+        # Positions of disentangled attention, as large as two examples, are left out.
+        kept = (size * (8 * hidden + 2 * inner) + 16) * tokens
+        last = size * (3 * tokens * hidden + batch.examples * (8 * hidden + 2 * inner))
         again = (2 * size * (hidden + inner) + 8) * tokens
         scratch = size * (3 * hidden + inner) * tokens
         return Layer(kept, kept if batch.reads_all_tokens else last, (4 * size * hidden + 8) * tokens, again, scratch)

@@ -36,8 +36,6 @@ class ModelShape:
     vocab_size: int = 0
     tables: int = 0
     """Number of parameters of the embeddings, and of a decoder's head that does not share the token embedding's."""
-    relative_embeddings: int = 0
-    """Number of relative embeddings for DeBERTa's disentangled attention; 0 for another attention."""
     norms: int = 0
     """Norms of the hidden size in a decoder's layer: 4 in Gemma 3, else 2; 0 for an encoder."""
     norms_heads: bool = False
@@ -82,30 +80,12 @@ def read_encoder_shape(settings: Mapping[str, Any]) -> ModelShape | None:
         groups, in_group = (_read_size(settings, name) or 1 for name in architecture.shared_layers.counts)
         layers, different = layers * in_group, groups * in_group
     linears = different * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
-    relative_embeddings = 0
-    if architecture.read_relative_size is not None:
-        relative = architecture.read_relative_size(settings, hidden, positions)
-        if relative is None:
-            return None
-        positions, relative_embeddings = relative.absolute_positions, relative.embeddings
-        linears += different * relative.layer_parameters
     width = _read_size(settings, "embedding_size") or hidden
     tables = (vocab_size + positions + _read_size(settings, "type_vocab_size")) * width
     # Norms; the pooler, or what a head has in its place; and the projection of narrow embeddings (ELECTRA, ALBERT).
     others = tables + 2 * width
-    others += (relative_embeddings + different * 4 + hidden + 1 + (width != hidden) * (width + 1)) * hidden
-    return ModelShape(
-        linears,
-        others,
-        layers,
-        hidden,
-        inner,
-        query=hidden,
-        key=hidden,
-        vocab_size=vocab_size,
-        tables=tables,
-        relative_embeddings=relative_embeddings,
-    )
+    others += (different * 4 + hidden + 1 + (width != hidden) * (width + 1)) * hidden
+    return ModelShape(linears, others, layers, hidden, inner, hidden, hidden, vocab_size, tables)
 
 
 def read_decoder_shape(settings: Mapping[str, Any], predicts_tokens: bool = True) -> ModelShape | None:

@@ -62,7 +62,7 @@ def test_activations_of_disentangled_attention(again: bool, precision: str, leng
     shape, batch = read_encoder_shape(settings.to_dict()), LargestBatch(4, length, 4 * length)
     assert shape
     kept, _, _ = measure_activations(shape, config, batch)
-    assert kept == pytest.approx(count_kept(model, make_full_batch(4, length), config), rel=0.08, abs=20_000)
+    assert kept == pytest.approx(count_kept(model, make_full_batch(4, length), config), rel=0.2, abs=20_000)
 
 
 def shape_of(layers: int) -> ModelShape:

@@ -7,7 +7,7 @@ imports no torch, because data preparation reads it, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -299,28 +299,6 @@ def _find_unknown_in_deberta(encoder: Any) -> str:
 
 
 @dataclass(frozen=True)
-class RelativeSize:
-    """What relative embeddings add to the size of a model."""
-
-    embeddings: int
-    layer_parameters: int
-    """Number of parameters in the linear modules of each layer which make positions alone."""
-    absolute_positions: int
-    """Number of positions that have an embedding of their own: 0 or all."""
-
-
-def _read_deberta_size(settings: Mapping[str, Any], hidden: int, positions: int) -> RelativeSize | None:
-    kinds = settings.get("pos_att_type") or ()
-    kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
-    if settings.get("conv_kernel_size") or not settings.get("relative_attention") or not {"c2p", "p2c"} <= {*kinds}:
-        return None
-    halves = (settings.get(name) for name in ("position_buckets", "max_relative_positions"))
-    half = next((one for one in halves if type(one) is int and one > 0), positions)
-    own_linears = 0 if settings.get("share_att_key") else 2 * (hidden + 1) * hidden
-    return RelativeSize(2 * half, own_linears, positions if settings.get("position_biased_input", True) else 0)
-
-
-@dataclass(frozen=True)
 class SharedLayers:
     """How an encoder is built that runs the same layers several times."""
 
@@ -353,9 +331,6 @@ class Architecture:
     DeBERTa's encoder is not told whether the caller wants hidden states."""
     find_unknown: Callable[[Any], str] = lambda encoder: ""
     """Return what of an encoder the fast path does not know, so that none of its layers can be replaced, else ""."""
-    read_relative_size: Callable[[Mapping[str, Any], int, int], RelativeSize | None] | None = None
-    """(content of config.json, hidden size, number of positions) -> what relative embeddings add; None if the fast path
-    does not know a part of the model. None for models without relative embeddings."""
     keeps_sequences_apart: bool = False
     """Whether sequences that are packed into one row, which their position ids tell, do not attend to each other."""
 
@@ -394,7 +369,6 @@ POST_NORM_ARCHITECTURES = (
         positions=EncoderPositions("get_rel_pos", _read_deberta_distances),
         is_entered_at_model=True,
         find_unknown=_find_unknown_in_deberta,
-        read_relative_size=_read_deberta_size,
     ),
 )
 """Encoders like BERT: norms come after attention and feed-forward and their residuals."""
