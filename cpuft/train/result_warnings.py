@@ -63,12 +63,6 @@ def find_result_warning(
     if prepared.kind == "class" and columns and (rows := _describe_main_answer(columns)):
         return f"warning: the model hardly tells the rows apart, as {rows}: {advise_rate(config)}"
     answer, constant = _find_constant_answer(objective, prepared)
-    if constant and all(math.isclose(metrics[name], value, abs_tol=1e-12) for name, value in constant.items()):
-        listed = ", ".join(f"{name} {metrics[name]:.4f}" for name in constant)
-        return (
-            f"warning: the model does not tell the rows apart, as {listed} is what {answer} for every row gives: "
-            f"{advise_rate(config)}"
-        )
     simple = dict(baseline or {})
     if config.class_weights:  # they ask for a model that gives up some accuracy, in order to find rare classes
         simple.pop("accuracy", None)

@@ -77,19 +77,19 @@ PERFECT = [NO, YES, YES, YES]
         (CLASSES, [YES, NO, YES, YES, *PERFECT * 2], ""),
         (prepare("class", [0, 1, 1, 1], ("no", "yes"), ("accuracy",), 4), [YES] * 4, ""),
         (prepare("class", [1, 1, 1, 1], ("no", "yes"), ("accuracy",)), [YES] * 4, ""),
-        (prepare("score", [0, 1, 2, 3], (), ("pearson",)), [[1]] * 4, "is what one score for every row"),
+        (prepare("score", [0, 1, 2, 3], (), ("pearson",)), [[1]] * 4, "clearly better than one score for every row"),
         (prepare("score", [0, 1, 2, 3], (), ("pearson",)), [[1], [1], [1], [2]], ""),
         (prepare("score", [0, 1, 2, 3], (), ("pearson",)), [[1], [3], [2], [1]], "clearly better than one score"),
         (
             prepare("labels", [[0, 1], [1, 1], [0, 1], [0, 0]], ("a", "b"), ("f1_micro",)),
             [[-1, -2]] * 4,
-            "f1_micro 0.0000 is what no label for every row gives",
+            "clearly better than no label for every row: f1_micro 0.0000",
         ),
         (prepare("labels", [[0, 1], [1, 1], [0, 1], [0, 0]], ("a", "b"), ("f1_micro",)), [[1, -2]] * 4, ""),
         (
             prepare("tags", [0, UNTAGGED, 0, 1, 0, 0, 0, 0], ("O", "B-PER"), ("f1", "accuracy")),
             np.zeros((4, 2)),
-            "is what the tag O for every row gives",
+            "clearly better than the tag O for every row",
         ),
         (
             prepare("tags", [0, UNTAGGED, 0, 1, 0, 0, 0, 0], ("O", "B-PER"), ("f1", "accuracy")),
