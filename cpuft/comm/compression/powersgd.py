@@ -223,10 +223,8 @@ class PowerSGD:
         self._blocks, self._thread = BlockReducer(group), ProgressThread("powersgd")
         self._updates = 0
         """Updates of which the last bucket has been given."""
-        self._sizes = list[int]()
-        """Numbers in the buckets that have been given in this update."""
-        self._small_after = 0
-        """Number of buckets before the last bucket of the previous update, if that bucket was small; otherwise 0."""
+        self._sizes: dict[torch.Tensor | None, int] = {None: 0}
+        """Numbers in each bucket, in the order of buckets, by its first parameter; none of its own comes before."""
         self._error: Exception | None = None
         """The first error of the thread, after which it sends nothing any more."""
         self._held: list[tuple[_Bucket, QueuedWork]] = []
@@ -239,16 +237,13 @@ class PowerSGD:
 
         No other operation of the group may start before the futures of all buckets are complete.
         """
-        is_exact = self._updates < self._exact_updates
+        is_exact, key = self._updates < self._exact_updates, bucket.parameters()[0]
+        self._updates += bucket.is_last()
         # A small last bucket, such as that of the few parameters of another type, becomes ready soon after the one
         # before it. They share their messages.
-        self._sizes.append(bucket.buffer().numel())
-        is_next_small = self._small_after == len(self._sizes)
-        if bucket.is_last():
-            is_small = len(self._sizes) > 1 and SMALL_SHARE * self._sizes[-2] > self._sizes[-1]
-            self._small_after = len(self._sizes) - 1 if is_small else 0
-            self._updates, self._sizes = self._updates + 1, []
-        is_held = is_next_small and not is_exact and not bucket.is_last()
+        self._sizes[key] = bucket.buffer().numel()
+        *_, (before, size), (_, last) = self._sizes.items()
+        is_held = before is key and SMALL_SHARE * size > last
         return self._blocks.reduce(bucket) if is_exact else self._reduce_as_factors(bucket, is_held)
 
     @torch.no_grad()
