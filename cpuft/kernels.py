@@ -86,8 +86,6 @@ class Kernels:
         table = ctypes.pointer(_Kernel.in_dll(library, "cpuft_kernels"))
         for kernel in itertools.takewhile(lambda one: one.name, map(table.__getitem__, itertools.count())):
             name, letters = kernel.name.decode(), kernel.letters.decode()
-            if unknown := {*letters} - _C_TYPES.keys():
-                raise ValueError(f"its kernel {name} has parameters of unknown types: {', '.join(sorted(unknown))}")
             kind = ctypes.CFUNCTYPE(None, *(_C_TYPES[letter] for letter in letters))
             for dtype, address in zip(KERNEL_TYPES, (kernel.fp32, kernel.bf16), strict=True):
                 self._functions[name, dtype] = kind(address)
