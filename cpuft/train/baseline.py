@@ -23,7 +23,7 @@ import numpy as np
 
 from cpuft.config.fields import parse_arguments
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError, describe_error, install_command
+from cpuft.errors import CpuftError, describe_error, requires
 from cpuft.files import cache_folder, write_text
 from cpuft.judge.metrics import (
     LEAST_RELEVANT,
@@ -111,12 +111,10 @@ def find_static_baseline(config: TrainConfig, model: str) -> BaselineLine:
 
 def _load_static_model(name: str) -> Encode:
     problem = "" if Path(name).exists() else find_hub_problem()
-    try:
+    with requires("static", "--static-model needs model2vec"):
         from model2vec import StaticModel
-
+    try:
         model = StaticModel.from_pretrained(name, force_download=False)
-    except ImportError:
-        raise CpuftError(f"--static-model needs model2vec: {install_command('static')}") from None
     except Exception as error:  # the hub's client and model2vec raise many kinds of errors
         reason = problem or describe_error(error)
         raise CpuftError(

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, requires
 from cpuft.rank.call import CALL_FILE, CallHeader, read_call, sign_result, write_result
 from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError
 from cpuft.rank.interruption import handle_interruption
@@ -31,11 +31,9 @@ def _join_ranks() -> Iterator[Any]:
     """Form torch's default process group for the function, whose own calls that form or end it change nothing, and
     yield a group of all ranks for the results.
     """
-    try:
+    with requires("train", "the ranks of a function need torch to find each other"):
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
-    except ImportError:
-        raise CpuftError(f"the ranks of a function need torch to find each other: {install_command('train')}") from None
     dist.init_process_group("gloo")
     results = dist.new_group(timeout=timedelta(days=_RESULT_DAYS), backend="gloo")
     destroy = dist.destroy_process_group

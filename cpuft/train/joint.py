@@ -139,11 +139,7 @@ def run_joint_batch(
 
 
 def _represent(
-    objective: EmbeddingObjective,
-    setup: TrainingSetup,
-    model: torch.nn.Module,
-    part: Batch,
-    states: list[torch.Tensor],
+    objective: EmbeddingObjective, setup: TrainingSetup, model: torch.nn.Module, part: Batch, states: list[torch.Tensor]
 ) -> torch.Tensor:
     """Run a forward pass; append the state of the random generator before it to `states`."""
     states.append(torch.get_rng_state())

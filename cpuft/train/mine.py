@@ -126,11 +126,7 @@ def search_negatives(
 
 
 def _search_block(
-    anchors: Embeddings,
-    documents: Embeddings,
-    task: MiningTask,
-    block: NDArray[np.int64],
-    rules: MineConfig,
+    anchors: Embeddings, documents: Embeddings, task: MiningTask, block: NDArray[np.int64], rules: MineConfig
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     queries = _load_normalized(anchors, block)
     limits = _compute_limits(queries, documents, task, block, rules)

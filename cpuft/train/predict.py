@@ -398,12 +398,7 @@ def _compute_predictions(
 
 
 def _describe_failures(
-    run: FinishedRun,
-    prepared: Prepared,
-    objective: Objective,
-    reduced: Any,
-    tokens: Tokens,
-    metrics: dict[str, float],
+    run: FinishedRun, prepared: Prepared, objective: Objective, reduced: Any, tokens: Tokens, metrics: dict[str, float]
 ) -> list[str]:
     from cpuft.train.saved_predictions import join_columns, make_columns  # imports torch
 

@@ -23,14 +23,7 @@ from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.other_load import OtherLoad
 from cpuft.rank.world import parse_world
-from cpuft.record import (
-    EarlierMeasurements,
-    Header,
-    Line,
-    RecordedRank,
-    Writer,
-    format_line,
-)
+from cpuft.record import EarlierMeasurements, Header, Line, RecordedRank, Writer, format_line
 from cpuft.serialization import load, parse_json
 from cpuft.train.baseline_process import BaselineProcess
 from cpuft.train.checkpoint.files import FOLDER, remove_all

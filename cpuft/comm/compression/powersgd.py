@@ -44,11 +44,7 @@ class Matrices:
     """
 
     def __init__(
-        self,
-        shapes: Sequence[tuple[int, int]],
-        starts: Sequence[int],
-        unsent: torch.Tensor,
-        generator: torch.Generator,
+        self, shapes: Sequence[tuple[int, int]], starts: Sequence[int], unsent: torch.Tensor, generator: torch.Generator
     ) -> None:
         self._shapes, self._starts, self._unsent = shapes, int64_array(starts), unsent
         factor_rows = [min(*shape, RANK) for shape in shapes]

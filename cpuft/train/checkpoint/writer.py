@@ -19,14 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft.record import Line, StepLine, format_line
-from cpuft.train.checkpoint.files import (
-    RECORD,
-    STATE,
-    keep_best,
-    note_update,
-    to_view,
-    write_checkpoint,
-)
+from cpuft.train.checkpoint.files import RECORD, STATE, keep_best, note_update, to_view, write_checkpoint
 from cpuft.train.checkpoint.state import TrainingState
 
 _ASSUMED_BYTES_PER_SECOND = 150e6
@@ -98,13 +91,7 @@ class CheckpointWriter:
         """Whether the thread writes a checkpoint, or allocates the memory of the first one."""
         return self._thread.is_alive()
 
-    def write(
-        self,
-        update: int,
-        wait: bool = False,
-        last_line: Line | None = None,
-        is_best: bool = False,
-    ) -> bool:
+    def write(self, update: int, wait: bool = False, last_line: Line | None = None, is_best: bool = False) -> bool:
         """Copy the state, and write it with the record as the checkpoint of an update, on a thread.
 
         With an exchange that shards the optimizer this is collective. A disk that does not take the checkpoint, or has

@@ -38,12 +38,7 @@ def has_bf16_products() -> bool:
 
 
 def accelerate(
-    model: Model,
-    optimizer: AnyOptimizer,
-    *,
-    precision: str = "auto",
-    first_token: bool = True,
-    adapters: bool = False,
+    model: Model, optimizer: AnyOptimizer, *, precision: str = "auto", first_token: bool = True, adapters: bool = False
 ) -> tuple[Model, AnyOptimizer]:
     """Make training of `model` with `optimizer` faster. The training loop does not change.
 
