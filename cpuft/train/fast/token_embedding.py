@@ -99,10 +99,12 @@ class EmbeddingGradient:
         )
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """Return the embedding of tokens, (...) int32 or int64 -> (..., width): the module's forward after patching."""
+        """Return the embedding of tokens, (...) int32 or int64 -> (..., width): the module's forward after patching.
+        Without kernels, the gradient is torch's own.
+        """
         own = self._embedding
-        if not (torch.is_grad_enabled() and own.weight.requires_grad):
-            return nn.functional.embedding(tokens, own.weight)
+        if not (torch.is_grad_enabled() and own.weight.requires_grad and kernels_for(own.weight)):
+            return nn.functional.embedding(tokens, own.weight, own.padding_idx)
         return _look_up(tokens, own.weight, self, own.padding_idx)
 
     def _is_ours(self) -> bool:
@@ -151,42 +153,28 @@ class _RowSums:
 
     def __init__(self, grad: Tensor, ids: Tensor, size: int, padding: int | None) -> None:
         self._grad, ids, left_out = grad.contiguous(), ids.long().contiguous(), -1 if padding is None else padding
-        self._kernels = kernels_for(grad)
-        if self._kernels is None:
-            rows, self._order = torch.unique(ids, return_inverse=True)
-            self._kept = rows != left_out
-            self.rows = rows[self._kept]
-            return
         self._order, self._starts, rows = (torch.empty(ids.numel() + 1, dtype=torch.int64) for _ in range(3))
         found = torch.empty(1, dtype=torch.int64)
-        self._kernels.run(
-            "group_rows", grad.dtype, ids, self._order, self._starts, rows, found, ids.numel(), size, left_out
-        )
+        arrays = (ids, self._order, self._starts, rows, found)
+        need_kernels(grad).run("group_rows", grad.dtype, *arrays, ids.numel(), size, left_out)
         self.rows = rows[: int(found)]
         """(rows,) int64, ascending, each once."""
 
     @property
     def values(self) -> Tensor:
         """The gradients of these rows, (rows, width)."""
-        if self._kernels is None:
-            sums: Tensor = torch.ops.aten.embedding_dense_backward(self._grad, self._order, len(self._kept), -1, False)
-            return sums[self._kept]
         values = self._grad.new_empty(len(self.rows), self._grad.shape[-1])
         self._add_up(values, None)
         return values
 
     def write_to(self, table: Tensor) -> None:
         """Write the gradients to these rows of a table of the gradient's dtype, (size, width)."""
-        if self._kernels is None:
-            table.index_copy_(0, self.rows, self.values)
-        else:
-            self._add_up(table, self.rows)
+        self._add_up(table, self.rows)
 
     def _add_up(self, y: Tensor, places: Tensor | None) -> None:
-        assert self._kernels is not None
         assert y.dtype == self._grad.dtype
         arrays = (self._grad, self._order, self._starts, places, y)
-        self._kernels.run("sum_table_rows", y.dtype, *arrays, len(self.rows), y.shape[-1])
+        need_kernels(y).run("sum_table_rows", y.dtype, *arrays, len(self.rows), y.shape[-1])
 
 
 class _SumOfRows(torch.autograd.Function):

@@ -240,6 +240,7 @@ def test_with_decay_all_rows_move(each_way: None) -> None:
 
 
 def embedding_gradient(model: Any) -> EmbeddingGradient:
+    need_kernels()
     found: EmbeddingGradient = getattr(model, MASTERS_ATTRIBUTE).embedding
     return found
 
