@@ -12,7 +12,6 @@ import ctypes
 import functools
 import itertools
 import os
-import struct
 import subprocess
 import tempfile
 from array import array
@@ -79,7 +78,6 @@ class Kernels:
     """A loaded library of kernels. Raises OSError or ValueError: the file cannot be loaded, or has no kernels."""
 
     def __init__(self, path: Path) -> None:
-        _check_length(path)
         _share_openmp()
         library = ctypes.CDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
@@ -106,17 +104,6 @@ class Kernels:
         self._functions[name, dtype](*plain, torch.get_num_threads())
 
 
-def _check_length(path: Path) -> None:
-    """Raise OSError if an ELF file is shorter than its header says: loading it would end the process with SIGBUS."""
-    with path.open("rb") as file:
-        header = file.read(64)
-    if len(header) == 64 and header.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, little-endian
-        (start,) = struct.unpack_from("<Q", header, 40)
-        size, count = struct.unpack_from("<HH", header, 58)
-        if path.stat().st_size < start + size * count:  # the table of sections is the last part of the file
-            raise OSError(f"{path}: the file is truncated")
-
-
 @functools.cache
 def _share_openmp() -> None:
     """Let libraries that name no OpenMP library use torch's, whose file has another name in some builds of torch."""
@@ -141,18 +128,13 @@ def _load() -> tuple[Kernels | None, str]:
 
 
 def _load_own() -> tuple[Kernels | None, str]:
-    """Build kernels for this CPU and load them; a library that cannot be loaded is built once more."""
+    """Build kernels for this CPU and load them."""
     compiler = find_compiler(os.environ)
     if compiler is None:
         return None, "off: no C++ compiler; install one (Debian: apt-get install g++)"
     try:
         target = compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", ""), read_cpu_flags(os.environ))
         library = build(compiler, target)
-        try:
-            return Kernels(library), "on"
-        except _LOAD_ERRORS:  # for example cut off by a power failure
-            library.unlink(missing_ok=True)
-            build(compiler, target)
     except CpuftError as error:
         return None, f"off: {error}"
     except (OSError, subprocess.SubprocessError) as error:
@@ -176,6 +158,8 @@ def build(compiler: str, processor: str = "native") -> Path:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / "kernels.so"
             compile_kernels(compiler, native_options(processor), made)
+            with made.open("rb") as file:
+                os.fsync(file.fileno())  # loading a library that a power failure has cut off would end the process
             made.replace(library)
     return library
 

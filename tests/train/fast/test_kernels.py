@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from cpuft import kernels as kernels_module
 from cpuft.compiler import TARGETS, compile_target, find_compiler, native_options, read_cpu_flags
 from cpuft.errors import CpuftError
-from cpuft.hardware import compiler_target
 from cpuft.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
 from cpuft.train.fast.adamw import clip_gradients, use_masters
 from cpuft.train.fast.architectures import Heads
@@ -190,16 +190,19 @@ def compilations(tmp_path: Path) -> Iterator[Path]:
         yield calls
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
-def test_a_truncated_library_in_the_cache_is_built_again(compilations: Path, share: float) -> None:
-    compiler, content = compilations.parent / "compiler", (compilations.parent / "made.so").read_bytes()
-    library = build(str(compiler), compiler_target("", read_cpu_flags({})))
-    assert len(compilations.read_text()) == 1
-    library.write_bytes(content[: int(len(content) * share)])
+def test_a_library_gets_its_name_when_it_is_on_the_disk(compilations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, synced = compilations.parent / "cpuft", list[bytes]()
+
+    def sync(descriptor: int) -> None:
+        assert not list(folder.glob("kernels-*.so"))
+        synced.append(Path(f"/proc/self/fd/{descriptor}").read_bytes())
+
+    monkeypatch.setattr(os, "fsync", sync)
     for _ in range(2):
         assert kernels_module._load_own()[1] == "on"
-        assert len(compilations.read_text()) == 2
-        assert library.read_bytes() == content
+    (library,) = folder.glob("kernels-*.so")
+    assert synced == [library.read_bytes()]
+    assert len(compilations.read_text()) == 1
 
 
 def test_a_library_that_cannot_be_loaded_is_named(compilations: Path) -> None:
@@ -208,7 +211,7 @@ def test_a_library_that_cannot_be_loaded_is_named(compilations: Path) -> None:
     (library,) = (compilations.parent / "cpuft").glob("kernels-*.so")
     assert found is None
     assert status == f"off: {library} cannot be loaded: {library}: file too short"
-    assert len(compilations.read_text()) == 2
+    assert len(compilations.read_text()) == 1
 
 
 def test_a_compiler_that_fails_is_quoted(compilations: Path) -> None:
