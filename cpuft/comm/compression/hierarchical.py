@@ -28,8 +28,6 @@ Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
 over the ranks, in their own type. All ranks call it in the same order of buckets."""
 
 _CHANNEL = "hierarchical means"
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""torch's own timeout, for groups that do not have one of cpuft."""
 
 
 def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
@@ -43,13 +41,12 @@ def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
     return local_size if all(place == (n % local_size, local_size) for n, place in enumerate(places)) else 0
 
 
-def find_ranks_per_host(world: World, group: dist.ProcessGroup) -> int:
-    """Return `count_ranks_per_host` of the ranks, but 0 if `group` does not have all of them. Collective."""
-    size = group.size()
-    if world.size != size or world.local_size == size:
+def find_ranks_per_host(world: World) -> int:
+    """Return `count_ranks_per_host` of the ranks. Collective."""
+    if world.local_size == world.size:
         return 0
-    places = torch.empty((size, 2), dtype=torch.int64)
-    all_gather(places.view(-1), torch.tensor([world.local_rank, world.local_size]), group=group)
+    places = torch.empty((world.size, 2), dtype=torch.int64)
+    all_gather(places.view(-1), torch.tensor([world.local_rank, world.local_size]))
     return count_ranks_per_host([(int(local_rank), int(local_size)) for local_rank, local_size in places])
 
 
@@ -97,24 +94,22 @@ class HostGroups:
         return numbers
 
 
-def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups | None:
+def make_host_groups(compression: str) -> HostGroups | None:
     """Make the groups of hierarchical means; None unless several hosts have the same number of ranks each, 2 or more.
 
-    Collective. None also for a group other than the world, and for compressions other than int8 and powersgd.
+    Collective. None also for compressions other than int8 and powersgd.
     """
-    if compression not in COMPRESSIONS_WITH_FEEDBACK or group is not dist.group.WORLD:
+    world = parse_world(os.environ)
+    if compression not in COMPRESSIONS_WITH_FEEDBACK or not (per_host := find_ranks_per_host(world)):
         return None
-    per_host, size = find_ranks_per_host(parse_world(os.environ), group), group.size()
-    if not per_host:
-        return None
-    timeout: timedelta = getattr(group, "timeout", _DEFAULT_TIMEOUT)
-    untyped: Any = dist  # torch has no types for new_subgroups
+    untyped: Any = dist  # torch has no types for new_subgroups, nor for the timeout of cpuft's groups
+    timeout: timedelta = untyped.group.WORLD.timeout
     sums, _ = untyped.new_subgroups(per_host, timeout=timeout)
     copies, _ = untyped.new_subgroups(per_host, timeout=timeout)
-    leaders = dist.new_group(list(range(0, size, per_host)), timeout=timeout)
-    leader = group.rank() // per_host * per_host
+    leaders = dist.new_group(list(range(0, world.size, per_host)), timeout=timeout)
+    leader = world.rank // per_host * per_host
     register.ignore_traffic(range(leader, leader + per_host))
-    return HostGroups(sums, copies, leaders if group.rank() == leader else None, leader, size, timeout)
+    return HostGroups(sums, copies, leaders if world.rank == leader else None, leader, world.size, timeout)
 
 
 @dataclass(eq=False)

@@ -102,7 +102,7 @@ def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | 
     """Return a function that starts to average a bucket over `group`, and returns a future of the bucket's buffer.
 
     `compression` is none, bf16, fp16, int8 or powersgd; KeyError for others. `hosts` are those that
-    `make_host_groups` returned for the same compression and group.
+    `make_host_groups` returned for the same compression, with the group of all ranks.
     """
     entry = TABLE[compression]
     if hosts is None:

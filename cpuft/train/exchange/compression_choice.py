@@ -64,9 +64,7 @@ def choose_compression(
     allowed = [name for name in AUTO_COMPRESSIONS if config.shard == "none" or name in SHARDED_COMPRESSIONS]
     if earlier in allowed:
         return earlier, "as when the run began"
-    link, group = measure_link(), dist.group.WORLD
-    assert group is not None
-    per_host = find_ranks_per_host(world, group)
+    link, per_host = measure_link(), find_ranks_per_host(world)
     tokens, own_tokens = (
         _count_distinct_tokens(objective, config, prepared, ranks) for ranks in (world.size, per_host or 1)
     )

@@ -39,7 +39,7 @@ class GradientExchange(Exchange, ABC, Generic[B]):
         super().__init__(model, optimizer, config, precision)
         self._compression, group = resolve_compression(config.grad_compression, precision), dist.group.WORLD
         assert group is not None
-        self._group, self._hosts = group, make_host_groups(self._compression, group)
+        self._group, self._hosts = group, make_host_groups(self._compression)
         self._rows = make_row_exchange(model, self._compression, group, self._hosts)
         self._unused = list_unused(model)
         """What the optimizer leaves as it is if no rank has used it."""

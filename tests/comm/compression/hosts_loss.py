@@ -21,7 +21,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     start_late(sys.argv[1], DEADLINE_SECONDS)
     world: Any = dist.group.WORLD
-    hosts = make_host_groups("int8", world)
+    hosts = make_host_groups("int8")
     assert hosts is not None
     reduce = make_reduce("int8", world, hosts)
     for step in range(100):

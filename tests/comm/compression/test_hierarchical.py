@@ -95,7 +95,7 @@ def test_rows_are_averaged_in_the_same_way(found: list[dict[str, Any]]) -> None:
 @pytest.mark.real
 def test_other_places_and_exact_levels_average_among_all_ranks(found: list[dict[str, Any]]) -> None:
     for report in found:
-        assert len(report["places"]) == 7
+        assert len(report["places"]) == 6
         assert not any(report["places"].values())
         assert report["int8 timeout"] == 20.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,11 +90,10 @@ def test_auto_counts_that_hosts_with_several_ranks_send_blocks_once(
     """
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(compression_choice, "measure_link", lambda: LinkModel(1e-6, 0.0))
-    monkeypatch.setattr(compression_choice, "find_ranks_per_host", lambda world, group: ranks_per_host)
+    monkeypatch.setattr(compression_choice, "find_ranks_per_host", lambda world: ranks_per_host)
     monkeypatch.setattr(compression_choice, "_measure_compute", lambda *_: 0.01)
     monkeypatch.setattr(compression_choice, "measure_coding_seconds", lambda: 1.4e-6)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **options: None)
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
     found, reason = choose_compression(
         TrainConfig(), "bf16", torch.nn.Linear(21_845, RANK), OBJECTIVE, PREPARED, World(0, 16, 0, 8)
     )
