@@ -65,10 +65,6 @@ class Bucket:
         """Return the parameters in the order of the model."""
         return self._parameters
 
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients as views of the buffer, in the shapes of the parameters."""
-        return self.split(self._buffer)
-
     def buffer(self) -> Tensor:
         """Return all gradients and the padding: one-dimensional, in the parameters' type."""
         return self._buffer
@@ -85,7 +81,7 @@ class Bucket:
     def begin(self, is_last: bool) -> None:
         """Make the buffer, of zeros, note whether the bucket is the last one, and do what `clear` does."""
         self._is_last, self._buffer = is_last, torch.zeros(self._length, dtype=self._parameters[0].dtype)
-        self._views = dict(zip(self._parameters, self.gradients(), strict=True))
+        self._views = dict(zip(self._parameters, self.split(self._buffer), strict=True))
         self.clear()
 
     def take(self, parameter: nn.Parameter) -> None:

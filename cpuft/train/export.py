@@ -78,8 +78,6 @@ class Validation:
     cpu: str
     largest_difference: float
     """Of an output of the exported model from the same output of the run's model."""
-    stated_drop: float
-    """A metric that drops by more than this is named in a line of its own."""
     versions: dict[str, str]
     """Versions of the packages that made and ran the models."""
 
@@ -214,9 +212,7 @@ def _validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, p
         for suffix, tokens in splits.items()
     )
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", *kind.packages)}
-    return Validation(
-        own, exported, examples, size, torch.get_num_threads(), read_cpu().model, difference, MAX_METRIC_DROP, versions
-    )
+    return Validation(own, exported, examples, size, torch.get_num_threads(), read_cpu().model, difference, versions)
 
 
 def _measure(objective: Objective, prepared: Prepared, outputs: dict[str, Outputs]) -> dict[str, float]:

@@ -211,9 +211,8 @@ def estimate_rank(
     activations = gaps = 0
     if shape.layers and (shape.norms or _is_fast(shape, config)):
         _, activations, gaps = measure_activations(shape, config, train)
-        activations += shape.linear_parameters * (
-            config.precision == "int8"
-        )  # backward needs the weights in 8 bits, too
+        # With int8, backward needs the weights in 8 bits, too.
+        activations += shape.linear_parameters * (config.precision == "int8")
         # Without gradients, there are the activations of one layer at a time.
         widths = 3 * shape.query + 2 * shape.key + (3 if shape.norms else 2) * shape.inner
         evaluating = (12 * shape.hidden + size * widths) * evaluation.positions

@@ -199,7 +199,6 @@ VALIDATION = Validation(
     threads=2,
     cpu="x",
     largest_difference=0.123,
-    stated_drop=0.01,
     versions={},
 )
 

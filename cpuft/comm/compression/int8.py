@@ -240,25 +240,19 @@ class BlockReducer:
         try:
             one.mean.send()
             while len(self._sent) > (0 if is_last else 1):
-                self._average_oldest()
+                oldest = self._sent[0]
+                oldest.mean.average_share()
+                # `reduce` reads this entry in the next update, after the futures of this one are complete.
+                self._unsent[oldest.bucket.parameters()[0]] = oldest.mean.error
+                self._averaged.append(self._sent.pop(0))
             while len(self._averaged) > (0 if is_last else 1):
-                self._finish_oldest()
+                oldest = self._averaged[0]
+                oldest.mean.finish(oldest.bucket.buffer())
+                self._averaged.pop(0).work.complete()
         except Exception as error:  # whoever waits for the futures raises it
             for lost in self._averaged + self._sent:
                 lost.work.fail(error)
             self._averaged, self._sent = [], []
-
-    def _average_oldest(self) -> None:
-        oldest = self._sent[0]
-        oldest.mean.average_share()
-        # `reduce` reads this entry in the next update, after the futures of this one are complete.
-        self._unsent[oldest.bucket.parameters()[0]] = oldest.mean.error
-        self._averaged.append(self._sent.pop(0))
-
-    def _finish_oldest(self) -> None:
-        oldest = self._averaged[0]
-        oldest.mean.finish(oldest.bucket.buffer())
-        self._averaged.pop(0).work.complete()
 
     def take_unsent(self, bucket: GradBucket) -> torch.Tensor:
         """Return and forget a bucket's unsent gradients, fp32, (n,), which must not be under way; zeros if all were
