@@ -396,8 +396,7 @@ def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     except Exception as error:  # objects raise errors of their own when they are pickled
         what, reason = _find_unpicklable(cloudpickle.dumps, function, args, kwargs)
         raise CpuftError(
-            f"{what} cannot be pickled ({reason or error}), so that it cannot be sent to the ranks: make it inside the "
-            f"function, or pass what it is made from"
+            f"{what} cannot be pickled ({reason or error}): make it inside the function, or pass what it is made from"
         ) from None
     finally:
         if by_value:
@@ -435,10 +434,7 @@ def _load_results(run_dir: str, ranks: int, key: str) -> list[Any]:
         try:
             results.append(pickle.loads(read_result(run_dir, rank, key)))
         except (ImportError, AttributeError) as error:
-            raise CpuftError(
-                f"what the function returned on rank {rank} cannot be loaded here ({error}): install that module here, "
-                f"or return numbers, texts or arrays"
-            ) from None
+            raise CpuftError(f"rank {rank}'s result cannot be loaded ({error}): install that module here") from None
     return results
 
 

@@ -138,7 +138,7 @@ def uses_a_lock() -> None:
 
 def test_what_cannot_be_pickled_is_named() -> None:
     held = threading.Lock()
-    with pytest.raises(CpuftError, match=r"^argument 2 of add, a lock, cannot be pickled \(.*\), so that"):
+    with pytest.raises(CpuftError, match=r"^argument 2 of add, a lock, cannot be pickled \(.*\): make it"):
         pickle_call(add, (1, held), {})
     with pytest.raises(CpuftError, match=r"^argument 'b' of add, a lock, cannot be pickled"):
         pickle_call(add, (1,), {"b": held})

@@ -96,10 +96,7 @@ def choose_timeout(default_seconds: float) -> float:
         return default_seconds
     seconds = to_number(text)
     if not 0 < seconds < math.inf:
-        raise CpuftError(
-            f"the environment variable {TIMEOUT_VARIABLE}={text} is not a positive number of seconds: unset it, or set "
-            "it for example to 300"
-        )
+        raise CpuftError(f"{TIMEOUT_VARIABLE}={text} is not a positive number of seconds: unset it, or set it to 300")
     return seconds
 
 

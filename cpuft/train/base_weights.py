@@ -53,10 +53,7 @@ def find_weight_files(source: str) -> list[Path]:
                 raise CpuftError(f"{index} is damaged ({error}): copy or download the model again") from None
     files = [path for name in names if (path := locate_file(source, name, needs_hub=True))]
     if not names:
-        raise CpuftError(
-            f"--base-precision needs safetensors files, and {source} has none: load the model with transformers and "
-            f"save it with save_pretrained, or leave --base-precision out"
-        )
+        raise CpuftError(f"--base-precision needs safetensors, which {source} lacks: save it with save_pretrained")
     if len(files) < len(names):
         known = {path.name for path in files}
         missing = next(name for name in names if name not in known)

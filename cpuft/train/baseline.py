@@ -117,10 +117,7 @@ def _load_static_model(name: str) -> Encode:
         model = StaticModel.from_pretrained(name, force_download=False)
     except Exception as error:  # the hub's client and model2vec raise many kinds of errors
         reason = problem or describe_error(error)
-        raise CpuftError(
-            f"the static model {name} cannot be loaded ({reason}): give the folder or the hub name of a model of "
-            f"model2vec"
-        ) from None
+        raise CpuftError(f"the static model {name} cannot be loaded ({reason}): give one of model2vec") from None
     return lambda texts: model.encode(texts, use_multiprocessing=False)
 
 

@@ -42,8 +42,7 @@ def _join_ranks() -> Iterator[Any]:
         name = str(backend or "gloo")
         if "gloo" not in name.lower():
             raise RefusedScriptError(
-                f'the function calls init_process_group("{name}"), but cpuft.launch has formed a process group over '
-                f"gloo already: leave out the call, or start a script with cpuft launch -- train.py"
+                f'the function calls init_process_group("{name}"), but has a group of gloo already: leave the call out'
             )
 
     def destroy_process_group(group: Any = None) -> None:
@@ -84,10 +83,7 @@ def load_call(pickled: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     try:
         function, args, kwargs = pickle.loads(pickled)
     except ImportError as error:
-        raise CpuftError(
-            f"the function cannot be loaded on this host ({error}): install that module on all hosts, or define what "
-            f"the function uses in the same file"
-        ) from None
+        raise CpuftError(f"the function cannot be loaded here ({error}): install that module on all hosts") from None
     return function, args, kwargs
 
 
@@ -99,8 +95,7 @@ def pickle_result(header: CallHeader, world: World, result: object) -> bytes:
         pickled = cloudpickle.dumps(result)
     except Exception as error:  # objects raise errors of their own when they are pickled
         raise CpuftError(
-            f"what the function returned on rank {world.rank}, a {type(result).__name__}, cannot be pickled ({error}): "
-            f"return numbers, texts, arrays, or lists and dicts of them"
+            f"rank {world.rank} returned a {type(result).__name__} that cannot be pickled ({error}): return numbers"
         ) from None
     return sign_result(header.key, world.rank, pickled)
 

@@ -85,8 +85,7 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
             normalize = True
         elif name != "Transformer":
             raise CpuftError(
-                f"the embedding model {source} has a module {name or str(module)[:60]} ({_MODULES}), which cpuft "
-                f"cannot train: give a model of a transformer, a pooling and a normalisation only"
+                f"{source} has a module {name or str(module)[:60]}, which cpuft cannot train: give another model"
             )
     settings = _read(source, _MODEL_SETTINGS, dict[str, Any]) or {}
     lengths = _read(source, _TRANSFORMER_SETTINGS, dict[str, Any]) or {}
@@ -102,8 +101,7 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
         dimensions = load(int, settings.get("truncate_dim") or 0, "truncate_dim")
     except ValueError as error:
         raise CpuftError(
-            f"the files of sentence-transformers beside the embedding model {source} are damaged ({error}): copy or "
-            f"download the model again"
+            f"the files of sentence-transformers in {source} are damaged ({error}): copy or download the model again"
         ) from None
     prompts = {name: text for name, text in prompts.items() if text}
     return EmbeddingForm(found, normalize, similarity, prompts, max(0, max_length), max(0, dimensions))
@@ -151,8 +149,7 @@ def _read_pooling(source: str, folder: str) -> str:
     if not is_known or not settings.get("include_prompt", True):
         what = "leaves prompts out" if is_known else f"is {' and '.join(map(str, modes)) or 'none'}"
         raise CpuftError(
-            f"the pooling of the embedding model {source} {what} ({folder}/config.json): cpuft trains models with one "
-            f"of the poolings {', '.join(POOLINGS)} over all tokens; --pooling of cpuft launch replaces it"
+            f"the pooling of {source} {what} ({folder}/config.json): replace it by --pooling {' or '.join(POOLINGS)}"
         )
     return str(modes[0])
 

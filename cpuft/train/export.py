@@ -100,8 +100,7 @@ def export(request: ExportConfig) -> None:
     found = read_examples(wanted, run) if request.validate and not is_embedding else None
     if found and not all(split.has_labels for split in found[1].values()):
         raise CpuftError(
-            f"--validate compares metrics, and not every row of {run.train.validation_file or run.train.train_file} "
-            f"has a label: restore the labels that the run had, or leave --validate out"
+            f"--validate needs labels, and {run.train.validation_file or run.train.train_file} lacks some: leave it out"
         )
     from cpuft.train.graphs import GRAPHS, SentenceEncoder, check_packages, write_graph
 
@@ -230,16 +229,11 @@ def format_validation(validation: Validation) -> list[str]:
     rows += [(name, *(f"{one.metrics[name]:.4f}" for one in both)) for name in validation.run.metrics]
     rows.append(("samples/s", *(f"{one.samples_per_second:.1f}" for one in both)))
     lines = align(rows)
-    lines.append(
-        f"on {counted(validation.examples, 'validation example')} with {counted(validation.threads, 'thread')}; the "
-        f"largest difference of an output is {validation.largest_difference:.2g}"
-    )
+    where = f"on {counted(validation.examples, 'validation example')} with {counted(validation.threads, 'thread')}"
+    lines.append(f"{where}; the largest difference of an output is {validation.largest_difference:.2g}")
     for name, value in validation.run.metrics.items():
         if (drop := value - validation.export.metrics[name]) > MAX_METRIC_DROP:
-            lines.append(
-                f"warning: the exported model loses {drop:.4f} of {name}, more than {MAX_METRIC_DROP}: check whether "
-                f"that is acceptable, or export with --precision fp32"
-            )
+            lines.append(f"warning: the exported model loses {drop:.4f} of {name}: consider --precision fp32")
     return lines
 
 

@@ -226,8 +226,7 @@ def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
         raise CpuftError(
-            f"a {type(model).__name__} cannot be exported ({describe_error(error)}): serve the model with "
-            f"transformers, or train another one"
+            f"a {type(model).__name__} cannot be exported ({describe_error(error)}): serve the model with transformers"
         ) from None
 
 

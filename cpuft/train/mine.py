@@ -101,8 +101,7 @@ def check_rules(task: MiningTask, rules: MineConfig) -> None:
     most = max(len(task.documents) - len(own) for own in task.positives)
     if most < rules.skip_top + rules.negatives:
         raise CpuftError(
-            f"there are {counted(len(task.documents), 'different document')}, and no anchor has more than {most} that "
-            f"are not its positives: give more rows or a larger --corpus, or lower --negatives or --skip-top"
+            f"no anchor has more than {most} documents that are not its positives: lower --negatives or --skip-top"
         )
 
 

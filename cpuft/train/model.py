@@ -16,7 +16,7 @@ from typing import Any
 
 from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
-from cpuft.errors import CpuftError, describe_error, install_command, list_names, suggest_names
+from cpuft.errors import CpuftError, describe_error, install_command, suggest_names
 from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
@@ -56,10 +56,8 @@ def find_model(name: str) -> str:
         return str(folder)
     if parts := sorted(folder.glob("0_*/config.json")):
         raise CpuftError(
-            f"{name} has the older layout of sentence-transformers, with the transformer in {parts[0].parent.name}: "
-            f"give --model {parts[0].parent} to train it without its pooling, or convert the folder with this command, "
-            f'then give {folder}-new instead: python -c "from sentence_transformers import SentenceTransformer; '
-            f'SentenceTransformer({name!r}).save({f"{folder}-new"!r})"'
+            f"{name} has the older layout of sentence-transformers: give --model {parts[0].parent} to train it without "
+            f"its pooling, or the folder in which SentenceTransformer({name!r}).save saves it anew"
         )
     if (folder / "model" / "config.json").exists():
         raise CpuftError(f"--model {name} is the folder of a run, not of a model: give --model {name}/model")
@@ -68,10 +66,7 @@ def find_model(name: str) -> str:
         advice = f"--model {parts[-1].parent}, the newest one in it" if parts else "a folder made with save_pretrained"
         raise CpuftError(f"folder {name} holds no model (no config.json): give {advice}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise CpuftError(
-            f"there is no folder {name}: give --model a folder that holds a saved model, the name of a model on the "
-            f"Hugging Face hub, or {DEFAULT_MODEL}"
-        )
+        raise CpuftError(f"there is no folder {name}: give --model the folder or the hub name of a model")
     return name
 
 
@@ -194,8 +189,7 @@ def _refuse_quantised(quantisation: Any, name: str) -> None:
         settings = quantisation if isinstance(quantisation, Mapping) else vars(quantisation)
         method = settings.get("quant_method") or "another program"
         raise CpuftError(
-            f"{name} holds weights that were quantised with {getattr(method, 'value', method)!s:.40}, which cannot be "
-            f"trained: give the model that they were made from"
+            f"{name} was quantised with {getattr(method, 'value', method)!s:.40}: give the model that it was made from"
         )
 
 
@@ -211,10 +205,7 @@ def check_positions(config: TrainConfig) -> None:
     """Raise CpuftError if the model has fewer positions than --max-length, or its configuration cannot be loaded."""
     positions = count_positions(load_config(config, {}))
     if 0 < positions < config.max_length:
-        raise CpuftError(
-            f"{get_model_name(config)} has {positions} positions, so that it cannot read examples of "
-            f"{config.max_length} tokens: give --max-length {positions} or less"
-        )
+        raise CpuftError(f"{get_model_name(config)} has {positions} positions: give --max-length {positions} or less")
 
 
 def load_model(
@@ -321,8 +312,7 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     wrong = sorted(name for name in mismatched if name.startswith(encoder))
     if wrong:
         raise CpuftError(
-            f"the weights in {source} have other sizes than its config.json says ({', '.join(wrong[:3])}): "
-            f"copy config.json and the weights from the same model"
+            f"the weights in {source} have other sizes than config.json says ({', '.join(wrong[:3])}): copy both again"
         )
     missing = set(info["missing_keys"])
     encoder_parameters = {name for name, _ in model.named_parameters() if name.startswith(encoder)}
@@ -396,26 +386,13 @@ def describe_load_failure(name: str, error: Exception) -> str:
             f"{advise_on_hub(problem)}, name a folder with --model, or use --model {DEFAULT_MODEL}, which needs no hub"
         )
     if "trust_remote_code" in str(error) or "contains custom code" in str(error):
-        return (
-            f"model {name} needs Python code of its own (auto_map in its configuration), which cpuft never runs: give "
-            f"a model whose architecture is part of transformers"
-        )
+        return f"model {name} needs code of its own, which cpuft never runs: give one that transformers contains"
     if "does not appear to have a file named config.json" in str(error):
-        return (
-            f"model {name} has no config.json on the Hugging Face hub: if it holds adapters of peft, download them by "
-            f"hf download {name} --local-dir FOLDER, and give --model FOLDER; else give another model"
-        )
+        return f"model {name} has no config.json: if it holds adapters, download them, and give --model that folder"
     if "no file named model.safetensors" in str(error):
-        return (
-            f"folder {name} has no weights of PyTorch, model.safetensors or pytorch_model.bin (it has "
-            f"{list_names(sorted(path.name for path in Path(source).iterdir()))}): download one of them, or save the "
-            f"model with save_pretrained by transformers"
-        )
+        return f"folder {name} has no weights of PyTorch: copy model.safetensors there, or save the model again"
     if "Weights only load failed" in str(error):
-        return (
-            f"the weights of {name} are a pickle that holds more than weights and could run any program, so cpuft does "
-            f"not load it: save the model with save_pretrained where it was made, or download model.safetensors"
-        )
+        return f"the weights of {name} are a pickle that could run any program: save the model with save_pretrained"
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     hint = suggest_names(name, [DEFAULT_MODEL]) if "/" not in name else f"or use --model {DEFAULT_MODEL}"
     return f"model {name} cannot be loaded ({reason}): give a folder or a hub model that you can reach; {hint}"
@@ -436,10 +413,8 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
     limit = f"{LARGE_DECODER // 10**6} million"
     refuse_conflicts(chosen)  # options that are for adapters
     if chosen.lora_rank:
-        return chosen, (
-            f"LoRA adapters of rank {chosen.lora_rank} are trained, because {size}, more than {limit}; --lora-rank 0 "
-            f"trains all weights"
-        )
+        why = f"{size}, more than {limit}; --lora-rank 0 trains all weights"
+        return chosen, f"LoRA adapters of rank {chosen.lora_rank} are trained, because {why}"
     why, advice = f"{size}, at most {limit}", f"; --lora-rank {DEFAULT_LORA_RANK} trains LoRA adapters"
     if config.from_config:
         why, advice = "the model is untrained", ""

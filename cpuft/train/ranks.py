@@ -59,8 +59,7 @@ def _open_store(world: World, timeout_seconds: float) -> Store:
         return HashStore()
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise CpuftError(
-            f"rank {world.rank} of {world.size} was not told where rank 0 is: export MASTER_ADDR (its host) and "
-            f"MASTER_PORT (a free port there) before mpirun or srun, or start with cpuft launch"
+            f"rank {world.rank} does not know where rank 0 is: export MASTER_ADDR and MASTER_PORT, or use cpuft launch"
         )
     timeout = timedelta(seconds=timeout_seconds)
     store: Store = next(rendezvous("env://", world.rank, world.size, timeout=timeout))[0]

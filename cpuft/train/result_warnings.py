@@ -72,10 +72,7 @@ def find_result_warning(
         return ""
     if not _describe_hardly_better(prepared, simple, metrics):
         return f"warning: the model is worse than the baseline: {found}: {advise_rate(config)}"
-    return (
-        f"warning: the model is not clearly better than the baseline: {found}: the baseline may be good enough, or "
-        f"more examples with labels are needed"
-    )
+    return f"warning: the model is not clearly better than the baseline: {found}: label more rows, or use the baseline"
 
 
 def _describe_main_answer(columns: Mapping[str, Any]) -> str:

@@ -53,9 +53,8 @@ def find_early_warnings(config: TrainConfig, prepared: Prepared) -> Iterator[str
     """Yield warnings of unknown tokens, repeated or few validation rows, and a learning rate above 0.1."""
     if prepared.unknown_share > MAX_UNKNOWN_SHARE:
         yield (
-            f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer "
-            f"(more than {MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts "
-            f"by --tokenizer, or a --model that was made for them"
+            f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer: "
+            f"give one for these texts by --tokenizer, or a --model that was made for them"
         )
     sizes = [len(tokens) for tokens in prepared.validation.values()]
     if prepared.repeated > _REPEATED_SHARE * sum(sizes):
@@ -67,16 +66,10 @@ def find_early_warnings(config: TrainConfig, prepared: Prepared) -> Iterator[str
     difference = _LEAST_DISAGREEMENTS / max(1, min(sizes))
     if prepared.kind in ("class", "labels") and difference > _SMALL_DIFFERENCE:
         what = f"accuracies that differ by less than {difference:.3f}" if difference < 1 else "two accuracies"
-        yield (
-            f"warning: with {min(sizes):,} validation rows, {what} cannot be told apart: to compare settings, give "
-            f"more rows by --validation-file or --validation-split"
-        )
+        yield f"warning: with {min(sizes):,} validation rows, {what} cannot be told apart: to compare them, add rows"
     if config.learning_rate > _HIGH_RATE:
-        yield (
-            f"warning: --learning-rate {config.learning_rate:g} is far above the usual ones, which are from 1e-6 to "
-            f"0.01: AdamW changes each weight by about the learning rate in each update, so that the model will learn "
-            f"nothing"
-        )
+        rate = f"--learning-rate {config.learning_rate:g}"
+        yield f"warning: {rate} is far above the usual ones, which are from 1e-6 to 0.01: the model will learn nothing"
 
 
 def find_chance_loss(config: TrainConfig, prepared: Prepared) -> float:
@@ -173,9 +166,8 @@ class RunWatch:
         if not now > _DIVERGED * max(first, usual):
             return ""
         return (
-            f"warning: the training has diverged: the loss rose from {first:.4g} in the first updates to {now:.4g} in "
-            f"the last ones, until update {len(self._losses):,}: try a tenth of --learning-rate "
-            f"{self.config.learning_rate:g}, or --warmup-ratio 0.1"
+            f"warning: the training has diverged: the loss rose from {first:.4g} to {now:.4g} until update "
+            f"{len(self._losses):,}: try a tenth of --learning-rate {self.config.learning_rate:g} or --warmup-ratio 0.1"
         )
 
     def _warn_of_chance(self, window: Sequence[float]) -> str:

@@ -30,10 +30,7 @@ def save_predictions(
             )
             write_predictions(folder, about, join_columns(parts))
     except Exception as error:
-        return (
-            f"warning: what the model predicts for the validation examples could not be written to {FILE_NAME} "
-            f"({describe_error(error)}): the run is complete, but nothing can be told about single examples"
-        )
+        return f"warning: {FILE_NAME} could not be written ({describe_error(error)}): the run is complete"
     return ""
 
 

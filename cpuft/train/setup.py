@@ -93,10 +93,7 @@ def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None
     """Raise CpuftError if a loss compares only one pair without negatives on `ranks` ranks: that loss is always 0."""
     compared = config.batch_size * (ranks if config.gather_negatives and config.sync_every == 1 else 1)
     if prepared.kind == "pairs" and compared == 1 and len(prepared.texts) == 2:
-        raise CpuftError(
-            "--batch-size 1 leaves an anchor no text to tell its positive from: give a larger --batch-size, or a "
-            "--train-file with a column of negatives"
-        )
+        raise CpuftError("--batch-size 1 leaves an anchor no text to tell its positive from: give a larger one")
 
 
 def try_model(

@@ -44,11 +44,8 @@ def main() -> int:
     _wrap_trainer(accelerated)
     code = run_script(sys.argv[1:], refusals=(CpuftError,), check=check)
     if not accelerated and not code:
-        print(
-            f"cpuft: --wrap changed nothing: {sys.argv[0]} made no optimizer in a Hugging Face Trainer; "
-            f"call cpuft.accelerate(model, optimizer) in it, if it does not yet",
-            file=sys.stderr,
-        )
+        why = f"{sys.argv[0]} made no optimizer in a Hugging Face Trainer; call cpuft.accelerate(model, optimizer)"
+        print(f"cpuft: --wrap changed nothing: {why} in it, if it does not yet", file=sys.stderr)
     return code
 
 

@@ -134,10 +134,8 @@ def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
     if not _PROMPT_NAME.fullmatch(wanted):
         return wanted
     names = [name for name, text in known.items() if text]
-    raise CpuftError(
-        f"{model} has no prompt {wanted!r:.40}: "
-        f"{suggest_names(wanted, names) if names else 'leave --prompt out, or give the text of the prompt'}"
-    )
+    advice = suggest_names(wanted, names) if names else "leave --prompt out, or give the text of the prompt"
+    raise CpuftError(f"{model} has no prompt {wanted!r:.40}: {advice}")
 
 
 def read_windows(
@@ -170,10 +168,7 @@ def make_embedder(request: PredictConfig) -> Embedder:
     name = request.model or request.run
     embedder = Embedder(name, request.precision)
     if request.dimensions > embedder.dimensions:
-        raise CpuftError(
-            f"--dimensions {request.dimensions}: the embeddings of {name} have {embedder.dimensions} dimensions; "
-            f"give as many or fewer"
-        )
+        raise CpuftError(f"the embeddings of {name} have {embedder.dimensions} dimensions: give at most as many")
     form = embedder.form
     embedder.form = replace(
         form, normalize=form.normalize or request.normalize, dimensions=request.dimensions or form.dimensions
@@ -214,10 +209,7 @@ def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
             dimensions, *_ = pool.map(_count_dimensions, [request] * processes)
             yield dimensions, lambda windows: compute_in_turn(windows, [submit], processes)
         except BrokenProcessPool:
-            raise CpuftError(
-                "a process that computes embeddings has ended: start the command again, with a smaller --np if memory "
-                "is short"
-            ) from None
+            raise CpuftError("a process has ended: start again, with a smaller --np if memory is short") from None
         finally:
             for process in multiprocessing.active_children():
                 process.kill()  # after an error, nobody waits for the windows that are being computed

@@ -238,7 +238,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=demo --model=./nowhere",
         {},
-        "there is no folder ./nowhere: give --model a folder that holds a saved model, the name of a model on the Hugging Face hub, or minilm",
+        "there is no folder ./nowhere: give --model the folder or the hub name of a model",
     ),
     (
         "--task=demo --model=bert-base-cased",

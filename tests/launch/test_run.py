@@ -230,8 +230,7 @@ def test_the_printed_plan_trains_too(tmp_path: Path) -> None:
         ),
         (
             ("--model", "./none"),
-            "there is no folder ./none: give --model a folder that holds a saved model, the name of a model on the "
-            "Hugging Face hub, or minilm",
+            "there is no folder ./none: give --model the folder or the hub name of a model",
         ),
         (
             ("--task", "files"),

@@ -305,12 +305,12 @@ def change(path: Path, **settings: Any) -> None:
         (
             lambda tiny: None,
             {"max_length": 65},
-            "has 64 positions, so that it cannot read examples of 65 tokens",
+            "has 64 positions: give --max-length 64 or less",
         ),
         (
             lambda tiny: change(tiny / "config.json", hidden_size=64),
             {},
-            " have other sizes than its config.json says",
+            " have other sizes than config.json says",
         ),
         (lambda tiny: change(tiny / "config.json", model_type="gpt2"), {}, "are not for GPT2ForSequenceClassification"),
     ],

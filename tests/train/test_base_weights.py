@@ -266,7 +266,9 @@ def test_a_small_model_whose_weights_are_all_trained_is_told_what_to_give(tmp_pa
 def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="bf16")
     Path(config.model, "model.safetensors").unlink()
-    with pytest.raises(CpuftError, match=r"--base-precision needs safetensors files, and .* has none: load the model"):
+    with pytest.raises(
+        CpuftError, match=r"--base-precision needs safetensors, which .* lacks: save it with save_pretrained"
+    ):
         Chat((), (), 3).load_model(config)
 
 

@@ -88,7 +88,7 @@ def test_texts_are_cut_at_the_positions_that_the_model_has(name: str, most: int,
 
 @pytest.mark.parametrize(
     "weights, problem",
-    [(None, "has no weights of PyTorch"), (pickle.dumps(print), "a pickle that holds more than weights")],
+    [(None, "has no weights of PyTorch"), (pickle.dumps(print), "are a pickle that could run any program")],
 )
 def test_an_encoder_without_weights_that_can_be_read_is_refused(
     weights: bytes | None, problem: str, tmp_path: Path

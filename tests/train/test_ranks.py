@@ -69,6 +69,6 @@ def test_a_rank_alone_needs_no_launcher(wanted: str, choice: str) -> None:
 
 def test_a_rank_that_nobody_tells_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    message = "rank 1 of 2 was not told where rank 0 is: export MASTER_ADDR"
+    message = "rank 1 does not know where rank 0 is: export MASTER_ADDR"
     with pytest.raises(CpuftError, match=message), join_process_group(World(1, 2, 1, 2), "gloo", 30):
         pass

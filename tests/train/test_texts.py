@@ -99,7 +99,7 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
         ),
         (
             UNTRAINED | {"max_length": 1024},
-            "tiny.json has 512 positions, so that it cannot read examples of 1024 tokens",
+            "tiny.json has 512 positions: give --max-length 512 or less",
         ),
         (
             {"from_config": "bert-bse"},

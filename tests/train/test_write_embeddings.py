@@ -100,7 +100,7 @@ def test_processes_return_the_windows_in_their_order(request_: PredictConfig) ->
         ({"output": ""}, "--model needs --output: name a file for the embeddings that ends in .npy or .parquet"),
         ({"id_column": "name"}, "vectors.npy has no room for the ids of --id-column: give an --output that ends in .p"),
         ({"output": "texts.npy"}, "texts.npy exists and holds no embeddings: give another --output"),
-        ({"dimensions": 33}, "--dimensions 33: the embeddings of tiny have 32 dimensions; give as many or fewer"),
+        ({"dimensions": 33}, "the embeddings of tiny have 32 dimensions: give at most as many"),
         ({"prompt": "querry"}, "tiny has no prompt 'querry': did you mean query?"),
         ({"text_columns": "name,text"}, "--text-columns 'name,text': name one column, as each text is taken by itself"),
         ({"text_columns": "txt"}, "texts.csv has no column 'txt': did you mean text?"),
@@ -113,7 +113,7 @@ def test_processes_return_the_windows_in_their_order(request_: PredictConfig) ->
         ({"file": "other.csv"}, "other.csv has the columns a, b: name the one of the texts with --text-columns"),
         (
             {"model": "other"},
-            "the pooling of the embedding model other is pooling_mode_max_tokens (1_Pooling/config.json): cpuft trains",
+            "the pooling of other is pooling_mode_max_tokens (1_Pooling/config.json): replace it by --pooling ",
         ),
         ({"np": 4096}, "--np 4096: this host gives cpuft "),
     ],

@@ -58,8 +58,7 @@ def _preload(name: str, distribution: str) -> None:
         ctypes.CDLL(_find_library(name, distribution))
     except OSError as error:
         raise CpuftError(
-            f"backend ccl needs {name} of {distribution} ({error}): {install_command('train', 'ccl')}, "
-            "or use --backend mpi or gloo"
+            f"backend ccl needs {distribution} ({error}): {install_command('train', 'ccl')}, or use --backend mpi"
         ) from None
 
 
@@ -73,10 +72,8 @@ def load() -> ctypes.CDLL:
     shims = sorted(Path(__file__).parent.glob("_ccl_shim*.so"))
     if not shims:
         raise CpuftError(
-            "backend ccl was not built when cpuft was installed (no C++17 compiler, or no oneCCL headers): "
-            "install g++ (Debian: apt-get install g++), then run this twice, because the first run installs the "
-            f"headers that the second one compiles with: {install_command('train', 'ccl')}; "
-            "or use --backend mpi or gloo"
+            "backend ccl was not built when cpuft was installed: install g++, then run this twice, as the first run "
+            f"installs headers for the second one: {install_command('train', 'ccl')}; or use --backend mpi or gloo"
         )
     for name, value in worker_settings(dict(os.environ), os.sched_getaffinity(0)).items():
         os.environ.setdefault(name, value)

@@ -56,8 +56,7 @@ def load() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise CpuftError(
-            f"backend mpi needs mpi4py and an MPI library ({error}): {install_command('train', 'mpi')}, "
-            "or use --backend gloo"
+            f"backend mpi needs mpi4py and MPI ({error}): {install_command('train', 'mpi')}, or use --backend gloo"
         ) from None
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CpuftError("backend mpi needs MPI_THREAD_MULTIPLE, which this MPI library lacks: use --backend gloo")

@@ -133,10 +133,7 @@ def _check(model: nn.Module, precision: str) -> None:
 def _patch(model: nn.Module, precision: str, first_token: bool, adapters: bool) -> MasterWeights:
     found = find_stacks(model, adapters)
     if precision == "int8" and not found:
-        raise CpuftError(
-            f"precision int8 needs layers that the fast path knows, and {type(model).__name__} has none: choose "
-            f"another precision"
-        )
+        raise CpuftError(f"precision int8 needs fast layers, which {type(model).__name__} lacks: choose another one")
     linears = [linear for one in found for linear in one.linears]
     frozen = {id(p) for p in list_frozen_weights(model)}
     low: list[nn.Parameter] = []

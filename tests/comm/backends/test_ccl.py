@@ -91,5 +91,5 @@ def test_a_wrong_number_of_workers_is_refused(count: str) -> None:
 def test_a_missing_shim_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ccl, "__file__", str(tmp_path / "ccl.py"))
     ccl.load.cache_clear()
-    with pytest.raises(CpuftError, match=r"headers that the second one compiles with: .*\[train,ccl\]"):
+    with pytest.raises(CpuftError, match=r"headers for the second one: .*\[train,ccl\]"):
         ccl.load()

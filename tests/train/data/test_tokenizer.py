@@ -74,7 +74,7 @@ def test_a_tokenizer_that_is_named_is_loaded(own_cache: None) -> None:
         ),
         (
             {"max_position_embeddings": 64},
-            "small.json has 64 positions, so that it cannot read examples of 128 tokens: ",
+            "small.json has 64 positions: give --max-length 64 or less",
         ),
         ({"model_type": "bort"}, "no model can be made of small.json (Unrecognized model identifier: bort."),
         ({"hidden_size": "x"}, "no model can be made of small.json ("),
