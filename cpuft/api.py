@@ -359,9 +359,8 @@ def _launch_function(
     _refuse_options(options, training, "is for a training, and the function has arguments: args and kwargs")
     config = pick(LaunchConfig, parse_options(options, LaunchConfig))
     name = re.sub(r"\W", "", getattr(function, "__name__", "")) or "function"
-    config = dataclasses.replace(
-        config, run_dir=choose_run_dir(config.run_dir, f"{name}-np{config.np}" if config.np else name)
-    )
+    run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}" if config.np else name)
+    config = dataclasses.replace(config, run_dir=run_dir)
     pickled = pickle_call(function, args, kwargs)
     header = CallHeader(secrets.token_hex(32), python_version(), tuple(filter(None, map(os.path.abspath, sys.path))))
     content = pack_call(header, pickled)

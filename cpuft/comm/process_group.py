@@ -182,9 +182,8 @@ def _begin_span(name: str, tensors: Tensors) -> Callable[[], object]:
     autograd: Any = torch.autograd
     if not autograd._profiler_enabled():
         return lambda: None
-    return functools.partial(
-        autograd._record_function_with_args_exit, autograd._record_function_with_args_enter(name, *tensors)
-    )
+    span = autograd._record_function_with_args_enter(name, *tensors)
+    return functools.partial(autograd._record_function_with_args_exit, span)
 
 
 class CollectiveGroup(WatchedGroup):

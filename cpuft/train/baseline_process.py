@@ -80,10 +80,8 @@ class BaselineProcess:
 def _read_result(text: str, code: int) -> BaselineLine:
     """Return the baseline that the process has printed. Raises ValueError, with the reason: it has printed none."""
     if not text.strip():
-        reason = (
-            "was killed, probably because memory ran out" if code == -signal.SIGKILL else f"ended with exit code {code}"
-        )
-        raise ValueError(f"its process {reason}")
+        killed = "was killed, probably because memory ran out"
+        raise ValueError(f"its process {killed if code == -signal.SIGKILL else f'ended with exit code {code}'}")
     found = load(dict[str, Any], parse_json(text))
     if "error" in found:
         raise ValueError(load(str, found["error"]))

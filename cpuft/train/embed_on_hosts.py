@@ -77,9 +77,7 @@ def refuse_other_models(found: list[tuple[str, str, str]]) -> None:
     """Raise CpuftError if the ranks' items (checksum of parameters, form of embeddings, host) show different models."""
     for rank, (*model, host) in enumerate(found):
         if model != list(found[0][:2]):
-            raise CpuftError(
-                f"rank {rank} on {host} has another model than rank 0 on {found[0][2]}: give --model a folder"
-            )
+            raise CpuftError(f"rank {rank} on {host} has another model than rank 0 on {found[0][2]}: give a folder")
 
 
 def _compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Window], ranks: int) -> Iterator[Computed]:

@@ -84,9 +84,7 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
         elif name == "Normalize":
             normalize = True
         elif name != "Transformer":
-            raise CpuftError(
-                f"{source} has a module {name or str(module)[:60]}, which cpuft cannot train: give another model"
-            )
+            raise CpuftError(f"{source} has a module {name or str(module)[:60]}, unknown to cpuft: give another model")
     settings = _read(source, _MODEL_SETTINGS, dict[str, Any]) or {}
     lengths = _read(source, _TRANSFORMER_SETTINGS, dict[str, Any]) or {}
     similarity = settings.get("similarity_fn_name") or "cosine"

@@ -136,9 +136,7 @@ def _make_examples(lengths: tuple[int, ...], task: Task) -> Examples:
     words = [tuple(_SAMPLE[place % len(_SAMPLE)] for place in range(length)) for length in lengths]
     if task.kind == "tags":
         return Examples(words, [(0,) * len(one) for one in words], False)
-    texts: list[tuple[str, ...]] = [
-        (" ".join(one), " ".join(reversed(one)))[: max(1, len(task.texts))] for one in words
-    ]
+    texts: list[tuple[str, ...]] = [(" ".join(one), " ".join(one[::-1]))[: max(1, len(task.texts))] for one in words]
     return Examples(texts, [() if task.kind == "labels" else 0.0 for _ in words], False)
 
 

@@ -100,9 +100,7 @@ def check_rules(task: MiningTask, rules: MineConfig) -> None:
         )
     most = max(len(task.documents) - len(own) for own in task.positives)
     if most < rules.skip_top + rules.negatives:
-        raise CpuftError(
-            f"no anchor has more than {most} documents that are not its positives: lower --negatives or --skip-top"
-        )
+        raise CpuftError(f"no anchor has over {most} documents besides its positives: lower --negatives or --skip-top")
 
 
 def search_negatives(

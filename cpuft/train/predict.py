@@ -219,9 +219,7 @@ def read_finished_run(run: str) -> FinishedRun:
     elif architecture.endswith("ForTokenClassification"):
         kind = "tags"
     if not kind or not task:
-        raise CpuftError(
-            f"{run} trained a {architecture} (--task {header.task}), which has no labels: give another run"
-        )
+        raise CpuftError(f"{run} trained a {architecture} (--task {header.task}) without labels: give another run")
     if not task.folder:
         labels = () if kind in SCORE_KINDS else labels
         metrics = task.metrics if kind == "relevance" else choose_metrics(kind, labels)

@@ -75,11 +75,9 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
     with ExitStack() as stack:
         # Join the other ranks, and check that they form one job.
         wire_type = wire_type_name(resolve_compression(config.grad_compression, precision.name))
-        choice = stack.enter_context(
-            join_process_group(
-                world, config.backend, config.comm_timeout, wire_type, choose_earlier_backend(earlier, world.size)
-            )
-        )
+        before = choose_earlier_backend(earlier, world.size)
+        group = join_process_group(world, config.backend, config.comm_timeout, wire_type, before)
+        choice = stack.enter_context(group)
         ranks = check_ranks(world)
         products = measure_products(precision.name)
         if config.precision == "auto":  # rank 0 decides, because ranks do not measure quite the same

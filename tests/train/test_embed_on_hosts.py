@@ -92,7 +92,7 @@ def test_a_row_that_is_wrong_ends_all_ranks(request_: PredictConfig) -> None:
 def test_other_models_are_named() -> None:
     refuse_other_models([("a", "form", "node1"), ("a", "form", "node2")])
     for other in (("b", "form", "node2"), ("a", "another form", "node2")):
-        with pytest.raises(CpuftError, match="rank 1 on node2 has another model than rank 0 on node1: give --m"):
+        with pytest.raises(CpuftError, match="rank 1 on node2 has another model than rank 0 on node1: give a folder"):
             refuse_other_models([("a", "form", "node1"), other])
 
 

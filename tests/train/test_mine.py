@@ -156,7 +156,7 @@ def test_the_largest_scores_are_found(columns: int, count: int) -> None:
 
 def test_too_few_documents_are_refused() -> None:
     task = make_mining_task(["a", "b"], ["1", "2"], None)
-    with pytest.raises(CpuftError, match="no anchor has more than 1 documents that are not its positives"):
+    with pytest.raises(CpuftError, match="no anchor has over 1 documents besides its positives"):
         check_rules(task, MineConfig(negatives=2))
     with pytest.raises(CpuftError, match="of the 3 most similar documents 2 are skipped, so that fewer than 2 negativ"):
         check_rules(task, MineConfig(negatives=2, skip_top=2, search_depth=3))

@@ -83,7 +83,7 @@ def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsy
             {"corpus": "bare.csv"},
             "bare.csv has the columns anchor, positive: name the one of the texts with --corpus-co",
         ),
-        ({"negatives": 30}, "no anchor has more than 29 documents that are not its positives: lower --negatives"),
+        ({"negatives": 30}, "no anchor has over 29 documents besides its positives: lower --negatives"),
         (
             {"max_score": -0.99},
             "30 of 30 anchors left out, with fewer than 2 negatives: loosen --max-score, --min-scor",

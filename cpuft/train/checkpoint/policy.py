@@ -125,9 +125,8 @@ class Checkpoints:
         At least one rank must have been told to stop. It returns only if no rank could write its checkpoint, as on a
         full disk. `updates` are the whole run's.
         """
-        causes: list[tuple[str, bool]] = gather(
-            (describe_cause(os.environ), is_host_leaving(os.environ)) if is_interrupted() else ("", False)
-        )
+        own = (describe_cause(os.environ), is_host_leaving(os.environ)) if is_interrupted() else ("", False)
+        causes: list[tuple[str, bool]] = gather(own)
         leaving = tuple(rank for rank, (_, is_so) in enumerate(causes) if is_so)
         line = InterruptedLine(update, updates, next(cause for cause, _ in causes if cause), leaving)
         self.finish()

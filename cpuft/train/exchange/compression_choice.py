@@ -71,9 +71,8 @@ def choose_compression(
     exact = make_levels(model, tokens, own_tokens, world.size, 0.0)[0]
     if (exact.layer_bytes + exact.row_bytes) * link.seconds_per_byte <= _FAST_SECONDS:
         return base, ""
-    measured = torch.tensor(
-        [_measure_compute(config, precision, model, objective, prepared, world), measure_coding_seconds()]
-    )
+    seconds = _measure_compute(config, precision, model, objective, prepared, world)
+    measured = torch.tensor([seconds, measure_coding_seconds()])
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # the slowest rank's times, so that all ranks choose the same
     seconds, coding = measured.tolist()
     hosts = world.size // per_host if per_host else 0
