@@ -53,7 +53,7 @@ def list_unused(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Bucket:
-    """Parameters of one type whose gradients lie side by side in a buffer, with the methods of torch's GradBucket.
+    """Parameters of one type whose gradients lie side by side in a buffer, with methods of torch's GradBucket.
     `begin` makes the buffer; `length` is its number of elements with padding at the end, 0 without padding.
     """
 

@@ -68,13 +68,13 @@ class _Arguments(Arguments):
         return *places, *more, *sizes, *self.list_strides(query, key)
 
     def run_forward(self, kernels: Kernels, parts: Sequence[Tensor], context: Tensor) -> None:
-        kernels.run("disentangled_forward", context.dtype, *parts, context, *self._list_own(*parts[:2]))
+        kernels.run("disentangled_forward", context.dtype, *parts, context, *self._list_own(parts[0], parts[1]))
 
     def run_backward(
         self, kernels: Kernels, parts: Sequence[Tensor], grad: Tensor, outputs: Sequence[Tensor], wanted: bool
     ) -> Sequence[Tensor]:
         dpositions = torch.empty(2, self.groups, *parts[3].shape)
-        arrays = (*parts, grad, *outputs, *dpositions, *self._list_own(*parts[:2], self.groups))
+        arrays = (*parts, grad, *outputs, *dpositions, *self._list_own(parts[0], parts[1], self.groups))
         kernels.run("disentangled_backward", grad.dtype, *arrays)
         return [one.sum(0).to(grad.dtype) for one in dpositions]
 

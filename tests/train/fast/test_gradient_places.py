@@ -50,7 +50,7 @@ def check_places(kind: str, precision: str) -> None:
     places = {
         parameter: view.data_ptr()
         for bucket in buckets
-        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        for parameter, view in zip(bucket.parameters(), bucket.split(bucket.buffer()), strict=True)
     }
     for _ in range(2):  # what the update before has left in the buckets does no harm
         written.clear()
