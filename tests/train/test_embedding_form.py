@@ -61,7 +61,10 @@ def test_without_the_hub_only_files_that_are_known_to_be_missing_count_as_missin
     ("changes", "message"),
     [
         ({"1_Pooling/config.json": {"pooling_mode": ["cls", "mean"]}}, "pooling .* is cls and mean"),
-        ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, "one of the poolings mean, cls, lasttoken"),
+        (
+            {"1_Pooling/config.json": {"pooling_mode_max_tokens": True}},
+            "replace it by --pooling mean or cls or lasttoken",
+        ),
         ({"1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False}}, "leaves prompts out"),
         ({"modules.json": [{"type": "sentence_transformers.models.Dense"}]}, "has a module Dense"),
         ({"modules.json": "["}, "cannot be read"),

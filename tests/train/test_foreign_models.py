@@ -183,7 +183,7 @@ def test_what_cannot_be_loaded_is_named(
 def test_adapters_on_the_hub_are_answered_with_how_to_download_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpuft.train.model.find_hub_problem", lambda: "")
     error = OSError("a/lora does not appear to have a file named config.json. Checkout 'https://huggingface.co/a/lora'")
-    said = "if it holds adapters of peft, download them by hf download a/lora --local-dir FOLDER, and give --model"
+    said = "model a/lora has no config.json: if it holds adapters, download them, and give --model that folder"
     assert said in describe_load_failure("a/lora", error)
 
 

@@ -20,5 +20,5 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     check_packages(format)
     package = GRAPHS[format].packages[-1]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else name)
-    with pytest.raises(CpuftError, match=rf"--format {format} needs {package}, .*pip install .*\[{format}\]"):
+    with pytest.raises(CpuftError, match=rf"--format {format} needs {package}: .*pip install .*\[{format}\]"):
         check_packages(format)

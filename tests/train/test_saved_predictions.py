@@ -179,6 +179,6 @@ def test_a_fault_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
     for kept, reason in ((broken, "no room"), (whole, "is a folder")):
         warning = save_predictions(tmp_path, TrainConfig(), prepared, line, kept)
-        assert warning.startswith("warning: what the model predicts")
+        assert warning.startswith(f"warning: {FILE_NAME} could not be written (")
         assert reason in warning
         assert "\n" not in warning

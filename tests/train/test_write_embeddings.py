@@ -87,7 +87,7 @@ def test_processes_return_the_windows_in_their_order(request_: PredictConfig) ->
     wanted = Embedder("tiny", "fp32").embed(TEXTS[:5])
     assert np.abs(np.concatenate([embeddings for _, embeddings in found]) - wanted).max() < 1e-6
     with (
-        pytest.raises(CpuftError, match="--dimensions 33: the embeddings of tiny have 32 dimensions; give as many or"),
+        pytest.raises(CpuftError, match="the embeddings of tiny have 32 dimensions: give at most as many"),
         start_computing(replace(request, dimensions=33)),
     ):
         pass

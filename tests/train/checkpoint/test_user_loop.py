@@ -185,7 +185,7 @@ def test_where_nothing_can_be_kept_the_next_move_is_said() -> None:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "2")
         for function in (cpuft.interrupted, cpuft.load_state):
-            with pytest.raises(CpuftError, match="2 ranks write checkpoints together: call torch"):
+            with pytest.raises(CpuftError, match="2 ranks write checkpoints together: call init_process_group"):
                 function()
         patch.delenv("CPUFT_RUN_DIR")
         with pytest.raises(CpuftError, match="checkpoints need a folder: start the script with cpuft launch"):

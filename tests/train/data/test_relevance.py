@@ -324,7 +324,7 @@ def test_what_finds_no_negatives(tmp_path: Path, plain: None) -> None:
         read_relevance(TASK, mined(tmp_path, hard_negatives=7))
     with pytest.raises(CpuftError, match=r"needs an embedding model, and bert-base is none .*--mining-model minilm"):
         read_relevance(TASK, mined(tmp_path, from_config="bert-base"))
-    with pytest.raises(CpuftError, match=r"there is no folder ./nowhere: give --mining-model a"):
+    with pytest.raises(CpuftError, match=r"there is no folder ./nowhere: give --mining-model the"):
         read_relevance(TASK, mined(tmp_path, mining_model="./nowhere"))
     empty = write_csv(tmp_path / "empty.csv", ("question", "answer"), [("", "")])
     with pytest.raises(CpuftError, match="has no rows with 'question' and 'answer': give rows of both"):
