@@ -216,7 +216,8 @@ def test_a_hub_that_refuses_or_is_not_there(hub: Hub, settings: dict[str, str]) 
     done = run_cpuft("push", "run", "team/model", settings=settings)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2
-    assert last.startswith("cpuft: error: the hub refuses the token for team/model (")
+    assert last.startswith(f"cpuft: error: the upload of 'team/model' to {hub.address} failed (")
+    assert "log in with `hf auth login`" in last
     assert TOKEN not in last
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -224,7 +225,9 @@ def test_a_hub_that_refuses_or_is_not_there(hub: Hub, settings: dict[str, str]) 
         address = f"http://me:pass-word@{nobody}"
         done = run_cpuft("push", "run", "team/model", settings=settings | {"HF_ENDPOINT": address})
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"cpuft: error: the upload to http://***@{nobody} failed (")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"cpuft: error: the upload of 'team/model' to http://***@{nobody} failed ("
+    )
     assert "pass-word" not in done.stderr
     assert "check the network and the proxy settings" in done.stderr
 
@@ -233,7 +236,7 @@ def test_a_hub_that_refuses_or_is_not_there(hub: Hub, settings: dict[str, str]) 
 def test_no_name_of_a_repository(name: str, hub: Hub, settings: dict[str, str]) -> None:
     done = run_cpuft("push", "run", "--", name, settings=settings)
     assert done.returncode == 2
-    assert "is not the name of a repository" in done.stderr
+    assert "check the name (OWNER/NAME)" in done.stderr
     assert hub.requests == []
 
 
