@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -36,15 +35,6 @@ _SECONDS = 60.0
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
-@dataclass(frozen=True)
-class Upload:
-    """What is uploaded."""
-
-    folder: Path
-    files: tuple[str, ...]
-    others: tuple[str, ...]
-
-
 @click.command(
     cls=Verb,
     params=[
@@ -68,26 +58,31 @@ def push(run: str, name: str, public: bool, dry_run: bool, config: str) -> None:
     prepared data and no record. The files are listed first. The token is the one of `hf auth login` or of the variable
     HF_TOKEN. HF_ENDPOINT names another hub.
     """
-    upload = _list_upload(find_model_folder(run))
-    _check_base_model(upload.folder)
-    for line in _describe_upload(upload, name, public):
-        say(line)
+    folder = find_model_folder(run)
+    files, others = _list_upload(folder)
+    _check_base_model(folder)
+    say(f"{counted(len(files), 'file')} of {folder} for {name} ({'public' if public else 'private'}):")
+    width = max(map(len, files))
+    for file in files:
+        say(f"  {file:<{width}}  {(folder / file).stat().st_size:>14,} bytes")
+    if others:
+        say(f"not uploaded: {', '.join(others)}")
     if not dry_run:
-        click.echo(f"uploaded: {_upload_files(upload, name, public)}")
+        click.echo(f"uploaded: {_upload_files(folder, files, name, public)}")
 
 
-def _list_upload(folder: Path) -> Upload:
-    """Return which files of a model's folder are uploaded: regular files with the names of _FILES, but no links."""
+def _list_upload(folder: Path) -> tuple[list[str], list[str]]:
+    """Return which files of a model's folder are uploaded, regular ones with the names of _FILES, and the others."""
     paths = list[Path]()
     for path in sorted(folder.iterdir()):
         has_settings = path.name in (POOLING_FOLDER, NORMALIZE_FOLDER) and path.is_dir() and not path.is_symlink()
         paths += sorted(path.iterdir()) if has_settings else [path]
     regular = {str(path.relative_to(folder)): path.is_file() and not path.is_symlink() for path in paths}
     names = list(regular)
-    files = tuple(name for name in names if regular[name] and any(fnmatchcase(name, one) for one in _FILES))
+    files = [name for name in names if regular[name] and any(fnmatchcase(name, one) for one in _FILES)]
     if not any(name.endswith(".safetensors") for name in files):
         raise CpuftError(f"{folder} holds no weights (*.safetensors): give the folder of a finished run")
-    return Upload(folder, files, tuple(name for name in names if name not in files))
+    return files, [name for name in names if name not in files]
 
 
 def _check_base_model(folder: Path) -> None:
@@ -106,24 +101,12 @@ def _check_base_model(folder: Path) -> None:
         )
 
 
-def _describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
-    sizes = {file: (upload.folder / file).stat().st_size for file in upload.files}
-    width = max(map(len, sizes))
-    return [
-        f"{counted(len(sizes), 'file')} of {upload.folder} for {name} ({'public' if public else 'private'}):",
-        *(f"  {file:<{width}}  {size:>14,} bytes" for file, size in sizes.items()),
-        *([f"not uploaded: {', '.join(upload.others)}"] if upload.others else []),
-    ]
-
-
-def _upload_files(upload: Upload, name: str, public: bool) -> str:
+def _upload_files(folder: Path, files: list[str], name: str, public: bool) -> str:
     """Make the repository if necessary, upload the files in one commit, and return the address of the model."""
     with requires("hub", "cpuft push needs huggingface_hub, which is not installed"):
         import huggingface_hub
         from huggingface_hub import constants
         from huggingface_hub.utils import get_session
-    if constants.HF_HUB_OFFLINE:
-        raise CpuftError("HF_HUB_OFFLINE forbids asking the Hugging Face hub: unset it to upload the model")
     token = huggingface_hub.get_token()
     if not token:
         raise CpuftError(f"there is no token for the Hugging Face hub: {_LOG_IN}")
@@ -135,7 +118,7 @@ def _upload_files(upload: Upload, name: str, public: bool) -> str:
             raise CpuftError(
                 f"{name} is public on the hub: add --public to upload the model for everybody, or give another name"
             )
-        additions = [huggingface_hub.CommitOperationAdd(file, upload.folder / file) for file in upload.files]
+        additions = [huggingface_hub.CommitOperationAdd(file, folder / file) for file in files]
         hub.create_commit(repository, additions, commit_message="Upload a model trained with cpuft")
     except CpuftError:
         raise
