@@ -42,8 +42,6 @@ Row = tuple[str, dict[str, Cell]]
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _WORD_COLUMNS = ("tokens", "words")
 """Names of columns whose cells are lists of words."""
-_TEXT_KEYS = ("text", "sentence", "sentence1", "prompt", "query")
-"""Keys whose texts tell a row from an object that holds all rows of a file."""
 _JSON_BEGIN = re.compile(r"\s*(\{|\[\s*(\{|$))")
 """How the first line of a file with JSON begins, whatever its name."""
 _ROWS_FOR_LENGTHS = 100
@@ -378,7 +376,9 @@ def _refuse_json_array(first_line: str, path: Path) -> None:
                 f"{path} has a list in a line: write one object a line, such as {{'text': ..., 'label': ...}}, which "
                 f"names the parts of the list"
             )
-        raise CpuftError(_describe_document(path, "a JSON array", "for row in {}", "row"))
+        code = f"import json; [print(json.dumps(row)) for row in json.load(open({str(path)!r}))]"
+        advice = advise_conversion(path, "-lines.jsonl", f'python -c "{code}"')
+        raise CpuftError(f"{path} is a JSON array, and cpuft reads JSON lines, one object a line: {advice}")
 
 
 def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> None:
@@ -394,30 +394,12 @@ def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> Non
         return  # the message is that of the line
     if not isinstance(value, dict) or not value:
         return
-    tables = [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
-    columns, is_row = list(value.values()), any(isinstance(value.get(key), str) for key in _TEXT_KEYS)
-    how, rows = "", ""
-    if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
-        how, rows = "names of columns beside the rows", "[dict(zip(d['columns'], r)) for r in d['data']]"
-    elif len(tables) == 1 and tables[0].isidentifier() and not is_row:
-        how, rows = f"its rows under the key {tables[0]!r}", f"d[{tables[0]!r}]"
-    elif all(isinstance(one, dict) and one for one in columns):
-        how, rows = "a key for each row", "d.values()"
-        if all(key.isdecimal() for one in columns for key in one):
-            how, rows = "a key for each column", "[dict(zip(d, r)) for r in zip(*(c.values() for c in d.values()))]"
-    elif all(isinstance(one, list) and len(one) > 1 for one in columns) and value.keys().isdisjoint(_WORD_COLUMNS):
-        how, rows = "a key for each column", "[dict(zip(d, r)) for r in zip(*d.values())]"
-    elif second:
-        how, rows = "one row over several lines", "[d]"
-    if how:
-        loop = f"for d in [{{}}] for r in {rows}"
-        raise CpuftError(_describe_document(path, f"one JSON object with {how}", loop, "r"))
-
-
-def _describe_document(path: Path, what: str, loop: str, row: str) -> str:
-    code = f"import json; [print(json.dumps({row})) {loop.format(f'json.load(open({str(path)!r}))')}]"
-    advice = advise_conversion(path, "-lines.jsonl", f'python -c "{code}"')
-    return f"{path} is {what}, and cpuft reads JSON lines, one object a line: {advice}"
+    is_row = any(isinstance(one, str) for one in value.values()) or not value.keys().isdisjoint(_WORD_COLUMNS)
+    if second or not is_row:
+        raise CpuftError(
+            f"{path} is one JSON object, and cpuft reads JSON lines, one object a line: write each row into a line of "
+            f"its own, with pandas by to_json(..., orient='records', lines=True)"
+        )
 
 
 def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
