@@ -65,13 +65,11 @@ from cpuft.train.data.texts import (
     split_texts,
 )
 from cpuft.train.data.tokenizer import (
-    check_tokenizer,
     choose_pad_id,
     choose_tokenizer,
     digest_tokenizer,
     get_tokenizer_name,
     get_vocab_size,
-    may_mismatch_model,
 )
 from cpuft.train.data.validation_rows import checksum_rows, keep_beginnings, make_validation_rows, read_slices
 from cpuft.train.engines import check_engine
@@ -381,15 +379,10 @@ def _choose_block_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int]
 
 
 def _is_prepared(path: Path, config: TrainConfig) -> bool:
-    """Return whether an archive is there; checks before that the model takes its tokens and examples of that length."""
+    """Return whether an archive is there, whose checksum contains what is checked of the model, or check it now."""
     if not path.exists():
         check_positions(config)
-        return False
-    # The checksum contains the positions that `check_positions` has checked, so that transformers, whose import takes
-    # seconds, is not needed here.
-    if may_mismatch_model(config):
-        check_tokenizer(config, read_prepared(str(path)).vocab_size)
-    return True
+    return path.exists()
 
 
 def _make_meta(

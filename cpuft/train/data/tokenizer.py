@@ -39,16 +39,11 @@ def get_tokenizer_name(config: TrainConfig) -> str:
     return config.tokenizer or ("" if config.from_config else config.model)
 
 
-def may_mismatch_model(config: TrainConfig) -> bool:
-    """Return whether to check the tokenizer's size: with --tokenizer or --from-config, and for tasks text and chat."""
-    return bool(config.tokenizer or config.from_config) or config.task in ("text", "chat")
-
-
 def digest_tokenizer(config: TrainConfig) -> bytes:
     """Return the bytes on which tokens and padding depend, for checksums. Raises CpuftError: there is no such model."""
     name = get_tokenizer_name(config)
     if not name:
-        return repr((config.from_config, config.vocab_size)).encode()
+        return repr((config.from_config, config.vocab_size)).encode() + _digest_model_config(config)
     folder = Path(source := _find_tokenizer(name))
     # That of the model's own folder is in the checksum of chats anyway.
     names = TOKENIZER_FILES if source == find_model(name) else (*TOKENIZER_FILES, "chat_template.jinja")
@@ -84,8 +79,8 @@ def choose_tokenizer(
             write_text(path, train_tokenizer(list_texts, size))
         trained = path.read_text(encoding="utf-8")
         tokenizer = make_tokenizer(trained)
-    if may_mismatch_model(config):
-        check_tokenizer(config, get_vocab_size(tokenizer))
+    if config.tokenizer or config.from_config or config.task in ("text", "chat"):
+        _check_tokenizer(config, get_vocab_size(tokenizer))
     return tokenizer, trained
 
 
@@ -194,7 +189,7 @@ def _check_vocabulary_files(folder: Path) -> None:
         )
 
 
-def check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
+def _check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
     """Raise CpuftError if the model embeds fewer tokens than `vocab_size`, the size of the tokenizer."""
     # Untrained models of a named size, such as bert-base, get an embedding of `vocab_size`, and pass.
     embedded = load_config(config, {}, vocab_size).vocab_size
