@@ -163,7 +163,7 @@ def test_conversations_are_read_up_to_the_last_question() -> None:
         (
             "a,b\n1,2\n",
             "",
-            "p.csv has the columns a, b: name the one of the texts with --text-columns",
+            "p.csv has no column 'prompt' (it has a, b): name the one of the texts with --text-columns",
         ),
         ("a,b\n1,2\n", "c", "p.csv has no column 'c': choose one of a, b"),
         ("a,b\n1,2\n", "a,b", "--text-columns 'a,b': name one column, as each text is taken by itself"),

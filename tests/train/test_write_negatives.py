@@ -81,7 +81,7 @@ def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsy
         ({"file": "bare.csv"}, "bare.csv has no rows: give a file with pairs of texts"),
         (
             {"corpus": "bare.csv"},
-            "bare.csv has the columns anchor, positive: name the one of the texts with --corpus-co",
+            "bare.csv has no column 'text' (it has anchor, positive): name the one of the texts with --corpus-co",
         ),
         ({"negatives": 30}, "no anchor has over 29 documents besides its positives: lower --negatives"),
         (

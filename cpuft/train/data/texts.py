@@ -7,7 +7,6 @@ row of a table. Blank lines are ignored, unless the texts are for a decoder.
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,8 +24,7 @@ from cpuft.train.data.columnar import Cell, is_columnar
 from cpuft.train.data.delimited import TableOptions
 from cpuft.train.data.tables import (
     JSON_SUFFIXES,
-    Table,
-    find_longest_column,
+    choose_column,
     get_suffix,
     read_lines,
     read_table,
@@ -35,7 +33,6 @@ from cpuft.train.data.tables import (
 
 _TEXT_SUFFIXES = (".txt", ".text", ".md")
 _TABLE_SUFFIXES = (*JSON_SUFFIXES, ".csv", ".tsv")
-_USUAL_COLUMN = "text"
 MAX_LINE_BYTES = 8 << 20
 """Tokenising a line takes about a hundred times as much memory as the line."""
 _BLOCK_PIECES = 64
@@ -134,7 +131,7 @@ def _list_texts(path: Path, corpus: Corpus, option: str) -> Iterator[str]:
     encoding = corpus.options.encoding
     if _is_table(path):
         table = read_table(path, option, corpus.options)
-        columns = corpus.columns or _choose_column(table, path)
+        columns = corpus.columns or (choose_column(table, "", usual=("text",)),)
         for where, row in table.rows:
             yield _check_length(_join_cells(row, columns, where), where)
         return
@@ -149,19 +146,6 @@ def _check_length(text: str, where: str) -> str:
     if len(text) > MAX_LINE_BYTES:
         raise CpuftError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MB: split it into several lines")
     return text
-
-
-def _choose_column(table: Table, path: Path) -> tuple[str]:
-    """Return the column `text`, or the only one; a row of JSON lines that lacks the column is named later."""
-    if _USUAL_COLUMN in table.columns or not table.columns or get_suffix(path) in JSON_SUFFIXES:
-        return (_USUAL_COLUMN,)
-    if len(table.columns) > 1:
-        raise CpuftError(
-            f"{path} is a table (it has the columns {list_names(table.columns)}), and none of the columns is named "
-            f"{_USUAL_COLUMN}: name the column of the texts with --text-columns, for example --text-columns "
-            f"{shlex.quote(find_longest_column(table, table.columns))}"
-        )
-    return (table.columns[0],)
 
 
 def _join_cells(cells: dict[str, Cell], columns: tuple[str, ...], where: str) -> str:

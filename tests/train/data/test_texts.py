@@ -58,8 +58,8 @@ def test_rows_of_json_lines_are_documents() -> None:
 
 
 def test_objects_without_texts_are_named_whatever_the_name_of_their_file() -> None:
-    write(**{"x.csv": '{"a": {}}\n'})
-    with pytest.raises(CpuftError, match=r"x.csv, line 1 has no 'text'"):
+    write(**{"x.csv": '{"a": {}}\n{"a": {}}\n'})
+    with pytest.raises(CpuftError, match=r"x.csv has no column 'text' \(it has none\)"):
         pieces_of("x.csv")
 
 
@@ -111,9 +111,9 @@ def test_other_texts_have_another_checksum(change: dict[str, str]) -> None:
         ({"a_csv": ""}, ".", "folder . holds no .txt, .text, .md, .json, .jsonl, .ndjson: give other files with"),
         ({"a_jsonl": '{"text": "a"}\n["b"]'}, "a.jsonl", "a.jsonl, line 2 is not a JSON object"),
         (
-            {"a_jsonl": '{"t": "a"}'},
+            {"a_jsonl": '{"text": "a"}\n{"t": "a"}'},
             "a.jsonl",
-            "a.jsonl, line 1 has no 'text': correct it, or name the texts with --text-columns (it has t)",
+            "a.jsonl, line 2 has no 'text': correct it, or name the texts with --text-columns (it has t)",
         ),
     ],
 )
@@ -313,8 +313,7 @@ def test_a_column_of_a_table_is_learned_and_not_its_lines() -> None:
         (
             "x.csv",
             "",
-            "x.csv is a table (it has the columns id, body), and none of the columns is named text: name the column of "
-            "the texts with --text-columns, for example --text-columns body",
+            "x.csv has no column 'text' (it has id, body): name the one of the texts with --text-columns",
         ),
         (
             "x.txt",
