@@ -6,11 +6,10 @@ a record afterwards.
 
 from __future__ import annotations
 
-import abc
 import importlib.util
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ class TrackedRun:
     folder: Path
 
 
-class Tracker(abc.ABC):
+class Tracker:
     """One run in a tracker. The library of the tracker is imported when the object is made, and only then.
 
     `log` is called with growing steps, several times for a step that was evaluated. A restart of the run makes the
@@ -45,17 +44,16 @@ class Tracker(abc.ABC):
     values. All methods may raise whatever the library raises.
     """
 
-    @abc.abstractmethod
-    def __init__(self, run: TrackedRun) -> None:
-        """Begin or continue the tracked run."""
+    _run: Any
+    """The run of a library that queues values and sends them in the background; other trackers have own methods."""
 
-    @abc.abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send values of one update by name, such as `train/loss`."""
+        self._run.log(dict(values), step=step)
 
-    @abc.abstractmethod
     def finish(self) -> None:
         """Send what is left, and mark the run as complete."""
+        self._run.finish()  # waits until everything is sent or, offline, written
 
 
 class TensorBoard(Tracker):
@@ -111,19 +109,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self._run)
 
 
-class _QueueingTracker(Tracker):
-    """A tracker whose library has a run that queues values and sends them in the background."""
-
-    _run: Any
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()  # waits until everything is sent or, offline, written
-
-
-class WeightsAndBiases(_QueueingTracker):
+class WeightsAndBiases(Tracker):
     """A run in the project `cpuft`, or WANDB_PROJECT. With WANDB_MODE=offline its files stay in the run's folder."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -140,7 +126,7 @@ class WeightsAndBiases(_QueueingTracker):
         )
 
 
-class Trackio(_QueueingTracker):
+class Trackio(Tracker):
     """A run in the project `cpuft` of Trackio's database on this host, or TRACKIO_PROJECT."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -152,7 +138,7 @@ class Trackio(_QueueingTracker):
         )
 
 
-TRACKERS: dict[str, type[Tracker]] = {
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "mlflow": MLflow,
     "wandb": WeightsAndBiases,

@@ -19,6 +19,7 @@ from cpuft.errors import CpuftError
 from cpuft.record import EvaluationLine, Footer, Header, Line, Record, StepLine, format_line
 from cpuft.trackers import (
     TRACKERS,
+    MLflow,
     TrackedRun,
     Tracker,
     check_trackers,
@@ -131,7 +132,7 @@ def test_mlflow_gets_names_that_it_accepts(monkeypatch: pytest.MonkeyPatch) -> N
     entities = SimpleNamespace(Metric=lambda name, value, *_: sent.append((name, value)))
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(entities=entities))
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    tracker: Any = object.__new__(TRACKERS["mlflow"])
+    tracker: Any = object.__new__(MLflow)
     tracker._client, tracker._run = SimpleNamespace(log_batch=lambda *_: None), "r"
     tracker.log(3, {"eval/ndcg@10": 0.5, "eval/map": 0.25})
     assert sent == [("eval/ndcg_at_10", 0.5), ("eval/map", 0.25)]
