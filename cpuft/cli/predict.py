@@ -17,7 +17,7 @@ from cpuft.config.fields import format_arguments, format_flag
 from cpuft.config.launch import PLACE_OPTIONS, LaunchConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.embedding_files import name_embeddings
-from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, suggest_names
+from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, TASKS, find_task
 
 if TYPE_CHECKING:
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from cpuft.record import Header
 
 _NOT_GLUE = ("demo", *FILE_TASKS)
-_SPLITS = ("validation", "test")
-_OF_LABELS = ("label_column", "data_dir", "with_input", "threshold")
-_OF_EMBEDDINGS = ("normalize", "dimensions", "prompt")
-_OF_DECODERS = ("max_new_tokens", "temperature")
+_OPTIONS = {
+    "predicts labels": ("label_column", "data_dir", "with_input", "threshold"),
+    "computes embeddings": ("normalize", "dimensions", "prompt", "np"),
+    "answers prompts": ("max_new_tokens", "temperature"),
+}
+"""Options that are for one sort of model only, by what such a model does."""
 _RUN_DIR = (
     "Folder of the run that computes embeddings on several hosts; it must not exist yet (default: a new folder in "
     "runs/)"
@@ -71,7 +73,7 @@ def predict(dry_run: bool, **values: Any) -> None:
     if asked.model:
         if asked.run:
             raise CpuftError("RUN and --model both name the model: leave out one of them")
-        _check_embedding_request(asked)
+        _check_file_request(asked, "computes embeddings")
     elif asked.run:
         header = read_record(asked.run).header
         check_request(asked, header, config)
@@ -136,26 +138,28 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
 def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | None = None) -> None:
     """Raise CpuftError if the run has no model or cannot predict what is asked for, or not on the hosts of `config`."""
     if is_embedding_task(header.task):
-        _check_embedding_request(asked)
-        find_model_folder(asked.run)
-        return
-    if _is_decoder_run(header):
-        _check_generation_request(asked)
-        find_model_folder(asked.run)
-        return
-    task = f"--task {header.task}"
-    _refuse_given(asked, _OF_DECODERS, f"is for decoders, and {task} trains no decoder: leave it out")
-    none = f"is for embeddings, and {task} trains no embedding model: leave it out, or give another RUN or --model"
-    _refuse_given(asked, _OF_EMBEDDINGS, none)
-    here = "is for embeddings; other predictions use this host only: leave it out"
-    _refuse_given(config or LaunchConfig(), PLACE_OPTIONS, here)
-    if asked.np > 1:
-        raise CpuftError("--np is for embeddings; other predictions use all cores of this host anyway: leave it out")
+        _check_file_request(asked, "computes embeddings")
+    else:
+        here = "is for embeddings; other predictions use this host only: leave it out"
+        _refuse_given(config or LaunchConfig(), PLACE_OPTIONS, here)
+        if _is_decoder_run(header):
+            _check_file_request(asked, "answers prompts")
+        else:
+            _check_label_request(asked, header)
+    find_model_folder(asked.run)
+
+
+def _check_file_request(asked: PredictConfig, does: str) -> None:
+    if asked.split or not asked.file:
+        raise CpuftError(f"a model that {does} needs --file, without --split: give a file of texts")
+    _refuse_others(asked, does)
+
+
+def _check_label_request(asked: PredictConfig, header: Header) -> None:
+    _refuse_others(asked, "predicts labels")
     if bool(asked.file) == bool(asked.split):
         problem = "both are given" if asked.file else "neither is given"
         raise CpuftError(f"--file and --split: {problem}; give one of them to say which examples to predict")
-    if asked.split and asked.split not in _SPLITS:
-        raise CpuftError(f"{asked.split[:60]!r} is not a value of --split: {suggest_names(asked.split, _SPLITS)}")
     if asked.split == "test" and (header.task in _NOT_GLUE or header.task not in TASKS):
         raise CpuftError(f"--task {header.task} has no test examples: give a file with --file")
     if asked.split == "test" and asked.with_input:
@@ -168,21 +172,12 @@ def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | N
         raise CpuftError(
             "--data-dir is for a GLUE task, of whose data --split chooses a part: add --split, or leave out --data-dir"
         )
-    find_model_folder(asked.run)
 
 
-def _check_embedding_request(asked: PredictConfig) -> None:
-    _refuse_given(asked, _OF_DECODERS, "is for decoders, and this model computes embeddings: leave it out")
-    if asked.split or not asked.file:
-        raise CpuftError("an embedding model needs --file, without --split: give a file of texts")
-    _refuse_given(asked, _OF_LABELS, "is for predictions, and this model computes embeddings: leave it out")
-
-
-def _check_generation_request(asked: PredictConfig) -> None:
-    if asked.split or not asked.file:
-        raise CpuftError("a decoder answers prompts, and needs --file, without --split: give a file of prompts")
-    names = (*_OF_LABELS, *_OF_EMBEDDINGS, "np")
-    _refuse_given(asked, names, "is not for decoders, which answer prompts: leave it out")
+def _refuse_others(asked: PredictConfig, does: str) -> None:
+    for what, names in _OPTIONS.items():
+        if what != does:
+            _refuse_given(asked, names, f"is for a model that {what}, and this one {does}: leave it out")
 
 
 def _refuse_given(config: PredictConfig | LaunchConfig, names: Sequence[str], reason: str) -> None:

@@ -24,7 +24,7 @@ class PredictConfig:
         "",
         "Examples to predict instead of --file: the validation examples of the run, or the test examples of its GLUE "
         "task",
-        takes="validation|test",
+        choices=("validation", "test"),
     )
     output: str = option(
         "",
