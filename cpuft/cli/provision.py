@@ -32,7 +32,7 @@ def _say(text: str) -> None:
 
 
 def _ask(question: str) -> bool:
-    return sys.stdin.isatty() and click.confirm(question)
+    return sys.stdin.isatty() and click.confirm(question, err=True)
 
 
 def _print_or_execute(dry_run: bool, plan: Callable[[], Plan], execute: Callable[[], str]) -> None:
@@ -156,16 +156,11 @@ def down(name: str, region: str, dry_run: bool) -> None:
     provider = find_cluster(name, os.environ, region)
     active, unfetched = ([], []) if dry_run else list_needed(name)
     for runs, question, problem in (
-        (active, "End the active run", f"is active on cluster {name}: end it with cpuft stop"),
-        (
-            unfetched,
-            "Remove the unfetched results of run",
-            f"has results on cluster {name}: fetch them with cpuft attach",
-        ),
+        (active, "End the active run", "is active on the cluster: end it with cpuft stop"),
+        (unfetched, "Remove the unfetched results of run", "has results there: fetch them with cpuft attach"),
     ):
-        ids = ", ".join(runs)
-        if runs and not (sys.stdin.isatty() and click.confirm(f"{question} {ids}?", err=True)):
-            raise CpuftError(f"the detached run {ids} {problem}")
+        if runs and not _ask(f"{question} {', '.join(runs)}?"):
+            raise CpuftError(f"the detached run {', '.join(runs)} {problem}")
     _print_or_execute(dry_run, provider.show_down, lambda: provider.down(_say))
 
 
