@@ -13,6 +13,7 @@ from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, find_task
 
 ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
 """Pairs of options of which only one may be given."""
+_DEFAULT = TrainConfig()
 _LAYERS = "it trains with its own layers"
 _WEIGHTS = "it keeps the fp32 weights to itself"
 _SHARDS = "it shards the optimizer state itself"
@@ -66,10 +67,15 @@ _TASKS = {
 """Options that only some tasks have, and these tasks."""
 
 
+_LORA = ("lora_rank", "may_choose_lora")
 _NEEDS = {
     "outer_momentum": (("sync_every",), "--sync-every 4"),
+    "save_best": (("eval_every",), "--eval-every epoch"),
+    "early_stopping": (("eval_every",), "--eval-every epoch"),
     "best_metric": (("save_best", "early_stopping"), "--save-best or --early-stopping"),
     "mining_model": (("hard_negatives",), "--hard-negatives 5"),
+    "base_precision": (_LORA, f"--lora-rank {DEFAULT_LORA_RANK}"),
+    "lora_merge": (_LORA, f"--lora-rank {DEFAULT_LORA_RANK}"),
 }
 """Options that have an effect only with one of others, and what to add."""
 
@@ -78,83 +84,58 @@ def refuse_conflicts(config: TrainConfig) -> None:
     """Raise CpuftError if training options exclude each other, are for another task, or would have no effect; options
     about data are left to `refuse_unused_data_options`.
     """
-    default, kind = TrainConfig(), find_task(config.task, config.causal).kind
-    for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
-        if _is_used(config, name, default):
-            flag = format_flag(name, getattr(config, name))
-            raise CpuftError(f"--engine {config.engine} excludes {flag}, because {reason}: leave out one of them")
+    kind = find_task(config.task, config.causal).kind
+    _exclude(config, f"--engine {config.engine}", UNSUPPORTED_BY_ENGINE.get(config.engine, {}))
     if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
         # Under torch 2.3, DistributedDataParallel waited for process groups written in Python with the GIL held. Others
         # were not tried since cpuft does without it.
         raise CpuftError("--engine ort trains only in fp32 and over gloo: add --precision fp32 --backend gloo")
     for name, tasks in _TASKS.items():
-        if config.task not in tasks and _is_used(config, name, default):
+        if config.task not in tasks and _is_used(config, name):
             flag, only = format_flag(name, getattr(config, name)), " and ".join(tasks)
             raise CpuftError(f"{flag} is for --task {only} only, and this is --task {config.task}: leave it out")
     if kind in DECODER_KINDS:
-        _refuse_decoder_conflicts(config, default)
+        _refuse_decoder_conflicts(config)
     if config.engine == "ort" and config.task == "text":
         raise CpuftError(
             "--engine ort cannot train --task text, because it masks the same positions in every batch: leave out one "
             "of them"
         )
     if config.precision == "int8":
-        for name in ("engine", "fast_path", "lora_rank"):
-            if _is_used(config, name, default):
-                flag = format_flag(name, getattr(config, name))
-                raise CpuftError(f"--precision int8 needs the fast path, which excludes {flag}: leave out one of them")
+        reason = "it needs the fast path"
+        _exclude(config, "--precision int8", dict.fromkeys(("engine", "fast_path", "lora_rank"), reason))
     for name, (others, advice) in _NEEDS.items():
-        if _is_used(config, name, default) and not any(_is_used(config, other, default) for other in others):
-            flag = f"{format_flag(name)} {getattr(config, name)}"
-            raise CpuftError(f"{flag} changes nothing by itself: add {advice}, or leave it out")
-    if config.shard != "none" and config.sync_every > 1:
-        raise CpuftError(
-            "--sync-every lets each rank update all parameters by itself, and --shard lets it update only its share: "
-            "leave out one of them"
-        )
-    if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED_COMPRESSIONS):
-        raise CpuftError(
-            f"--shard supports only {', '.join(SHARDED_COMPRESSIONS)} as --grad-compression: leave out "
-            f"--grad-compression {config.grad_compression}, or --shard"
-        )
-    if config.lora_rank > 0 and config.from_config:
-        raise CpuftError(
-            "--lora-rank adapts a pretrained model, and --from-config makes an untrained one: leave out one of them"
-        )
+        if _is_used(config, name) and not any(_is_used(config, other) for other in others):
+            raise CpuftError(f"{format_flag(name)} changes nothing by itself: add {advice}, or leave it out")
+    if config.shard != "none":
+        _exclude(config, "--shard", {"sync_every": "each rank updates only its share of the parameters"})
+        if config.grad_compression not in ("auto", *SHARDED_COMPRESSIONS):
+            raise CpuftError(
+                f"--shard supports only {', '.join(SHARDED_COMPRESSIONS)} as --grad-compression: leave out "
+                f"--grad-compression {config.grad_compression}, or --shard"
+            )
+    if config.from_config:
+        _exclude(config, "--from-config", {"lora_rank": "adapters are for a pretrained model"})
     if config.eval_every not in ("epoch", "none") and not is_count(config.eval_every):
         raise CpuftError(
             f"--eval-every {config.eval_every!r:.60} is not valid: give epoch, none, or a number of updates, 1 or more"
         )
-    for name in ("save_best", "early_stopping", "best_metric"):
-        if config.eval_every == "none" and getattr(config, name):
-            raise CpuftError(
-                f"{format_flag(name)} compares evaluations while training, and there are none: add --eval-every epoch"
-            )
     if config.lr_schedule == "constant" and (config.warmup_ratio or config.warmup_steps):
         raise CpuftError("--lr-schedule constant has no warm-up: write constant-with-warmup")
-    if kind in EMBEDDING_KINDS and config.engine != "torch":
-        raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
-    if config.base_precision != "auto":
-        flag = f"--base-precision {config.base_precision}"
-        if config.lora_rank <= 0 and not config.may_choose_lora:
-            raise CpuftError(
-                f"{flag} is for the frozen weights of LoRA runs, and all weights are trained: add --lora-rank "
-                f"{DEFAULT_LORA_RANK}, or leave {flag} out"
-            )
-    if config.lora_merge and config.lora_rank <= 0 and not config.may_choose_lora:
-        raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
+    if kind in EMBEDDING_KINDS:
+        _exclude(config, f"--task {config.task}", {"engine": "embedding models are trained with --engine torch only"})
 
 
 def refuse_unused_data_options(train: TrainConfig) -> None:
     """Raise CpuftError if an option about data is not at its default, and has no effect with `train.task`."""
-    default, text = TrainConfig(), ("mlm_probability", "whole_word_mask")
+    text = ("mlm_probability", "whole_word_mask")
     forms = ("delimiter", "quoting", "encoding")
     files = ("train_file", "validation_file", "validation_split", "text_columns", "skip_unlabelled", *forms)
     unlabelled = {"chat": (*forms, "skip_unlabelled"), "text": ("skip_unlabelled",), "pairs": ("skip_unlabelled",)}
     own = unlabelled.get(train.task, ()) if train.task in FILE_TASKS else files
-    task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
+    task = f"--task {train.task}" + ", which is the default task" * (train.task == _DEFAULT.task)
     for name in (*own, *(text if train.task != "text" else ())):
-        if getattr(train, name) != getattr(default, name):
+        if _is_used(train, name):
             others = "--task files for texts with labels, --task pairs for texts that belong together, or "
             fits = f"{'' if name in text else others}--task text for plain texts without labels"
             raise CpuftError(f"{format_flag(name)} has no effect with {task}: give {fits}")
@@ -165,21 +146,23 @@ def refuse_unused_data_options(train: TrainConfig) -> None:
         )
 
 
-def _is_used(config: TrainConfig, name: str, default: TrainConfig) -> bool:
+def _is_used(config: TrainConfig, name: str) -> bool:
     """Return whether an option differs from its default; no LoRA, in whatever form, is the default."""
-    return config.lora_rank > 0 if name == "lora_rank" else getattr(config, name) != getattr(default, name)
+    return config.lora_rank > 0 if name == "lora_rank" else getattr(config, name) != getattr(_DEFAULT, name)
 
 
-def _refuse_decoder_conflicts(config: TrainConfig, default: TrainConfig) -> None:
-    task = "--task chat" if config.task == "chat" else "--causal"
-    reasons = {
-        "engine": "decoders are trained with --engine torch only",
-        **dict.fromkeys(("mlm_probability", "whole_word_mask"), "no token is masked"),
-    }
+def _exclude(config: TrainConfig, what: str, reasons: Mapping[str, str]) -> None:
+    """Raise CpuftError if an option is used that `what` excludes, by the reasons of these options."""
     for name, reason in reasons.items():
-        if _is_used(config, name, default):
+        if _is_used(config, name):
             flag = format_flag(name, getattr(config, name))
-            raise CpuftError(f"{task} excludes {flag}, because {reason}: leave it out")
+            raise CpuftError(f"{what} excludes {flag}, because {reason}: leave out one of them")
+
+
+def _refuse_decoder_conflicts(config: TrainConfig) -> None:
+    task, unmasked = "--task chat" if config.task == "chat" else "--causal", "no token is masked"
+    reasons = {"engine": "decoders are trained with --engine torch only"}
+    _exclude(config, task, reasons | dict.fromkeys(("mlm_probability", "whole_word_mask"), unmasked))
     if config.precision == "int8":
         raise CpuftError(f"{task} excludes --precision int8, which is for encoders: leave it out")
     if config.from_config and not config.tokenizer:

@@ -81,7 +81,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--mlm-probability", "0.95"], "--mlm-probability '0.95' is not valid: give a number from 0.01 to 0.9"),
         (["launch", "--data-dir", "glue"], "--data-dir has no effect with --task demo, which is"),
         (["compare", "--validation-file", "x.csv"], "--validation-file has no effect with --task demo, which is"),
-        (["launch", "--shard", "optimizer", "--sync-every", "4"], "--sync-every lets each rank update all parameters"),
+        (["launch", "--shard", "optimizer", "--sync-every", "4"], "--shard excludes --sync-every, because each rank updates only"),
         (["compare", "--shard", "optimizer", "--grad-compression", "int8"], "--shard supports only none, bf16"),
         (["launch", "--task", "mrpc", "--", "same"], "--task is for cpuft's own training, not for a script: leave"),
         (["bench", "comm", "--np", "2", "--sizes", "7"], "--sizes: 7 bytes are not a whole number of float32"),

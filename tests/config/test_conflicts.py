@@ -51,15 +51,15 @@ LAYERS = "because it trains with its own layers: leave out one of them"
         ),
         (
             {"outer_momentum": 0.9},
-            "--outer-momentum 0.9 changes nothing by itself: add --sync-every 4, or leave it out",
+            "--outer-momentum changes nothing by itself: add --sync-every 4, or leave it out",
         ),
         (
             {"eval_every": "epoch", "best_metric": "f1"},
-            "--best-metric f1 changes nothing by itself: add --save-best or --early-stopping, or leave it out",
+            "--best-metric changes nothing by itself: add --save-best or --early-stopping, or leave it out",
         ),
         (
             {"shard": "optimizer", "sync_every": 2},
-            "--sync-every lets each rank update all parameters by itself, and --shard lets it update only its share: leave out one of them",
+            "--shard excludes --sync-every, because each rank updates only its share of the parameters: leave out one of them",
         ),
         *(
             (
@@ -71,7 +71,7 @@ LAYERS = "because it trains with its own layers: leave out one of them"
         *(
             (
                 {"precision": "int8", name: value},
-                f"--precision int8 needs the fast path, which excludes {format_flag(name, value)}: leave out one of them",
+                f"--precision int8 excludes {format_flag(name, value)}, because it needs the fast path: leave out one of them",
             )
             for name, value in {"engine": "ipex", "fast_path": False, "lora_rank": 16}.items()
         ),
@@ -89,7 +89,7 @@ LAYERS = "because it trains with its own layers: leave out one of them"
         ),
         (
             {"lora_merge": True},
-            "--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out",
+            "--lora-merge changes nothing by itself: add --lora-rank 16, or leave it out",
         ),
     ],
 )

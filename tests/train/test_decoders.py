@@ -88,11 +88,11 @@ def test_what_the_tokenizer_puts_before_a_text_begins_each_document(tmp_path: Pa
     "change, message",
     [
         ({"task": "mrpc"}, "--causal is for --task text only, and this is --task mrpc: leave it out"),
-        ({"whole_word_mask": True}, "--causal excludes --whole-word-mask, because no token is masked: leave it out"),
+        ({"whole_word_mask": True}, "--causal excludes --whole-word-mask, because no token is masked: leave out one"),
         ({"precision": "int8"}, "--causal excludes --precision int8, which is for encoders: leave it out"),
         (
             {"engine": "deepspeed"},
-            "--causal excludes --engine, because decoders are trained with --engine torch only: leave it out",
+            "--causal excludes --engine, because decoders are trained with --engine torch only: leave out one of them",
         ),
         ({"causal": False, "pack": True}, "--pack is for --task chat only, and this is --task text: leave it out"),
         ({"causal": False, "chat_template": "a"}, "--chat-template is for --task chat only, and this is"),

@@ -140,10 +140,7 @@ def test_early_stopping_ends_a_run_that_is_complete(tmp_path: Path) -> None:
 def test_what_no_evaluation_can_tell_is_refused() -> None:
     write_data()
     for options, message in (
-        (
-            ("--save-best",),
-            "--save-best compares evaluations while training, and there are none: add --eval-every epoch",
-        ),
+        (("--save-best",), "--save-best changes nothing by itself: add --eval-every epoch, or leave it out"),
         (("--eval-every", "0"), "--eval-every '0' is not valid: give epoch, none, or a number of updates, 1 or more"),
         (
             (*EVERY_EPOCH, "--save-best", "--best-metric", "f2"),

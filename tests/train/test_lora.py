@@ -124,11 +124,11 @@ def test_adapters_that_may_be_chosen_may_be_merged(tmp_path: Path) -> None:
     refuse_conflicts(TrainConfig(task="chat", lora_merge=True))
     encoder = TrainConfig(task="mrpc", model=save_encoder(tmp_path / "encoder", "eurobert"), lora_merge=True)
     refuse_conflicts(encoder)
-    with pytest.raises(CpuftError, match="--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16"):
+    with pytest.raises(CpuftError, match="--lora-merge changes nothing by itself: add --lora-rank 16"):
         choose_lora(encoder)
     without = (TrainConfig(task="mrpc"), TrainConfig(task="demo"), TrainConfig(task="chat", lora_rank=0))
     for config in (replace(one, lora_merge=True) for one in without):
-        with pytest.raises(CpuftError, match="--lora-merge merges LoRA adapters, and there are none"):
+        with pytest.raises(CpuftError, match="--lora-merge changes nothing by itself"):
             refuse_conflicts(config)
 
 
