@@ -97,10 +97,8 @@ def estimate(run: str | None, json: bool, **values: Any) -> None:
     from cpuft.report.estimate import (
         Network,
         describe_job,
-        describe_least_rate,
         estimate_hosts,
         estimates_to_json,
-        find_least_rate,
         find_network,
         format_estimates,
         read_job,
@@ -142,12 +140,9 @@ def estimate(run: str | None, json: bool, **values: Any) -> None:
         )
     job = scale_cores(job, cores, config.ppn)
     found = [estimate_hosts(job, network, number, price) for number in hosts]
-    least_rate = find_least_rate(job, network, hosts) if len(hosts) > 1 else None
-    if least_rate is not None:
-        notes = [describe_least_rate(hosts[-1], least_rate), *notes]
     title = f"{record.header.task} with {record.header.model} on hosts of {cores:g} cores"
     if json:
-        click.echo(format_json(estimates_to_json(found, notes, least_rate)))
+        click.echo(format_json(estimates_to_json(found, notes)))
     else:
         click.echo(format_estimates(found, notes, title), nl=False)
 

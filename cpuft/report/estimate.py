@@ -36,8 +36,6 @@ LEAST_STEPS = 4
 """Fewest steps after the warm-up that an estimate is made from."""
 WORTH = 0.5
 """Additional hosts are worth it if they add at least this share of what they would do alone."""
-_LEAST_RATE, _MOST_RATE = 1e6, 1e13
-"""Rates between which the least one that pays is searched, in bit/s."""
 SIGMAS = 2.0
 """Standard errors of the recorded step that the interval extends to each side."""
 
@@ -398,46 +396,6 @@ def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
     return best.hosts
 
 
-def find_least_rate(job: UpdateCosts, network: Network, hosts: Sequence[int]) -> float:
-    """Return the least rate of the network, in bit/s within 1 %, at which the last of ascending `hosts` are worth it.
-
-    The rate is infinite if 10 Tbit/s is not enough, and 0 if 1 Mbit/s is.
-    """
-
-    def is_worth(rate: float) -> bool:
-        given = replace(network, bits_per_second=rate)
-        return count_worthwhile_hosts([estimate_hosts(job, given, number) for number in hosts]) == hosts[-1]
-
-    low, high = _LEAST_RATE, _MOST_RATE
-    if is_worth(low):
-        return 0.0
-    if not is_worth(high):
-        return math.inf
-    while high > 1.01 * low:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if is_worth(middle) else (middle, high)
-    return high
-
-
-def describe_least_rate(hosts: int, rate: float) -> str:
-    """Return "8 hosts are worth it on a network of at least 350 Mbit/s per host.", by the rate of `find_least_rate`.
-
-    If the rate is 0, that is "on every network of at least 1 Mbit/s"; if it is infinite, they "are not worth it".
-    """
-    if math.isinf(rate):
-        reason = "because of the latency, or of the CPU time that communication takes from computing"
-        return f"{hosts} hosts are not worth it on a network of any rate, {reason}."
-    if not rate:
-        return f"{hosts} hosts are worth it on every network of at least {_format_rate(_LEAST_RATE)} per host."
-    return f"{hosts} hosts are worth it on a network of at least {_format_rate(rate)} per host."
-
-
-def _format_rate(bits_per_second: float) -> str:
-    """Return a rate with two digits, such as `350 Mbit/s` or `1.2 Gbit/s`."""
-    rounded = float(f"{bits_per_second:.2g}")
-    return f"{rounded / 1e9:g} Gbit/s" if rounded >= 1e9 else f"{rounded / 1e6:g} Mbit/s"
-
-
 def describe_job(job: UpdateCosts, network: Network, source: str) -> list[str]:
     """Return three notes on what an estimate is made from: "from SOURCE: ...", "network: ...", "weak scaling: ..."."""
     whole, words = job.sent_numbers(2, "none")
@@ -479,15 +437,10 @@ def _make_cells(one: Estimate) -> dict[str, str]:
     }
 
 
-def estimates_to_json(
-    estimates: Sequence[Estimate], notes: Sequence[str], least_rate: float | None = None
-) -> dict[str, Any]:
-    """Return `predictions` (a list with the fields of each estimate), `worth` (`count_worthwhile_hosts`), `notes`, and
-    `least_bits_per_second`, which is `least_rate`: it may be infinite, and is None if it is not known.
-    """
+def estimates_to_json(estimates: Sequence[Estimate], notes: Sequence[str]) -> dict[str, Any]:
+    """Return `predictions` (a list with the fields of each estimate), `worth` (`count_worthwhile_hosts`) and `notes`."""
     return {
         "predictions": [asdict(one) for one in estimates],
         "worth": count_worthwhile_hosts(estimates),
-        "least_bits_per_second": least_rate,
         "notes": list(notes),
     }

@@ -22,9 +22,7 @@ from cpuft.report.estimate import (
     Network,
     UpdateCosts,
     count_worthwhile_hosts,
-    describe_least_rate,
     estimate_hosts,
-    find_least_rate,
     find_network,
     list_ready_shares,
     read_job,
@@ -139,26 +137,6 @@ def test_times_of_layers_are_the_times_of_a_step() -> None:
     none = replace(LAYER_TIMES, last_backward_seconds=0.0)
     assert read_job(replace(recorded(), layer_times=none)) == read_job(recorded())
     assert read_job(replace(recorded(), layer_times=replace(LAYER_TIMES, gradients=[]))).ready == ()
-
-
-def test_the_least_rate_is_where_the_most_hosts_just_pay() -> None:
-    hosts = [1, 2, 4, 8]
-    rate = find_least_rate(JOB, GIGABIT, hosts)
-    for factor, pays in ((1.02, True), (0.98, False)):
-        network = replace(GIGABIT, bits_per_second=factor * rate)
-        assert (count_worthwhile_hosts([estimate_hosts(JOB, network, number) for number in hosts]) == 8) == pays
-    assert describe_least_rate(8, 1.234e8) == "8 hosts are worth it on a network of at least 120 Mbit/s per host."
-
-
-def test_hosts_may_pay_at_every_rate_or_at_none() -> None:
-    tiny, costly = (
-        replace(JOB, sizes=replace(SIZES, parameters=10, embedding_row=0)),
-        replace(GIGABIT, cpu_seconds_per_byte=1.0),
-    )
-    assert find_least_rate(tiny, GIGABIT, [1, 2]) == 0.0
-    assert describe_least_rate(2, 0.0) == "2 hosts are worth it on every network of at least 1 Mbit/s per host."
-    assert math.isinf(find_least_rate(JOB, costly, [1, 2]))
-    assert describe_least_rate(2, math.inf).startswith("2 hosts are not worth it on a network of any rate, because of")
 
 
 def test_one_host_is_what_was_recorded() -> None:
