@@ -10,7 +10,6 @@ from cpuft.errors import CpuftError, requires
 from cpuft.judge.predictions import FILE_NAME, RunPredictions, explain_damage, read_predictions
 from cpuft.judge.tables import list_tables
 from cpuft.record import Record
-from cpuft.report.plots import Line, Panel, draw
 from cpuft.terminal import WIDTH, format_table
 
 if TYPE_CHECKING:  # a report without predictions is also made where NumPy is not installed
@@ -50,16 +49,3 @@ def format_judgement(judgement: Judgement) -> str:
         format_table(table.columns, table.rows, f"{table.heading}\n{textwrap.fill(table.text, WIDTH)}", left=1)
         for table in list_tables(judgement, most=20)
     )
-
-
-def draw_calibration(judgement: Judgement) -> list[tuple[str, str]]:
-    """Return [(caption, SVG)] of how often predictions of each probability are right; [] without a calibration."""
-    if not judgement.calibration:
-        return []
-    bins = judgement.calibration.bins
-    measured = Line("model", [one.confidence for one in bins], [one.accuracy for one in bins], colour=0)
-    ideal = Line("ideal", [0.0, 1.0], [0.0, 1.0], dashed=True)
-    axes = ("probability of the prediction", "share that is right")
-    name = "How often predictions of each probability are right"
-    caption = f"{name}. On the dashed line, the model is as sure as it should be; below it, it is too sure."
-    return [draw(Panel(caption, name, axes, [measured, ideal], "o"))]

@@ -13,7 +13,7 @@ from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
 from cpuft.report import plots, tables
 from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings, order_runs
-from cpuft.report.judgement import draw_calibration, has_predictions, read_run_predictions
+from cpuft.report.judgement import has_predictions, read_run_predictions
 from cpuft.report.quality import Quality
 from cpuft.serialization import format_json
 
@@ -64,7 +64,7 @@ def write_page(
     parts = describe(runs, comparison, quality) | {"errors": errors}
     parts["notes"] = [*parts["notes"], *notes]
     if judgement:
-        parts |= {"judged": list_tables(judgement), "calibration": draw_calibration(judgement)}
+        parts["judged"] = list_tables(judgement)
     return render_page(path, parts)
 
 
