@@ -443,8 +443,7 @@ def parse_lines(text: str, path: str) -> list[Line]:
             if number == len(lines):
                 break
             raise CpuftError(
-                f"{path}, line {number} is not a line of a record ({error}): give a record that this version of "
-                "cpuft has made"
+                f"{path}, line {number} is not a line of a record ({error}): give one of this version"
             ) from None
     return parsed
 
@@ -455,9 +454,7 @@ def parse_record(text: str, path: str = "record") -> Record:
     """
     parsed = parse_lines(text, path)
     if not parsed or not isinstance(parsed[0], Header):
-        raise CpuftError(
-            f"{path} has no header, because the run ended before its first step: look into the logs of the run"
-        )
+        raise CpuftError(f"{path} has no header, as the run ended before its first step: look into the run's logs")
     return Record(
         path,
         parsed[0],
@@ -476,9 +473,7 @@ def parse_measurements(text: str, path: str) -> list[Measurement]:
     """
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
-        raise CpuftError(
-            f"{path} is not a record of cpuft bench comm of this version: give its comm.jsonl, or measure again"
-        )
+        raise CpuftError(f"{path} is no record of cpuft bench comm of this version: give its comm.jsonl")
     return [line for line in parsed if isinstance(line, Measurement)]
 
 

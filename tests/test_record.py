@@ -107,7 +107,7 @@ def test_measurements_read_back(tmp_path: Path) -> None:
     path.write_text(format_record([row]))
     assert parse_measurements(path.read_text(), str(path)) == [row]
     damaged = '{"format": "cpuft-comm-bench-1", "torch": "2.13.0"}\n{"backend": "gloo"}\n'
-    with pytest.raises(CpuftError, match=r"is not a record of cpuft bench comm of this version: give its comm\.jsonl"):
+    with pytest.raises(CpuftError, match=r"is no record of cpuft bench comm of this version: give its comm\.jsonl"):
         parse_measurements(damaged, str(path))
 
 

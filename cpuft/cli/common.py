@@ -68,9 +68,7 @@ def find_model_folder(run: str) -> Path:
     if not Path(run).exists():
         raise CpuftError(f"there is no folder {run}: give the folder of an earlier run")
     if not (folder / "config.json").exists():
-        raise CpuftError(
-            f"{run} has no folder {MODEL}, because the run is unfinished or had --no-save-model: give another run"
-        )
+        raise CpuftError(f"{run} has no folder {MODEL}, as the run is unfinished or had --no-save-model: give another")
     return folder
 
 

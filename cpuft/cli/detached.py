@@ -62,10 +62,7 @@ def refuse_detaching(config: LaunchConfig, resume: str = "") -> None:
     if resume:
         raise CpuftError("--detach is for new runs: leave it out with --resume, which continues the run from here")
     if config.copy_checkpoints:
-        raise CpuftError(
-            "--copy-checkpoints copies to the launcher's machine, which is the head host with --detach: leave out one "
-            "of them"
-        )
+        raise CpuftError("--detach moves the launcher, to which --copy-checkpoints copies: leave out one of them")
 
 
 def move(

@@ -197,7 +197,5 @@ def _probe(train: TrainConfig) -> Record:
             if not Path(run_dir, "record.jsonl").exists():
                 raise
         if not Path(run_dir, "record.jsonl").exists():
-            raise CpuftError(
-                "the short training ended before its first step: see the messages above, or give the folder of a run"
-            )
+            raise CpuftError("the short training ended before its first step: see the messages above")
         return read_record(run_dir)

@@ -44,13 +44,8 @@ def export(dry_run: bool, **values: Any) -> None:
 def check_export(asked: ExportConfig, header: Header) -> None:
     """Raise CpuftError if the run is of task text or chat or has no model, or an option needs --validate."""
     if header.task in ("text", "chat"):
-        raise CpuftError(
-            f"{asked.run} is a run of --task {header.task}, whose model predicts tokens and no labels: export the "
-            f"model of a task with labels"
-        )
+        raise CpuftError(f"{asked.run} is of --task {header.task}, whose model predicts no labels: give another run")
     for flag, value in (("--data-dir", asked.data_dir), ("--batch-size", asked.batch_size)):
         if value and not asked.validate:
-            raise CpuftError(
-                f"{flag} is for --validate, which reads the validation examples: add it, or leave {flag} out"
-            )
+            raise CpuftError(f"{flag} is for --validate: add it, or leave {flag} out")
     find_model_folder(asked.run)

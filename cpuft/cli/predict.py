@@ -163,15 +163,11 @@ def _check_label_request(asked: PredictConfig, header: Header) -> None:
     if asked.split == "test" and (header.task in _NOT_GLUE or header.task not in TASKS):
         raise CpuftError(f"--task {header.task} has no test examples: give a file with --file")
     if asked.split == "test" and asked.with_input:
-        raise CpuftError(
-            "--with-input adds columns that GLUE does not accept for its test examples: leave it out, or use --file"
-        )
+        raise CpuftError("--with-input adds columns that GLUE does not accept: leave it out, or use --file")
     if asked.id_column and not asked.file:
         raise CpuftError("--id-column names a column of --file: give --file in place of --split, or leave it out")
     if asked.data_dir and (asked.file or header.task in _NOT_GLUE):
-        raise CpuftError(
-            "--data-dir is for a GLUE task, of whose data --split chooses a part: add --split, or leave out --data-dir"
-        )
+        raise CpuftError("--data-dir is for --split of a GLUE task: add --split, or leave out --data-dir")
 
 
 def _refuse_others(asked: PredictConfig, does: str) -> None:

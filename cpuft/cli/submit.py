@@ -179,7 +179,5 @@ def cancel(job: str) -> None:
     """
     scheduler, name = parse_job(job)
     if not scheduler.is_ours(name):
-        raise CpuftError(
-            f"{job} was not submitted by cpuft submit: check the name, or end the job with the scheduler's own client"
-        )
+        raise CpuftError(f"{job} was not submitted by cpuft submit: end it with the scheduler's own client")
     scheduler.cancel(name)

@@ -74,14 +74,9 @@ def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
 
 def _refuse_others(a: RunPredictions, b: RunPredictions) -> None:
     if a.about.kind != b.about.kind:
-        raise CpuftError(
-            f"one run predicts {a.about.kind} and the other {b.about.kind}: give two runs of the same kind of task"
-        )
+        raise CpuftError(f"the runs predict {a.about.kind} and {b.about.kind}: give two runs of the same kind of task")
     if a.about.rows != b.about.rows or len(a.table) != len(b.table):
-        raise CpuftError(
-            "the two runs have different validation rows, so their metrics cannot be compared: train both with the "
-            "same --validation-file"
-        )
+        raise CpuftError("the two runs have different validation rows: train both with the same --validation-file")
     if a.about.classes != b.about.classes:
         names = sorted({*a.about.classes} ^ {*b.about.classes})
         raise CpuftError(

@@ -211,9 +211,7 @@ def compare(records: list[Record]) -> Comparison:
     or no examples, all are ideals (or there are none), or the jobs differ.
     """
     if all(record.header.independent for record in records):
-        raise CpuftError(
-            f"there is no run to report on{' except the ideal' if records else ''}: give the folders of runs"
-        )
+        raise CpuftError(f"there is no run{' except the ideal' if records else ''}: give the folders of runs")
     for record in records:
         if record.footer is None:
             raise CpuftError(

@@ -180,16 +180,11 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
             )
     epochs, every = header.options.get("epochs"), header.options.get("sync_every", 1)
     if type(every) is int and every > 1:
-        raise CpuftError(
-            f"{record.path} ran with --sync-every {every}, and an estimate is for ranks that exchange gradients in "
-            "every update: run the job again without that option"
-        )
+        raise CpuftError(f"{record.path} ran with --sync-every {every}: an estimate needs a run without that option")
     if len(steady) < LEAST_STEPS:
         raise CpuftError(f"{record.path} has {counted(len(record.steps), 'step')}: run {LEAST_STEPS} or more")
     if not header.gradient_sizes.parameters:
-        raise CpuftError(
-            f"{record.path} does not hold the sizes of its gradients: run the job again with this version of cpuft"
-        )
+        raise CpuftError(f"{record.path} does not hold the sizes of its gradients: run the job again")
     seconds = [one.data_seconds + one.forward_seconds + one.backward_seconds + one.update_seconds for one in steady]
     if not (sum(seconds) > 0 and any(one.samples > 0 for one in steady) and find_cores(record) > 0):
         raise CpuftError(f"{record.path} lacks the times, examples or cores of its steps: give another run")
@@ -242,9 +237,7 @@ def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
         exact = AUTO_COMPRESSIONS.index("bf16" if record.header.precision == "bf16" else "none")
         return tuple(level for level in AUTO_COMPRESSIONS[exact:] if level in known)
     if asked not in known:
-        raise CpuftError(
-            f"the bytes that {asked} sends are not known before a run: give --compression {', '.join(known)}"
-        )
+        raise CpuftError(f"the bytes that {asked} sends are not known: give --compression {', '.join(known)}")
     return (asked,)
 
 

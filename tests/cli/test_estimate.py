@@ -120,7 +120,7 @@ def test_a_wrong_link_file_is_answered_before_the_short_training(tmp_path: Path)
 def test_a_link_file_that_is_none(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "comm.jsonl").write_text("x")
     for name, said in (
-        ("comm.jsonl", "is not a record of cpuft bench comm of this version"),
+        ("comm.jsonl", "is no record of cpuft bench comm of this version"),
         ("none", "there is no file none, which --link names"),
     ):
         done = run_cpuft("estimate", str(run_dir), "--link", name)

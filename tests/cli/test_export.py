@@ -31,17 +31,17 @@ def make_run(folder: Path, task: str = "mrpc") -> ExportConfig:
         (
             "text",
             ExportConfig(),
-            "is a run of --task text, whose model predicts tokens and no labels: export the model of",
+            "is of --task text, whose model predicts no labels: give another run",
         ),
         (
             "mrpc",
             ExportConfig(data_dir="glue"),
-            "--data-dir is for --validate, which reads the validation examples: add it",
+            "--data-dir is for --validate: add it, or leave",
         ),
         (
             "mrpc",
             ExportConfig(batch_size=8),
-            "--batch-size is for --validate, which reads the validation examples: add it",
+            "--batch-size is for --validate: add it, or leave",
         ),
     ],
 )
@@ -55,7 +55,7 @@ def test_requests_that_fit_no_run(task: str, asked: ExportConfig, message: str, 
 def test_a_run_without_a_model_is_refused(tmp_path: Path) -> None:
     write_record(make_record(1), tmp_path / "bare")
     done = run_cpuft("export", "bare")
-    wanted = "bare has no folder model, because the run is unfinished or had --no-save-model: give another run"
+    wanted = "bare has no folder model, as the run is unfinished or had --no-save-model: give another"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"cpuft: error: {wanted}\n")
 
 

@@ -253,7 +253,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=mrpc --data-dir=glue",
         {},
-        "--data-dir glue: there is no such folder: give the folder that contains MRPC/train.tsv",
+        "--data-dir glue does not exist: give the folder that contains MRPC/train.tsv",
     ),
     (
         "--task=files --train-file=trian.csv --validation-file=validation.csv",
@@ -303,7 +303,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.parquet --validation-file=train.parquet",
         {"train.parquet": b"PAR1\x15\x04\x15\xfePAR1"},
-        "train.parquet is cut off or damaged (Parquet file size is 12 bytes, smaller than the size reported by footer's (4262790165bytes)): copy or download it again, or check --train-file",
+        "train.parquet is cut off or damaged (Parquet file size is 12 bytes, smaller than the size reported by footer's (4262790165bytes)): copy or download it again",
     ),
     (
         "--task=files --train-file=train.xlsx --validation-file=train.xlsx",
@@ -313,7 +313,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/data-00000-of-00001.arrow": b"ARROW1", "reviews/dataset_info.json": "{}", "reviews/state.json": "{}"},
-        "reviews is cut off or damaged (KeyError: '_data_files'): copy or download it again, or check --train-file",
+        "reviews is cut off or damaged (KeyError: '_data_files'): copy or download it again",
     ),
     (
         "--task=files --train-file=reviews --validation-file=reviews",

@@ -83,12 +83,12 @@ def make_run(folder: Path, task: str = "mrpc") -> PredictConfig:
         (
             "files",
             {"split": "validation", "data_dir": "glue"},
-            "--data-dir is for a GLUE task, of whose data --split chooses a part: add --split",
+            "--data-dir is for --split of a GLUE task: add --split, or leave out --data-dir",
         ),
         (
             "mrpc",
             {"file": "x", "data_dir": "glue"},
-            "--data-dir is for a GLUE task, of whose data --split chooses a part: add --split",
+            "--data-dir is for --split of a GLUE task: add --split, or leave out --data-dir",
         ),
     ],
 )
@@ -259,7 +259,7 @@ def test_good_requests(tmp_path: Path) -> None:
         ),
         (
             ("bare", "--file", "x.csv"),
-            "bare has no folder model, because the run is unfinished or had --no-save-model: give another run",
+            "bare has no folder model, as the run is unfinished or had --no-save-model: give another",
         ),
         (
             ("run", "--file", "x.csv"),

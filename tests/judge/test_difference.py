@@ -301,7 +301,7 @@ ONE, OTHER = make_classes(10, 2, 1, 3)
     [
         (replace(OTHER, about=replace(OTHER.about, rows="others")), "have different validation rows"),
         (replace(OTHER, table=OTHER.table.slice(1)), "have different validation rows"),
-        (replace(OTHER, about=replace(OTHER.about, kind="score")), "one run predicts class and the other score: give"),
+        (replace(OTHER, about=replace(OTHER.about, kind="score")), "the runs predict class and score: give two runs"),
         (
             replace(OTHER, about=replace(OTHER.about, classes=("no", "si"))),
             r"different classes \(si, yes\): train",

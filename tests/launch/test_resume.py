@@ -69,7 +69,7 @@ def test_options_ranks_and_batch_are_the_runs_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "lines, message",
     [
-        ((), "has no header, because the run ended before its first step"),
+        ((), "has no header, as the run ended before its first step"),
         (
             (replace(HEADER, independent=True),),
             "that train independently, and cannot be resumed: start",

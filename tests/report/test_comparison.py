@@ -134,7 +134,7 @@ def test_an_ideal_of_other_hosts_is_none() -> None:
 
 
 def test_ideals_alone_are_no_report() -> None:
-    with pytest.raises(CpuftError, match="there is no run to report on except the ideal: give the folders of runs"):
+    with pytest.raises(CpuftError, match="there is no run except the ideal: give the folders of runs"):
         compare([make_ideal([1.0, 1.0])])
 
 

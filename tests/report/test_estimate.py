@@ -252,15 +252,15 @@ def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
             replace(recorded(), resumptions=[ResumedLine(9, 0, 4, [], "ccl", "bf16", "", "")]),
             "runs/np-1 was resumed on 4 ranks after update 9: an estimate needs a run on one rank",
         ),
-        (recorded(options={"sync_every": 8}), "runs/np-1 ran with --sync-every 8, and an estimate is for ranks that"),
+        (recorded(options={"sync_every": 8}), "runs/np-1 ran with --sync-every 8: an estimate needs a run without"),
         (make_record(), "runs/np-1 has 1 step: run 4 or more"),
         (replace(recorded(), header=make_record().header), "does not hold the sizes of its gradients"),
         (replace(recorded(), header=replace(recorded().header, ranks=[])), "lacks the times, examples or cores"),
         (replace(recorded(), steps=make_steps(9, [0.0], samples=0)), "lacks the times, examples or cores"),
-        (recorded(options={"grad_compression": "late"}), "the bytes that late sends are not known before a run"),
+        (recorded(options={"grad_compression": "late"}), "the bytes that late sends are not known"),
         (
             recorded(options={"grad_compression": "powersgd"}, factors=0),
-            "the bytes that powersgd sends are not known before a run",
+            "the bytes that powersgd sends are not known",
         ),
     ],
 )

@@ -404,7 +404,7 @@ def test_a_job_of_another_slurm_cluster_keeps_its_cluster(capsys: pytest.Capture
     assert words_said() == ["--clusters=other", "12"]
 
 
-FOREIGN = "cpuft: error: {} was not submitted by cpuft submit: check the name, or end the job with the scheduler's own"
+FOREIGN = "cpuft: error: {} was not submitted by cpuft submit: end it with the scheduler's own"
 FOREIGN += " client\n"
 
 

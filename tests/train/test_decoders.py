@@ -108,7 +108,7 @@ def test_options_that_decoders_do_not_have_are_refused(change: dict[str, Any], m
 def test_a_tokenizer_that_cannot_end_a_text_is_refused(tmp_path: Path) -> None:
     config = make_text_config(tmp_path)
     save_tokenizer(Path(config.model), eos_token="")
-    with pytest.raises(CpuftError, match="has no token that ends a text: set eos_token in its tokenizer_config"):
+    with pytest.raises(CpuftError, match="has no eos_token: set it in its tokenizer_config"):
         prepare(config)
 
 
@@ -189,7 +189,7 @@ def test_conversations_are_prepared_for_the_options_that_matter(tmp_path: Path) 
         ({"validation_file": "nothing"}, "there is no file nothing: check --validation-file"),
         ({"chat_template": "nothing"}, "there is no file nothing: check --chat-template"),
         ({"max_length": 512}, "llama has 256 positions: give --max-length 256 or less"),
-        ({"max_length": 8}, "in none of the conversations the first answer fits into --max-length 8: give a larger"),
+        ({"max_length": 8}, "no first answer of a conversation fits into --max-length 8: give a larger"),
     ],
 )
 def test_conversations_that_cannot_be_trained_on_are_refused(change: dict[str, Any], message: str) -> None:
@@ -201,7 +201,7 @@ def test_conversations_that_cannot_be_trained_on_are_refused(change: dict[str, A
 
 def test_a_tokenizer_without_a_template_needs_one(tmp_path: Path) -> None:
     config = make_chat_config(tmp_path, template="")
-    with pytest.raises(CpuftError, match="has no chat template: give a file with a jinja template by --chat-template"):
+    with pytest.raises(CpuftError, match="has no chat template: give one with --chat-template"):
         prepare(config)
     Path("chat.jinja").write_text(CHATML)
     assert len(read_prepared(str(prepare(replace(config, chat_template="chat.jinja")))).train) == 54

@@ -144,7 +144,7 @@ def test_what_no_evaluation_can_tell_is_refused() -> None:
         (("--eval-every", "0"), "--eval-every '0' is not valid: give epoch, none, or a number of updates, 1 or more"),
         (
             (*EVERY_EPOCH, "--save-best", "--best-metric", "f2"),
-            "the task files has no metric 'f2': did you mean f1?",
+            "--task files has no metric 'f2': did you mean f1?",
         ),
     ):
         done = run_cpuft("launch", *JOB, *options)

@@ -108,7 +108,7 @@ def test_processes_return_the_windows_in_their_order(request_: PredictConfig) ->
         ({"file": "empty.csv"}, "empty.csv has no rows: give a file with texts"),
         (
             {"file": "late.jsonl"},
-            "late.jsonl, line 9 has no text in the column 'text': correct or remove that row, or n",
+            "late.jsonl, line 9 has no text in the column 'text': correct or remove that row",
         ),
         ({"file": "other.csv"}, "other.csv has no column 'text' (it has a, b): name the one of the texts with --text-columns"),
         (

@@ -76,7 +76,7 @@ def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsy
         ({"text_columns": "anchor,answer"}, "pairs.csv has no column 'answer': "),
         (
             {"file": "blank.csv"},
-            "blank.csv, line 3 has no text in the column 'positive': correct or remove that row, or",
+            "blank.csv, line 3 has no text in the column 'positive': correct or remove that row",
         ),
         ({"file": "bare.csv"}, "bare.csv has no rows: give a file with pairs of texts"),
         (

@@ -98,10 +98,7 @@ def parse_conversation(line: str, where: str) -> list[Message]:
     """Return the messages of a line as `parse_messages`. CpuftError also: none is the assistant's, or the first is."""
     messages = parse_messages(line, where)
     if all(message["role"] != _ASSISTANT for message in messages):
-        raise CpuftError(
-            f"{where} has no message with the role assistant, from which a model could learn: add one, or remove that "
-            f"line"
-        )
+        raise CpuftError(f"{where} has no message with the role assistant: add one, or remove that line")
     if messages[0]["role"] == _ASSISTANT:
         raise CpuftError(f"{where} begins with an answer: put what it answers before it, or remove that line")
     return messages
@@ -121,9 +118,7 @@ def parse_messages(line: str, where: str) -> list[Message]:
         raise CpuftError(f"{where} is no conversation ({error}): write {_FORM}") from None
     for message in messages:
         if message["role"] not in ROLES:
-            raise CpuftError(
-                f"{where} has a message with the unknown role {message['role']!r:.60}: write one of {', '.join(ROLES)}"
-            )
+            raise CpuftError(f"{where} has the unknown role {message['role']!r:.60}: write one of {', '.join(ROLES)}")
     return messages
 
 
@@ -194,8 +189,7 @@ def set_chat_template(tokenizer: Any, path: str, name: str) -> None:
         template = ""
     if not template:
         raise CpuftError(
-            f"the tokenizer of {name} has no chat template: give a file with a jinja template by --chat-template, or a "
-            f"model that was made for chats, whose tokenizer has one"
+            f"the tokenizer of {name} has no chat template: give one with --chat-template, or another model"
         )
 
 
@@ -210,9 +204,7 @@ def read_chat_template(path: str) -> str:
             re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
         )
     except (jinja2.TemplateError, RecursionError) as error:
-        raise CpuftError(
-            f"{path} is no jinja template ({error}): correct it, or give another --chat-template"
-        ) from None
+        raise CpuftError(f"{path} is no jinja template ({error}): correct it") from None
     return text
 
 
@@ -254,10 +246,7 @@ def encode_chats(conversations: Iterable[Conversation], tokenizer: Any, max_leng
     not a fast one, or the template refuses a conversation or does not tell what the assistant says.
     """
     if not tokenizer.is_fast:
-        raise CpuftError(
-            "this model's tokenizer does not tell from which characters a token is, which --task chat needs: give "
-            "another --model, or a fast --tokenizer"
-        )
+        raise CpuftError("--task chat needs a fast tokenizer, which this model has not: give another --tokenizer")
     found, remaining = Encoded(), iter(conversations)
     is_marked = bool(_MARKS.search(tokenizer.get_chat_template()))
     while batch := list(islice(remaining, _CONVERSATIONS_AT_ONCE)):
@@ -289,10 +278,7 @@ def _encode_marked(batch: Sequence[Conversation], tokenizer: Any) -> Iterator[li
         found = render(tokenizer, messages, where, return_dict=True, return_assistant_tokens_mask=True)
         mask = np.asarray(found["assistant_masks"], np.int8)
         if not mask.any():
-            raise CpuftError(
-                f"{where}: the chat template marks nothing that the assistant says: correct it, or give another one "
-                f"with --chat-template"
-            )
+            raise CpuftError(f"{where}: the chat template marks nothing that the assistant says: correct it")
         yield [(np.asarray(found["input_ids"], np.int32), mask)]
 
 
@@ -366,10 +352,7 @@ def _cut(ids: NDArray[np.int32], mask: NDArray[np.int8], max_length: int) -> _Ex
 def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
     """Return conversations as examples; with `packs`, several in one of up to `max_length`. CpuftError: none fits."""
     if not found.ids:
-        raise CpuftError(
-            f"in none of the conversations the first answer fits into --max-length {max_length}: give a larger "
-            f"--max-length, or shorter conversations"
-        )
+        raise CpuftError(f"no first answer of a conversation fits into --max-length {max_length}: give a larger one")
     lengths = [len(ids) for ids in found.ids]
     groups = pack_lengths(lengths, max_length) if packs else [[number] for number in range(len(lengths))]
     order = list(chain.from_iterable(groups))

@@ -27,21 +27,21 @@ def is_columnar(path: Path) -> bool:
         return file.read(6).startswith((_PARQUET, _ARROW)) or path.suffix in (".parquet", ".arrow", ".feather")
 
 
-def list_columns(path: Path, option: str) -> list[str]:
+def list_columns(path: Path) -> list[str]:
     """Return the names of the columns that `read_columnar` reads, in their order. Raises CpuftError as that does."""
-    with _explain_failures(path, option), _open(path) as (schema, _):
+    with _explain_failures(path), _open(path) as (schema, _):
         return _list_flat(schema)
 
 
-def read_columnar(path: Path, option: str) -> Iterator[dict[str, Cell]]:
+def read_columnar(path: Path) -> Iterator[dict[str, Cell]]:
     """Yield the cells of each row, by name of the column, of a file or folder for which `is_columnar` is true.
 
     Numbers become texts (fp32 numbers with the digits that fp32 has), true becomes `True`, null an empty text, numbers
     of a ClassLabel of the library datasets the names of the classes, and lists of texts or numbers lists of texts;
-    other nested and binary columns are left out. Raises CpuftError, which names `option`: the file is damaged or
-    missing; or pyarrow is missing.
+    other nested and binary columns are left out. Raises CpuftError: the file is damaged or missing, or pyarrow is
+    missing.
     """
-    with _explain_failures(path, option), _open(path) as (schema, batches):
+    with _explain_failures(path), _open(path) as (schema, batches):
         yield from _list_rows(schema, batches)
 
 
@@ -111,7 +111,7 @@ def _list_rows(schema: Any, batches: Iterable[Any]) -> Iterator[dict[str, Cell]]
 
 
 @contextmanager
-def _explain_failures(path: Path, option: str) -> Iterator[None]:
+def _explain_failures(path: Path) -> Iterator[None]:
     try:
         import pyarrow
     except ImportError:
@@ -120,9 +120,7 @@ def _explain_failures(path: Path, option: str) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:150]
-        raise CpuftError(
-            f"{path} is cut off or damaged ({reason}): copy or download it again, or check {option}"
-        ) from None
+        raise CpuftError(f"{path} is cut off or damaged ({reason}): copy or download it again") from None
 
 
 def _begins_with(path: Path, magic: bytes) -> bool:

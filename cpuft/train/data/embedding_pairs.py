@@ -63,8 +63,7 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
     task = replace(task, texts=choose_pair_columns(train, config.text_columns, has_negatives=not is_scored))
     if config.hard_negatives and len(task.texts) > 2:
         raise CpuftError(
-            f"--hard-negatives finds negatives for rows without any, and {train.source} has some ({task.texts[2]}): "
-            f"leave --hard-negatives out, or name two columns with --text-columns"
+            f"{train.source} has negatives ({task.texts[2]}), which --hard-negatives finds: leave that option out"
         )
     if is_scored:
         task = replace(task, label=_choose_score_column(train, config.label_column))
@@ -142,10 +141,7 @@ def _refuse_equal_positives(examples: FileExamples) -> None:
             first = first or positive
             if positive != first:
                 return
-    raise CpuftError(
-        f"all rows of {examples.table.source} have the same text in {examples.task.texts[1]!r}: give pairs with "
-        f"different positives, or name other columns with --text-columns"
-    )
+    raise CpuftError(f"{examples.table.source} has one text in {examples.task.texts[1]!r}: give different positives")
 
 
 def _make_retrieval_examples(retrieval: RetrievalSet, form: EmbeddingForm) -> RetrievalExamples:

@@ -185,13 +185,11 @@ def choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tup
         return "class", ""
     if missing:
         raise CpuftError(
-            f"{missing}, and all others are numbers: leave out rows without a label with --skip-unlabelled, correct "
-            f"that line, or add --label-type class if it is the name of a class"
+            f"{missing}, and all others are numbers: correct that line, or add --skip-unlabelled or --label-type class"
         )
     if with_comma:
         raise CpuftError(
-            f"{with_comma} is a number with a comma: add --label-type number if the comma stands for a decimal point, "
-            f"or --label-type class if the labels are names of classes"
+            f"{with_comma} is a number with a comma: add --label-type number, or --label-type class for names"
         )
     if with_fraction:
         _refuse_few(with_fraction, count, "with a fraction means that numbers are learned by regression", "number")
@@ -229,8 +227,7 @@ def number_labels(task: Task, train: Iterable[str], others: Mapping[str, str], s
         raise CpuftError(f"{what}: give rows with at least two different labels")
     if check_labels and new:
         raise CpuftError(
-            f"{others[new[0]]}: no row of {source} has the label {new[0]!r}: correct that line, or train on rows that "
-            f"have it"
+            f"{others[new[0]]}: no row of {source} has the label {new[0]!r}: correct that line, or train on such rows"
         )
     return replace(task, labels=(*found, *sorted(new)), metrics=choose_metrics(task.kind, found))
 

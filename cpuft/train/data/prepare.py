@@ -141,10 +141,7 @@ def _tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, tas
     ids, types, given_types = encoded["input_ids"], EMPTY, encoded.get("token_type_ids", [])
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     if separately and not lengths.all():
-        raise CpuftError(
-            "the tokenizer makes no token of some of the texts: correct or remove the rows whose texts hold nothing "
-            "but spaces or characters that cannot be printed"
-        )
+        raise CpuftError("the tokenizer makes no token of some texts: remove the rows whose texts cannot be printed")
     if parts > 1:
         types = np.repeat(np.tile(np.arange(parts, dtype=np.int8), len(examples)), lengths)
     elif given_types and not separately:
@@ -372,8 +369,7 @@ def _choose_block_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int]
     begin, end = find_document_marks(tokenizer)
     if end is None:
         raise CpuftError(
-            f"the tokenizer of {get_tokenizer_name(config)} has no token that ends a text: set eos_token in its "
-            f"tokenizer_config.json"
+            f"the tokenizer of {get_tokenizer_name(config)} has no eos_token: set it in its tokenizer_config.json"
         )
     return [], [], [end, *begin], begin, [end]
 

@@ -26,8 +26,7 @@ def check_recipe(config: TrainConfig, prepared: Prepared) -> None:
     for flag, value in (("--label-smoothing", config.label_smoothing), ("--class-weights", config.class_weights)):
         if value and prepared.kind not in ("class", "tags"):
             raise CpuftError(
-                f"{flag} is for tasks with one class per example or per word, which these examples do not have: leave "
-                f"it out"
+                f"{flag} is for one class per example or word, which these examples do not have: leave it out"
             )
     find_class_weights(config.class_weights, prepared)
     find_best_metric(config, prepared)
@@ -40,8 +39,7 @@ def _check_embedding_recipe(config: TrainConfig, prepared: Prepared) -> None:
     largest = max(parse_dimensions(config.matryoshka), default=0)
     if hidden and largest > hidden:
         raise CpuftError(
-            f"--matryoshka {config.matryoshka}: the embeddings of {get_model_name(config)} have {hidden} dimensions, "
-            f"fewer than {largest}: give at most {hidden}"
+            f"--matryoshka {config.matryoshka}: the embeddings have {hidden} dimensions: give at most {hidden}"
         )
     scores = prepared.train.labels
     if prepared.kind == "similarity" and config.similarity_loss == "mse" and np.abs(scores).max() > 1:
@@ -55,10 +53,7 @@ def parse_dimensions(text: str) -> tuple[int, ...]:
     """Return the numbers of --matryoshka; () for "". CpuftError: one is no whole number above 0, or is there twice."""
     parts = text.split(",") if text else []
     if not all(map(is_count, parts)) or len(set(parts)) < len(parts):
-        raise CpuftError(
-            f"--matryoshka {text!r:.60} is not valid: give different numbers of dimensions with commas between them, "
-            f"such as 384,256,128"
-        )
+        raise CpuftError(f"--matryoshka {text!r:.60} is not valid: give different numbers, such as 384,256,128")
     return tuple(map(int, parts))
 
 
@@ -91,8 +86,7 @@ def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
     known = [name + suffix for suffix in prepared.validation for name in names]
     if wanted and wanted not in known:
         raise CpuftError(
-            f"the task {config.task} has no metric {config.best_metric!r:.60}: "
-            f"{suggest_names(config.best_metric, known)}"
+            f"--task {config.task} has no metric {config.best_metric!r:.60}: {suggest_names(config.best_metric, known)}"
         )
     return wanted or (known[0] if prepared.metrics else "")
 

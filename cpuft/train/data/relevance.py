@@ -109,8 +109,7 @@ def _choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
     if names := split_names(texts):
         if len(names) < 2 or len(set(names)) < len(names):
             raise CpuftError(
-                f"--text-columns {texts!r:.80} is not valid: name the columns of query, document and perhaps "
-                f"irrelevant documents, with commas between them"
+                f"--text-columns {texts!r:.80} is not valid: name query, document and perhaps irrelevant documents"
             )
         for name in names:
             find_column(table.columns, name, table.source, _NAME_COLUMNS)
@@ -182,8 +181,7 @@ def _refuse_equal_scores(examples: FileExamples) -> None:
     scores = {str(row[examples.task.label]) for _, row in examples.table.rows}
     if len(set(map(float, scores))) < 2:
         raise CpuftError(
-            f"all rows of {examples.table.source} have the label {scores.pop()}: give relevant and irrelevant "
-            f"documents, or find irrelevant ones with --hard-negatives 5"
+            f"all rows of {examples.table.source} have one label: find irrelevant documents with --hard-negatives 5"
         )
 
 
@@ -209,10 +207,7 @@ def _refuse_unordered(examples: Examples, source: str) -> None:
     scores, numbers = np.asarray(number_queries(examples).labels).T
     relevant = np.bincount(numbers.astype(int), scores >= LEAST_RELEVANT)
     if not ((relevant > 0) & (relevant < np.bincount(numbers.astype(int)))).any():
-        raise CpuftError(
-            f"no query of the validation examples in {source} has both relevant and irrelevant documents, so that "
-            f"their order cannot be measured: give several documents for each query, or more rows"
-        )
+        raise CpuftError(f"no validation query in {source} has both relevant and irrelevant documents: give more rows")
 
 
 def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:

@@ -52,10 +52,7 @@ def read_beir(folder: str, option: str) -> RetrievalSet:
             raise CpuftError(f"the query {query!r:.60} in {place}/queries.jsonl has no text: correct or remove it")
     found = list(_read_judgements(read_table(judged, option), queries.keys(), corpus.keys()))
     if not found:
-        raise CpuftError(
-            f"no judgement in {judged} has a score above 0, so that no document is relevant: give judgements of "
-            f"relevant documents"
-        )
+        raise CpuftError(f"no judgement in {judged} has a score above 0: give judgements of relevant documents")
     asked = {query for query, _, _ in found}
     query_numbers = {query: number for number, query in enumerate(query for query in queries if query in asked)}
     document_numbers = {document: number for number, document in enumerate(sorted(corpus))}

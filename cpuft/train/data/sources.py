@@ -119,10 +119,7 @@ class FileExamples:
             found += len(batch)
             yield make_examples(batch, self.task)
         if found != self.count:
-            raise CpuftError(
-                f"{self.table.source} had {counted(self.count, 'row')}, and has {found} now: leave the file as it is "
-                f"while it is read, and start again"
-            )
+            raise CpuftError(f"{self.table.source} had {counted(self.count, 'row')}, and has {found} now: start again")
 
     def list_texts(self) -> Iterator[str]:
         """Read all texts: both of a pair, or each word for the kind tags. Raises CpuftError as `batches` does."""
@@ -183,9 +180,7 @@ def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
 
 def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
     if not folder.is_dir():
-        raise CpuftError(
-            f"--data-dir {folder}: there is no such folder: give the folder that contains {task.folder}/{stem}.tsv"
-        )
+        raise CpuftError(f"--data-dir {folder} does not exist: give the folder that contains {task.folder}/{stem}.tsv")
     candidates = [folder / task.folder / f"{stem}.tsv", folder / f"{stem}.tsv"]
     path = next((candidate for candidate in candidates if candidate.exists()), candidates[0])
     # All test files have a header line, and none has labels.
@@ -303,9 +298,7 @@ def read_both_files(config: TrainConfig, what: str) -> tuple[Table, Table | None
     given, which the message says with `what`, the rows that it needs.
     """
     if not config.train_file:
-        raise CpuftError(
-            f"--task {config.task} needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with {what}"
-        )
+        raise CpuftError(f"--task {config.task} needs --train-file: give a file with {what}")
     train = read_tables(config.train_file, "--train-file", config)
     if not config.validation_file:
         return train, None
@@ -491,9 +484,7 @@ def get_text(row: Mapping[str, Cell], column: str, where: str, may_be_blank: boo
     """
     cell = row.get(column)
     if not isinstance(cell, str) or not (may_be_blank or cell.strip()):
-        raise CpuftError(
-            f"{where} has no text in the column {column!r}: correct or remove that row, or name another column"
-        )
+        raise CpuftError(f"{where} has no text in the column {column!r}: correct or remove that row")
     return cell
 
 

@@ -154,8 +154,8 @@ def read_table(path: Path, option: str = "--train-file", options: TableOptions =
         if is_columnar(path):
             if path.is_file():
                 _refuse_other_formats(path)
-            columns = _name_columns(list_columns(path, option))
-            return Table(str(path), columns, Rows(lambda: _number_rows(str(path), read_columnar(path, option))))
+            columns = _name_columns(list_columns(path))
+            return Table(str(path), columns, Rows(lambda: _number_rows(str(path), read_columnar(path))))
     lines = partial(read_lines, path, option, encoding=options.encoding)
     first = next((line for line in lines() if line.strip()), None)
     if first is None:
@@ -372,10 +372,7 @@ def _describe_other_encoding(path: Path, error: UnicodeDecodeError, has_option: 
 def _refuse_json_array(first_line: str, path: Path) -> None:
     if first_line.lstrip().startswith("["):
         if not _JSON_BEGIN.match(first_line):
-            raise CpuftError(
-                f"{path} has a list in a line: write one object a line, such as {{'text': ..., 'label': ...}}, which "
-                f"names the parts of the list"
-            )
+            raise CpuftError(f"{path} has a list in a line: write one object a line, {{'text': ..., 'label': ...}}")
         code = f"import json; [print(json.dumps(row)) for row in json.load(open({str(path)!r}))]"
         advice = advise_conversion(path, "-lines.jsonl", f'python -c "{code}"')
         raise CpuftError(f"{path} is a JSON array, and cpuft reads JSON lines, one object a line: {advice}")

@@ -120,7 +120,7 @@ def test_what_became_of_conversations_is_told_in_a_line(tmp_path: Path) -> None:
     assert describe_chats(found, tokens, length) == told
     assert describe_chats(found, join_examples(found, 2 * length, True), length) == f"{told}; packed into 1 example"
     with pytest.raises(
-        CpuftError, match="in none of the conversations the first answer fits into --max-length 8: give"
+        CpuftError, match="no first answer of a conversation fits into --max-length 8: give"
     ):
         join_examples(encode(tokenizer, long, max_length=8), 8, False)
 
@@ -153,7 +153,7 @@ def test_packed_examples_hold_whole_conversations(tokenizer: Any) -> None:
     [
         ("[1]", "a.jsonl, line 1 is no conversation (it is [1], and must be an object): write {"),
         ('{"text": "a"}', "a.jsonl, line 1 is no conversation (messages is None, and must be a list): write"),
-        ('{"messages": []}', "a.jsonl, line 1 has no message with the role assistant, from which a model could learn"),
+        ('{"messages": []}', "a.jsonl, line 1 has no message with the role assistant: add one"),
         ('{"messages": ["a"]}', "a.jsonl, line 1 is no conversation (messages[0] is 'a', and must be"),
         (
             '{"messages": [{"role": "user"}]}',
@@ -165,11 +165,11 @@ def test_packed_examples_hold_whole_conversations(tokenizer: Any) -> None:
         ),
         (
             json.dumps({"messages": [{"role": "human", "content": "a"}, ANSWER]}),
-            "a.jsonl, line 1 has a message with the unknown role 'human': write one of system, user, assistant, tool",
+            "a.jsonl, line 1 has the unknown role 'human': write one of system, user, assistant, tool",
         ),
         (
             json.dumps({"messages": [SYSTEM, USER]}),
-            "a.jsonl, line 1 has no message with the role assistant, from which",
+            "a.jsonl, line 1 has no message with the role assistant: add",
         ),
         (json.dumps({"messages": [ANSWER, USER]}), "a.jsonl, line 1 begins with an answer: put what it answers before"),
     ],
@@ -232,7 +232,7 @@ def test_conversations_of_other_forms_are_read(row: dict[str, Any], messages: li
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"conversations": [{"from": "narrator", "value": "a"}, ANSWER]}, "has a message with the unknown role 'narr"),
+        ({"conversations": [{"from": "narrator", "value": "a"}, ANSWER]}, "has the unknown role 'narr"),
         ({"conversations": [{"from": "human"}]}, "is no conversation (a content is None, and must be a text)"),
         ({"instruction": "a", "input": 3, "output": "b"}, "is no conversation (input is 3, and must be a text)"),
         ({"instruction": "a", "output": None}, "is no conversation (a content is None, and must be a text)"),
@@ -316,7 +316,7 @@ def test_templates_of_which_nothing_can_be_learned_are_refused(template: str, me
 def test_a_template_comes_from_the_tokenizer_or_a_file(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path, "")
     with pytest.raises(
-        CpuftError, match="the tokenizer of tiny has no chat template: give a file with a jinja template"
+        CpuftError, match="the tokenizer of tiny has no chat template: give one with --chat-template"
     ):
         set_chat_template(tokenizer, "", "tiny")
     path = tmp_path / "chat.jinja"

@@ -45,7 +45,7 @@ def test_weights_that_are_not_one_positive_number_for_each_class_are_refused(tex
 def test_the_metric_is_the_first_of_the_task_or_the_given_one() -> None:
     assert find_best_metric(TrainConfig(), DATA) == "accuracy"
     assert find_best_metric(TrainConfig(best_metric="f1_other"), DATA) == "f1_other"
-    with pytest.raises(CpuftError, match=r"the task demo has no metric 'loss': choose one of accuracy, .* f1_other$"):
+    with pytest.raises(CpuftError, match=r"--task demo has no metric 'loss': choose one of accuracy, .* f1_other$"):
         find_best_metric(TrainConfig(best_metric="loss"), DATA)
 
 
@@ -66,5 +66,5 @@ def test_all_classes_have_the_mean_f1(name: str) -> None:
 def test_data_without_classes_has_no_weights_and_no_smoothing(options: dict[str, Any]) -> None:
     config = replace(TrainConfig(), **options)
     check_recipe(config, DATA)
-    with pytest.raises(CpuftError, match="is for tasks with one class per example or per word"):
+    with pytest.raises(CpuftError, match="is for one class per example or word"):
         check_recipe(config, replace(DATA, kind="score"))

@@ -164,12 +164,12 @@ BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     (
         [{"query": "a", "document": "x", "label": 1}],
         {},
-        "all rows of .*rows.jsonl have the label 1: give relevant and irrelevant documents, or find .* --hard-neg",
+        "all rows of .*rows.jsonl have one label: find irrelevant documents with --hard-neg",
     ),
     (
         [{"query": "a", "document": "x", "label": 1}, {"query": "b", "document": "y", "label": 0}],
         {},
-        "no query of the validation examples in .* has both relevant and irrelevant documents, .*: give several",
+        "no validation query in .* has both relevant and irrelevant documents: give more",
     ),
     (
         [{"query": "a", "positive": "x"}],
@@ -177,7 +177,7 @@ BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         "has neither a column of labels nor columns of irrelevant documents, .* find .* with --hard-negatives 5",
     ),
     ([{"a": "a", "b": "x"}], {}, r"has no columns query and document, nor another usual pair \(it has a, b\): name"),
-    ([{"a": "a", "b": "x"}], {"text_columns": "a"}, "--text-columns 'a' is not valid: name the columns of query"),
+    ([{"a": "a", "b": "x"}], {"text_columns": "a"}, "--text-columns 'a' is not valid: name query, document"),
     ([{"a": "a", "b": "x"}], {"text_columns": "a,c"}, "has no column 'c'"),
     ([{"query": "a", "document": "x"}], {"label_column": "stars"}, "has no column 'stars'.*: give the name of the"),
     (
@@ -200,13 +200,13 @@ def test_bad_input(rows: list[dict[str, Any]], options: dict[str, Any], message:
 
 
 def test_no_file_too_few_queries_and_options_that_do_not_fit(tmp_path: Path, own_cache: None) -> None:
-    with pytest.raises(CpuftError, match="--task rerank needs --train-file: give a CSV"):
+    with pytest.raises(CpuftError, match="--task rerank needs --train-file: give a file"):
         read_relevance(TASK, TrainConfig(task="rerank"))
     file = write_csv(tmp_path / "one.csv", ("query", "document", "label"), list(list_rows(1, 0)))
     with pytest.raises(CpuftError, match=r"one.csv has 1 different row in 'query', too few to take some"):
         read_relevance(TASK, TrainConfig(task="rerank", train_file=file))
     config = make_config(tmp_path, class_weights="balanced")
-    with pytest.raises(CpuftError, match="--class-weights is for tasks with one class per example or per word"):
+    with pytest.raises(CpuftError, match="--class-weights is for one class per example or word"):
         check_recipe(config, read_prepared(str(prepare(config))))
     unfit: list[dict[str, Any]] = [{"pooling": "cls"}, {"label_type": "number"}, {"mining_model": "minilm"}]
     for options in unfit:

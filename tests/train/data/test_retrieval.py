@@ -68,8 +68,8 @@ def test_equal_judgements_count_once(tmp_path: Path) -> None:
 BAD_JUDGEMENTS = [
     ([("q1", "d4", "1")], "test.tsv, line 2: the relevant document 'd4' is not in corpus.jsonl: add it"),
     ([("q9", "d2", "1")], "test.tsv, line 2: the query 'q9' is not in queries.jsonl: add it"),
-    ([("q1", "d2", "0")], "has a score above 0, so that no document is relevant: give judgements"),
-    ([], "has a score above 0, so that no document is relevant: give judgements"),
+    ([("q1", "d2", "0")], "has a score above 0: give judgements"),
+    ([], "has a score above 0: give judgements"),
     ([("q1", "d2", "1"), ("q1", "d2")], "test.tsv, line 3 has 2 columns, but the header has 3"),
     ([("q1", "d2", "0.5")], "test.tsv, line 2: the score '0.5' is not a whole number: correct"),
     ([("q1", "d2", "nan")], "test.tsv, line 2: the score 'nan' is not a whole number: correct"),

@@ -434,7 +434,7 @@ def test_one_row_with_a_nested_list_is_no_document(tmp_path: Path) -> None:
     path.write_text('{"text": "Ann barks", "entities": [{"start": 0}]}\n')
     assert read_table(path).columns == ["text"]
     path.write_text('["Ann barks", "pos"]\n["Bob", "neg"]\n')
-    with pytest.raises(CpuftError, match=r"x.jsonl has a list in a line: write one object a line, such as"):
+    with pytest.raises(CpuftError, match=r"x.jsonl has a list in a line: write one object a line"):
         read_table(path)
 
 
@@ -804,7 +804,7 @@ def test_words_and_tags_that_do_not_fit(row: dict[str, Any], message: str) -> No
         (
             lines({"text": "a", "label": ["x", "y"]}),
             lines({"text": "a", "label": ["x", "z"]}),
-            "has the label 'z': correct that line, or train on rows that have it",
+            "has the label 'z': correct that line, or train on such rows",
         ),
         (
             lines({"text": "a", "label": "x"}, {"text": "b", "label": "y"}),
