@@ -1,8 +1,7 @@
 """The run record and the record of measurements: JSON lines with a version, their writer and their reader.
 
-A record begins with a header. Then come lines for updates, evaluations, interruptions and restarts, perhaps one with
-the times at which gradients become ready and one with a baseline, and a footer if the run is complete. Reports,
-comparisons and estimates read nothing else.
+A record begins with a header. Then come lines for updates, evaluations, interruptions and restarts, perhaps one with a
+baseline, and a footer if the run is complete. Reports, comparisons and estimates read nothing else.
 """
 
 from __future__ import annotations
@@ -278,40 +277,6 @@ class BaselineLine(Line, kind="baseline"):
 
 
 @dataclass(frozen=True)
-class GradientTime:
-    """When one gradient becomes ready in the backward pass, and when its parameter is needed in the forward pass."""
-
-    name: str
-    """Name of the parameter, as `named_parameters` of the model returns it."""
-    shape: list[int]
-    dtype: str
-    ready_seconds: float
-    """Seconds from the start of an update's last backward pass until the gradient is accumulated."""
-    needed_seconds: float
-    """Seconds from the start of the update's last forward pass until the module that owns the parameter is called; -1
-    if that module is never called by itself, because a layer of the fast path computes with its parameters."""
-    by_rows: bool
-    """Whether several ranks send only the rows of the update's tokens, as for the word embedding."""
-
-
-@dataclass(frozen=True)
-class LayerTimesLine(Line, kind="layer_times"):
-    """When the gradients of a step become ready, as scripts/record-layer-times has measured on one rank. All times are
-    medians over the measured updates, and sums over the passes of an update, of this rank without waiting.
-    """
-
-    gradients: list[GradientTime]
-    """In the order in which they become ready."""
-    updates: int
-    data_seconds: float
-    forward_seconds: float
-    backward_seconds: float
-    last_backward_seconds: float
-    """Seconds of the last backward pass of an update, in which gradients are sent."""
-    update_seconds: float
-
-
-@dataclass(frozen=True)
 class Footer(Line, kind="footer"):
     """Last line of a complete run: its totals."""
 
@@ -350,8 +315,6 @@ class Record:
     evaluations: list[EvaluationLine] = field(default_factory=list)
     footer: Footer | None = None
     resumptions: list[ResumedLine] = field(default_factory=list)
-    layer_times: LayerTimesLine | None = None
-    """None unless scripts/record-layer-times has measured them."""
     baseline: BaselineLine | None = None
 
     @property
@@ -462,7 +425,6 @@ def parse_record(text: str, path: str = "record") -> Record:
         [line for line in parsed if isinstance(line, EvaluationLine)],
         next((line for line in parsed if isinstance(line, Footer)), None),
         [line for line in parsed if isinstance(line, ResumedLine)],
-        next((line for line in parsed if isinstance(line, LayerTimesLine)), None),
         next((line for line in parsed if isinstance(line, BaselineLine)), None),
     )
 

@@ -9,23 +9,11 @@ from cpuft.launch.run_state import RunState
 from cpuft.record import (
     EvaluationLine,
     Footer,
-    GradientTime,
     Header,
-    LayerTimesLine,
     Record,
     RecordedRank,
     StepLine,
 )
-
-LAYER_TIMES = LayerTimesLine(
-    [
-        GradientTime("classifier.weight", [2, 384], "bfloat16", 0.001, 0.1, False),
-        GradientTime("bert.encoder.layer.0.output.dense.weight", [384, 1536], "bfloat16", 0.15, -1.0, False),
-        GradientTime("bert.embeddings.word_embeddings.weight", [30522, 384], "bfloat16", 0.2, 0.0, True),
-    ],
-    *(16, 0.001, 0.1, 0.2, 0.2, 0.02),
-)
-"""When some gradients of such a run were ready."""
 
 
 def make_state(*hosts: str, **changes: Any) -> RunState:

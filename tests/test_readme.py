@@ -30,7 +30,7 @@ from scripts.benchmarks.figures import format_contestants, format_figures, forma
 from scripts.reference import format_reference
 from tests.conftest import call_cpuft
 from tests.launch.test_plan import make_cluster
-from tests.records import LAYER_TIMES, make_record, make_steps
+from tests.records import make_record, make_steps
 from tests.report.test_comparison import write_record
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +71,7 @@ def test_every_command_works(
     for run in RUNS:
         places = {1: f"{run}/np-1", 2: f"{run}/np-2"} if "compare" in run else {1 if "-np1-" in run else 2: run}
         for ranks, place in places.items():
-            made = replace(make_record(ranks), steps=make_steps(8, [0.3] * ranks), layer_times=LAYER_TIMES)
+            made = replace(make_record(ranks), steps=make_steps(8, [0.3] * ranks))
             write_record(made, tmp_path / place)
     for run in tmp_path.glob("runs/*-np*"):
         (run / "model").mkdir()

@@ -28,7 +28,7 @@ from cpuft.record import (
     parse_record,
     read_record,
 )
-from tests.records import LAYER_TIMES, make_record
+from tests.records import make_record
 from tests.train.checkpoint.test_files import largest_file
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -68,8 +68,8 @@ def test_a_line_cut_short_is_forgiven_wherever_it_was_cut() -> None:
             "it.step is '1', and must be a wh",
         ),
         (
-            format_line(LAYER_TIMES).replace("30522", '"30522"') + "\n",
-            r"it.gradients\[2\].shape\[0\] is '30522', and must be a whole number",
+            format_line(make_record().header).replace('"cpus": [0,', '"cpus": ["0",') + "\n",
+            r"it.ranks\[0\].cpus\[0\] is '0', and must be a whole number",
         ),
         ('{"kind": []}\n', "its kind is .., and must be a text"),
         ('{"kind": "end"}\n', "kind 'end' is unknown"),
@@ -86,11 +86,11 @@ def test_what_is_no_record(text: str, message: str) -> None:
 def test_files(tmp_path: Path) -> None:
     whole = make_record()
     with Writer(str(tmp_path / "run")) as writer:
-        lines: list[Line] = [whole.header, *whole.steps, LAYER_TIMES, *whole.evaluations]
+        lines: list[Line] = [whole.header, *whole.steps, *whole.evaluations]
         for line in lines:
             writer.write(line)
         unfinished = read_record(str(tmp_path / "run"))
-        assert (unfinished.footer, unfinished.layer_times) == (None, LAYER_TIMES)
+        assert unfinished.footer is None
         assert isinstance(whole.footer, Footer)
         writer.write(whole.footer)
     assert read_record(str(tmp_path / "run")).footer == whole.footer

@@ -21,7 +21,7 @@ from cpuft.compressions import (
 )
 from cpuft.errors import CpuftError, counted
 from cpuft.network_speed import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
-from cpuft.record import GradientSizes, GradientTime, Link, Measurement, Record
+from cpuft.record import GradientSizes, Link, Measurement, Record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 
@@ -95,7 +95,7 @@ class UpdateCosts:
     """Share of the backward passes of an update that is the last one, in which gradients are sent."""
     ready: tuple[tuple[float, float], ...] = ()
     """When gradients are ready, in order: (share of all numbers that are ready then, share of the last backward pass
-    that has passed). Empty if that was not recorded: they become ready evenly."""
+    that has passed). Empty if that was not measured, by scripts/record-layer-times: they become ready evenly."""
     ranks_per_host: int = 1
     """Ranks on each host. The times above are those of one of them on its share of the host's cores."""
     coding_share: float = 1.0
@@ -164,20 +164,14 @@ class Estimate:
 def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
     """Return the job of a record: the times of a step, and the sizes of its gradients.
 
-    The times are means of the steps without the first tenth, or the medians that scripts/record-layer-times measured.
-    `compression` is the only compression level that the job may use; `auto` stands for the level of the recorded run,
-    or if that had `auto`, too, for all levels that a launch may choose. Raises CpuftError: the run had several ranks,
-    --sync-every or fewer than 4 steps, or lacks the sizes of its gradients, or of what `compression` sends.
+    The times are means of the steps without the first tenth. `compression` is the only compression level that the job
+    may use; `auto` stands for the level of the recorded run, or if that had `auto`, too, for all levels that a launch
+    may choose. Raises CpuftError: the run had several ranks, --sync-every or fewer than 4 steps, or lacks the sizes of
+    its gradients, or of what `compression` sends.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
-    if header.world_size != 1:
-        raise CpuftError(f"{record.path} ran on {header.world_size} ranks: an estimate needs a run with --np 1")
-    for line in record.resumptions:
-        if line.world_size != 1:
-            raise CpuftError(
-                f"{record.path} was resumed on {line.world_size} ranks after update {line.step}: an estimate needs a "
-                "run on one rank"
-            )
+    if (most := max(line.world_size for line in (header, *record.resumptions))) != 1:
+        raise CpuftError(f"{record.path} ran on {most} ranks: an estimate needs a run with --np 1")
     epochs, every = header.options.get("epochs"), header.options.get("sync_every", 1)
     if type(every) is int and every > 1:
         raise CpuftError(f"{record.path} ran with --sync-every {every}: an estimate needs a run without that option")
@@ -188,12 +182,10 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
     seconds = [one.data_seconds + one.forward_seconds + one.backward_seconds + one.update_seconds for one in steady]
     if not (sum(seconds) > 0 and any(one.samples > 0 for one in steady) and find_cores(record) > 0):
         raise CpuftError(f"{record.path} lacks the times, examples or cores of its steps: give another run")
-    times = record.layer_times if record.layer_times and record.layer_times.last_backward_seconds > 0 else None
-    of_steps = [times] if times else steady
     return UpdateCosts(
-        statistics.mean(line.data_seconds + line.forward_seconds for line in of_steps),
-        statistics.mean(line.backward_seconds for line in of_steps),
-        statistics.mean(line.update_seconds for line in of_steps),
+        statistics.mean(line.data_seconds + line.forward_seconds for line in steady),
+        statistics.mean(line.backward_seconds for line in steady),
+        statistics.mean(line.update_seconds for line in steady),
         statistics.stdev(seconds) / math.sqrt(len(seconds)),
         statistics.mean(line.samples for line in steady),
         round(header.examples * epochs) if isinstance(epochs, (int, float)) else header.examples,
@@ -201,20 +193,8 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
         _find_levels(record, compression),
         header.gradient_sizes,
         _count_gathered_bytes(record),
-        min(1.0, times.last_backward_seconds / times.backward_seconds) if times and times.backward_seconds else 1.0,
-        list_ready_shares(times.gradients, times.last_backward_seconds) if times else (),
         coding_share=AVX512_CODING_SHARE if "avx512f" in header.cpu_flags else 1.0,
     )
-
-
-def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float) -> tuple[tuple[float, float], ...]:
-    """Return `UpdateCosts.ready` of gradients, in their order, that are not sent by rows; () if there are none."""
-    layers = [(math.prod(one.shape), one.ready_seconds) for one in gradients if not one.by_rows]
-    found, count, total = list[tuple[float, float]](), 0, sum(numbers for numbers, _ in layers)
-    for numbers, ready in layers if total else ():
-        count += numbers
-        found.append((count / total, min(1.0, ready / backward_seconds)))
-    return tuple(found)
 
 
 def _count_gathered_bytes(record: Record) -> float:

@@ -17,11 +17,11 @@ from cpuft import execute
 from cpuft.compressions import COMPRESSIONS
 from cpuft.errors import CpuftError
 from cpuft.network_speed import parse_bit_rate
-from cpuft.record import Record, read_record
 from cpuft.report.estimate import find_cores
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 from scripts.benchmarks.slow_motion import Case, Result, plan_command
+from scripts.benchmarks.step_times import TimedRecord, read_timed_record
 
 COLUMNS = (
     "hosts",
@@ -64,7 +64,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def list_cases(options: argparse.Namespace, record: Record) -> list[Case]:
+def list_cases(options: argparse.Namespace, record: TimedRecord) -> list[Case]:
     """Return the cases to measure: all numbers of hosts, for each rate and each compression level.
 
     Raises CpuftError: a rate or level is unknown, or the record is of several ranks or has no times.
@@ -116,7 +116,7 @@ def format_row(result: Result) -> list[str]:
 def main() -> None:
     """Measure all cases and print the table."""
     options = parse_arguments()
-    record = read_record(str(options.run))
+    record = read_timed_record(str(options.run))
     results = list(measure(record.path, list_cases(options, record)))
     title = f"{record.header.task}, {record.header.model}, slowed down {results[0].slowdown:.1f} times or more"
     print(format_table(COLUMNS, list(map(format_row, results)), title, NOTES))

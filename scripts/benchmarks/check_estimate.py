@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
+import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from cpuft.network_speed import parse_bit_rate
 from cpuft.record import read_record
+from cpuft.report.estimate import Network, UpdateCosts, estimate_hosts, read_job
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 from scripts.benchmarks.bench_slow_motion import list_cases, measure, parse_arguments
 from scripts.benchmarks.slow_motion import Result
+from scripts.benchmarks.step_times import GradientTime, TimedRecord, read_timed_record
 from tests.provision.simulated import Simulated, simulate
 
 MOST_WRONG = 0.10
@@ -63,36 +67,52 @@ def check_in_slow_motion(run_dir: Path, rate: str, hosts: list[str], results: Pa
     results: folder for the measurements; those that are there already are not made again.
     """
     path, sizes = results / f"{run_dir.name}-{rate}.json", ",".join(hosts)
+    record = read_timed_record(str(run_dir))
     if not path.exists():
-        record = read_record(str(run_dir))
         cases = list_cases(parse_arguments([str(run_dir), "--np", sizes, "--bandwidth", rate]), record)
         found = [dataclasses.asdict(one) for one in measure(record.path, cases)]
         path.write_text(json.dumps(found), encoding="utf-8")
     kept = load(list[Result], parse_json(path.read_text(encoding="utf-8")))
     measured = {one.case.ranks: one for one in kept}
-    link = ("--bandwidth", rate, "--latency", "0", "--hosts", sizes)
-    told = json.loads(call("estimate", str(run_dir), *link, "--json"))
+    network = Network(parse_bit_rate(rate, "--rates"), 0.0)
     rows = []
-    for one in told["predictions"]:
-        result, estimated = measured[one["hosts"]], one["step_seconds"]
+    for one in (estimate_hosts(read_timed_job(record), network, int(number)) for number in hosts):
+        result, estimated = measured[one.hosts], one.step_seconds
         case, step = result.case, result.total_seconds
         figures = [
             str(case.ranks),
             f"{step * 1e3:.0f}",
             case.grad_compression,
             f"{estimated * 1e3:.0f}",
-            one["sent_as"],
+            one.sent_as,
         ]
         rows.append([run_dir.name, rate, *figures, f"{estimated / step - 1:+.1%}"])
     return rows
 
 
-def call(*words: str) -> str:
-    """Return the output of a command of this checkout. Exits with its exit code if it fails."""
-    done = subprocess.run([sys.executable, "-m", "cpuft", *words], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return done.stdout
+def read_timed_job(record: TimedRecord) -> UpdateCosts:
+    """Return the job of a record with the times of its layers, if they were measured."""
+    job, times = read_job(record), record.layer_times
+    if times is None or times.last_backward_seconds <= 0:
+        return job
+    return dataclasses.replace(
+        job,
+        forward_seconds=times.data_seconds + times.forward_seconds,
+        backward_seconds=times.backward_seconds,
+        update_seconds=times.update_seconds,
+        last_backward=min(1.0, times.last_backward_seconds / times.backward_seconds),
+        ready=list_ready_shares(times.gradients, times.last_backward_seconds),
+    )
+
+
+def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float) -> tuple[tuple[float, float], ...]:
+    """Return `UpdateCosts.ready` of gradients, in their order, that are not sent by rows; () if there are none."""
+    layers = [(math.prod(one.shape), one.ready_seconds) for one in gradients if not one.by_rows]
+    found, count, total = list[tuple[float, float]](), 0, sum(numbers for numbers, _ in layers)
+    for numbers, ready in layers if total else ():
+        count += numbers
+        found.append((count / total, min(1.0, ready / backward_seconds)))
+    return tuple(found)
 
 
 def main() -> None:

@@ -1,17 +1,18 @@
-"""Train on one rank, and add to the run's record when gradients become ready: scripts/record-layer-times.
+"""Train on one rank, and write into the run's folder when gradients become ready: scripts/record-layer-times.
 
-scripts/bench-slow-motion and scripts/check-estimate need these times, and `cpuft estimate` uses them.
+scripts/bench-slow-motion and scripts/check-estimate need these times.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ import torch
 
 from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.errors import CpuftError
-from cpuft.record import FILE_NAME, GradientTime, LayerTimesLine, format_line
 from cpuft.train.__main__ import parse_worker
 from cpuft.train.passes import Clock
 from cpuft.train.run import run
 from cpuft.train.setup import TrainingSetup
+from scripts.benchmarks.step_times import FILE_NAME, GradientTime, StepTimes
 
 MEASURED_UPDATES = 16
 """Largest number of updates that are measured."""
@@ -41,7 +42,7 @@ class _UpdateTimes:
     needed: dict[str, float]
     """Of each parameter by its name, from the start of the last forward pass."""
     phases: dict[str, float]
-    """By names of fields of LayerTimesLine, such as data_seconds."""
+    """By names of fields of StepTimes, such as data_seconds."""
 
 
 class LayerTimes:
@@ -116,7 +117,7 @@ class LayerTimes:
         for name in names:
             self._called_at[name].append(now)
 
-    def make_line(self) -> LayerTimesLine:
+    def make_times(self) -> StepTimes:
         """Return the medians of all measured updates. Parameters that never had a gradient are left out.
 
         Raises CpuftError: no update was measured.
@@ -144,7 +145,7 @@ class LayerTimes:
             for name in self._measured[0].phases
         }
         gradients.sort(key=lambda one: one.ready_seconds)
-        return LayerTimesLine(gradients=gradients, updates=len(self._measured), **phases)
+        return StepTimes(gradients=gradients, updates=len(self._measured), **phases)
 
 
 def main() -> None:
@@ -153,8 +154,7 @@ def main() -> None:
     try:
         config, worker = parse_worker([*sys.argv[1:], f"--run-dir={os.environ['CPUFT_RUN_DIR']}"])
         run(config, worker, started, [times])
-        with Path(worker.run_dir, FILE_NAME).open("a", encoding="utf-8") as file:
-            file.write(format_line(times.make_line()) + "\n")
+        Path(worker.run_dir, FILE_NAME).write_text(json.dumps(asdict(times.make_times())), encoding="utf-8")
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

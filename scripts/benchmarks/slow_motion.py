@@ -50,13 +50,13 @@ from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_codin
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.network_speed import CPU_SECONDS_PER_BYTE, ETHERNET
-from cpuft.record import GradientTime, LayerTimesLine, Record, read_record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import DEAD_PEER_SECONDS, detect_dead_peer
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
 from cpuft.train.ranks import gather_numbers
+from scripts.benchmarks.step_times import GradientTime, StepTimes, TimedRecord, read_timed_record
 
 SUMS = [0.0] * 7
 """A rank's numbers for the record in an update: as many as a message of `cpuft.train.control_messages` has."""
@@ -186,7 +186,7 @@ def plan_command(record: str, case: Case) -> tuple[str, ...]:
 class Replay:
     """What a rank replays: the times of a step, as they are on hosts that are not slowed down, and what is sent."""
 
-    times: LayerTimesLine
+    times: StepTimes
     tokens: int
     """Distinct tokens in an update of all ranks, whose embedding rows are sent."""
     own_tokens: int
@@ -217,7 +217,7 @@ class Replay:
         return self.times.update_seconds
 
 
-def scale_times(times: LayerTimesLine, factor: float) -> LayerTimesLine:
+def scale_times(times: StepTimes, factor: float) -> StepTimes:
     """Return the times of a step on hosts that need `factor` times as long for it."""
     gradients = [
         replace(one, ready_seconds=one.ready_seconds * factor, needed_seconds=one.needed_seconds * factor)
@@ -745,7 +745,7 @@ def choose_slowdown(case: Case, replayed: Replay, cores: int) -> float:
 
 
 def choose_compression(
-    case: Case, times: LayerTimesLine, tokens: int, own_tokens: int, precision: str, coding_seconds: float
+    case: Case, times: StepTimes, tokens: int, own_tokens: int, precision: str, coding_seconds: float
 ) -> str:
     """Return the compression that a launch would choose for these links with --grad-compression auto.
 
@@ -773,7 +773,7 @@ def choose_compression(
 
 
 def make_replay(
-    record: Record, case: Case, coding_seconds: float = COMPRESSION_FACTS["int8"].coding_seconds
+    record: TimedRecord, case: Case, coding_seconds: float = COMPRESSION_FACTS["int8"].coding_seconds
 ) -> tuple[Case, Replay]:
     """Return the case with a chosen compression, and what its ranks replay.
 
@@ -841,7 +841,7 @@ def main(record: str, text: str) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as the ranks of a training do
     coding = min(measure_coding_seconds() for _ in range(_CODING_REPEATS))
-    case, replayed = make_replay(read_record(record), load(Case, parse_json(text)), coding)
+    case, replayed = make_replay(read_timed_record(record), load(Case, parse_json(text)), coding)
     slowdown = case.slowdown or choose_slowdown(case, replayed, os.cpu_count() or 1)
     found = run_ranks(case, replayed, slowdown)
     print(json.dumps(dataclasses.asdict(summarise(case, replayed, slowdown, found))), flush=True)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
-from cpuft.record import Writer, read_record
+from cpuft.record import Writer
 from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.data.archive import Prepared
 from cpuft.train.exchange.base import Exchange
@@ -32,6 +32,7 @@ from cpuft.train.setup import TrainingSetup
 from cpuft.train.training import train_and_evaluate
 from scripts.benchmarks import layer_times
 from scripts.benchmarks.layer_times import MEASURED_UPDATES, LayerTimes
+from scripts.benchmarks.step_times import read_timed_record
 from tests.records import make_record
 from tests.train.test_loop import Weighing
 from tests.train.tokens import make_tokens
@@ -144,7 +145,7 @@ def test_gradients_are_ready_when_the_layers_after_them_have_slept(
     monkeypatch.setattr("cpuft.train.setup.choose_exchange", lambda config, ranks: exchange)
     observer = LayerTimes()
     train(tmp_path, replace(CONFIG, gradient_accumulation=2), observer)
-    times = observer.make_line()
+    times = observer.make_times()
     assert times.updates == 3
     found = {one.name: one for one in times.gradients}
     assert [one.ready_seconds for one in times.gradients] == sorted(one.ready_seconds for one in times.gradients)
@@ -175,23 +176,23 @@ def test_gradients_are_ready_when_the_layers_after_them_have_slept(
 def test_hooks_are_there_in_sixteen_updates_after_the_first_three(tmp_path: Path) -> None:
     times = LayerTimes()
     hooks = train(tmp_path / "long", replace(CONFIG, max_steps=25), times)
-    assert times.make_line().updates == MEASURED_UPDATES
+    assert times.make_times().updates == MEASURED_UPDATES
     trained = 7  # parameters with requires_grad, and five modules own them
     assert hooks == [0] * (1 + 3) + [trained + 5] * MEASURED_UPDATES + [0] * 6
     for updates, measured in ((4, 2), (2, 1)):
         times = LayerTimes()
         train(tmp_path / str(updates), replace(CONFIG, max_steps=updates), times)
-        assert times.make_line().updates == measured
+        assert times.make_times().updates == measured
 
 
 def test_a_run_of_one_update_has_no_times(tmp_path: Path) -> None:
     times = LayerTimes()
     train(tmp_path, replace(CONFIG, max_steps=1), times)
     with pytest.raises(CpuftError, match="give at least --max-steps=2"):
-        times.make_line()
+        times.make_times()
 
 
-def test_the_times_are_added_to_the_record_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_times_are_written_beside_the_record_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: list[LayerTimes]) -> None:
         assert config.task == "demo"
         train(Path(worker.run_dir), CONFIG, *observers)
@@ -200,6 +201,6 @@ def test_the_times_are_added_to_the_record_of_the_run(tmp_path: Path, monkeypatc
     monkeypatch.setattr("sys.argv", ["layer_times", "--task=demo"])
     monkeypatch.setattr(layer_times, "run", run)
     layer_times.main()
-    record = read_record(str(tmp_path))
+    record = read_timed_record(str(tmp_path))
     assert record.layer_times is not None
     assert (len(record.steps), record.layer_times.updates) == (6, 3)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import os
 import re
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from cpuft.errors import CpuftError
-from cpuft.record import GradientSizes, GradientTime, LayerTimesLine, Record, format_line
+from cpuft.record import GradientSizes, format_line
 from scripts.benchmarks.bench_slow_motion import format_row, list_cases, measure, parse_arguments
 from scripts.benchmarks.slow_motion import (
     LEAST_SLOWDOWN,
@@ -36,28 +37,30 @@ from scripts.benchmarks.slow_motion import (
     scale_times,
     summarise,
 )
-from tests.records import LAYER_TIMES, make_record
+from scripts.benchmarks.step_times import FILE_NAME, GradientTime, StepTimes, TimedRecord
+from tests.benchmarks.timed import LAYER_TIMES, time_record
+from tests.records import make_record
 
-RECORD = replace(
-    make_record(gradient_sizes=GradientSizes(590_592, 384, tokens={"1": 600.0, "2": 1000.0, "4": 1700.0})),
-    layer_times=LAYER_TIMES,
+RECORD = time_record(
+    make_record(gradient_sizes=GradientSizes(590_592, 384, tokens={"1": 600.0, "2": 1000.0, "4": 1700.0}))
 )
 
 
-def make_times(ready: list[float]) -> LayerTimesLine:
+def make_times(ready: list[float]) -> StepTimes:
     """A step of 0.3 s, whose gradients of 256 KiB become ready at these seconds of its backward pass of 0.2 s."""
     gradients = [
         GradientTime(f"layer{number}", [64, 1024], "float32", seconds, -1.0, False)
         for number, seconds in enumerate(ready)
     ]
-    return LayerTimesLine(gradients, 16, 0.0, 0.1, 0.2, 0.2, 0.0)
+    return StepTimes(gradients, 16, 0.0, 0.1, 0.2, 0.2, 0.0)
 
 
-def replay(folder: Path, times: LayerTimesLine, case: Case) -> Result:
+def replay(folder: Path, times: StepTimes, case: Case) -> Result:
     record = make_record(gradient_sizes=GradientSizes(8 * 65536))
     folder.mkdir()
     path = folder / "record.jsonl"
-    path.write_text("".join(f"{format_line(line)}\n" for line in (record.header, times)))
+    path.write_text(f"{format_line(record.header)}\n")
+    (folder / FILE_NAME).write_text(json.dumps(asdict(times)))
     (result,) = measure(str(path), [case])
     return result
 
@@ -169,7 +172,7 @@ def test_a_rank_that_ends_without_a_result_is_explained(codes: tuple[int, int], 
 
 def test_a_record_without_times_names_the_script_that_records_them() -> None:
     with pytest.raises(CpuftError, match="scripts/record-layer-times"):
-        make_replay(make_record(), Case())
+        make_replay(time_record(make_record(), None), Case())
 
 
 def test_the_slowdown_grows_with_the_ranks_and_has_a_least_value() -> None:
@@ -225,8 +228,8 @@ def test_wrong_lists_are_refused(words: list[str], message: str) -> None:
         list_cases(parse_arguments(["run", *words]), RECORD)
 
 
-@pytest.mark.parametrize("record", [make_record(), replace(make_record(2), layer_times=LAYER_TIMES)])
-def test_a_record_of_several_ranks_or_without_times_is_refused(record: Record) -> None:
+@pytest.mark.parametrize("record", [time_record(make_record(), None), time_record(make_record(2))])
+def test_a_record_of_several_ranks_or_without_times_is_refused(record: TimedRecord) -> None:
     with pytest.raises(CpuftError, match="is not of one rank with scripts/record-layer-times"):
         list_cases(parse_arguments(["run"]), record)
 

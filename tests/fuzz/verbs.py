@@ -19,7 +19,7 @@ from cpuft.provision.options import HostsConfig, LocalConfig
 from cpuft.record import Line, format_line
 from tests.fuzz import values
 from tests.fuzz.sandbox import FOLDERS, ROOT
-from tests.records import LAYER_TIMES, make_record
+from tests.records import make_record
 
 Verb = tuple[str, ...]
 FIRST: dict[Verb, list[list[str]]] = {
@@ -126,7 +126,7 @@ def _entry(name: str, kind: str, config: type, **wanted: str) -> dict[str, Any]:
 def _record() -> list[str]:
     whole = make_record(2)
     assert whole.footer is not None
-    lines: list[Line] = [whole.header, *whole.steps, *whole.evaluations, LAYER_TIMES, whole.footer]
+    lines: list[Line] = [whole.header, *whole.steps, *whole.evaluations, whole.footer]
     return [format_line(line) for line in lines]
 
 

@@ -443,7 +443,7 @@ def test_updates_get_fewer_only_where_epochs_are_whole() -> None:
 def write_record(record: Record, folder: Path) -> None:
     folder.mkdir(parents=True)
     lines: list[Line] = [record.header, *record.steps, *record.evaluations]
-    lines += [line for line in (record.layer_times, record.footer) if line]
+    lines += [record.footer] if record.footer else []
     (folder / "record.jsonl").write_text("".join(format_line(line) + "\n" for line in lines))
 
 

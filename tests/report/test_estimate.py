@@ -14,7 +14,7 @@ from cpuft.compressions import count_buckets, count_coding_seconds
 from cpuft.errors import CpuftError
 from cpuft.instance_types import find_instance, read_instance_types
 from cpuft.network_speed import ETHERNET
-from cpuft.record import GradientSizes, GradientTime, Measurement, Record, ResumedLine
+from cpuft.record import GradientSizes, Measurement, Record, ResumedLine
 from cpuft.report import estimate
 from cpuft.report.estimate import (
     MESSAGE_BYTES,
@@ -24,11 +24,10 @@ from cpuft.report.estimate import (
     count_worthwhile_hosts,
     estimate_hosts,
     find_network,
-    list_ready_shares,
     read_job,
     scale_cores,
 )
-from tests.records import LAYER_TIMES, make_record, make_steps
+from tests.records import make_record, make_steps
 
 
 def test_the_table_of_instances_is_whole() -> None:
@@ -107,36 +106,6 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
 def test_small_messages_are_sent_in_fewer_buckets() -> None:
     assert [count_buckets("int8", numbers, 64) for numbers in (0, 8 * 2**20, 8 * 2**20 + 1, 10**8)] == [8, 8, 9, 96]
     assert [count_buckets("powersgd", 10**8, ranks) for ranks in (2, 31, 32)] == [3, 3, 1]
-
-
-def test_recorded_times_say_when_gradients_are_ready() -> None:
-    gradients = [
-        GradientTime("head", [100], "float32", 0.1, -1.0, False),
-        GradientTime("layer", [30, 10], "float32", 0.9, -1.0, False),
-        GradientTime("words", [1000, 8], "float32", 1.0, -1.0, True),
-    ]
-    assert list_ready_shares(gradients, 2.0) == ((0.25, 0.05), (1.0, 0.45))
-    job = replace(JOB, ready=((0.25, 0.05), (1.0, 0.45)))
-    assert [job.when_ready(share) for share in (0.125, 0.25, 0.375, 1.0)] == [0.05, 0.05, 0.45, 0.45]
-    assert JOB.when_ready(0.375) == 0.375
-    # Gradients that are ready earlier hide more, and those of a pass before the last one are not sent.
-    network = Network(460e6, 0.0)
-    usual = estimate_hosts(JOB, network, 4).waited_seconds
-    assert estimate_hosts(job, network, 4).waited_seconds < usual - 0.1
-    assert estimate_hosts(replace(JOB, last_backward=0.5), network, 4).waited_seconds > usual + 0.2
-
-
-def test_times_of_layers_are_the_times_of_a_step() -> None:
-    job = read_job(replace(recorded(), layer_times=LAYER_TIMES))
-    times = LAYER_TIMES
-    assert job.forward_seconds == times.data_seconds + times.forward_seconds
-    assert (job.backward_seconds, job.update_seconds) == (times.backward_seconds, times.update_seconds)
-    assert job.last_backward == times.last_backward_seconds / times.backward_seconds
-    assert job.ready[-1][0] == pytest.approx(1.0)
-    # Times without a backward pass, or without gradients of layers, say nothing.
-    none = replace(LAYER_TIMES, last_backward_seconds=0.0)
-    assert read_job(replace(recorded(), layer_times=none)) == read_job(recorded())
-    assert read_job(replace(recorded(), layer_times=replace(LAYER_TIMES, gradients=[]))).ready == ()
 
 
 def test_one_host_is_what_was_recorded() -> None:
@@ -250,7 +219,7 @@ def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
         (recorded(ranks=2, world_size=2), "runs/np-2 ran on 2 ranks: an estimate needs a run with --np 1"),
         (
             replace(recorded(), resumptions=[ResumedLine(9, 0, 4, [], "ccl", "bf16", "", "")]),
-            "runs/np-1 was resumed on 4 ranks after update 9: an estimate needs a run on one rank",
+            "runs/np-1 ran on 4 ranks: an estimate needs a run with --np 1",
         ),
         (recorded(options={"sync_every": 8}), "runs/np-1 ran with --sync-every 8: an estimate needs a run without"),
         (make_record(), "runs/np-1 has 1 step: run 4 or more"),
