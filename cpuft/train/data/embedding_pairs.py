@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.config.train import TrainConfig
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, list_names
 from cpuft.tasks import Task
 from cpuft.train.data.archive import EMPTY
-from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, choose_usual_pair, name_negatives
+from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives
 from cpuft.train.data.retrieval import RetrievalSet, make_retrieval_set, read_beir
 from cpuft.train.data.sources import (
     Examples,
@@ -28,6 +28,8 @@ from cpuft.train.data.sources import (
 from cpuft.train.data.tables import Row, Rows, Table, split_names, split_table
 from cpuft.train.embedding_form import EmbeddingForm, choose_form
 
+_QUERIES = ("anchor", "query", "question", "sentence1", "text1")
+_DOCUMENTS = ("positive", "answer", "document", "passage", "sentence2", "text2", "text")
 _USUAL_SCORES = ("score", "similarity", "label")
 _NAME_PAIRS = "name the columns of the texts with --text-columns, for example --text-columns question,answer"
 _NAME_SCORES = "name the column of the scores with --label-column, or learn from pairs without scores by --task pairs"
@@ -100,17 +102,22 @@ def _is_beir_folder(path: str) -> bool:
 
 
 def choose_pair_columns(table: Table, wanted: str, has_negatives: bool) -> tuple[str, ...]:
-    """Return the names in `wanted`, separated by commas, whether the table has them or not; for "", the pair of
-    `choose_usual_pair` and, with `has_negatives`, all columns that begin with "negative". Raises CpuftError: `wanted`
-    has one name, equal ones, or without `has_negatives` more than two; or there is no usual pair.
+    """Return the names in `wanted`, separated by commas, whether the table has them or not; for "", the first column
+    of anchor, query, question, sentence1 or text1, the first one of positive, answer, document, passage, sentence2,
+    text2 or text and, with `has_negatives`, all columns that begin with "negative". Raises CpuftError: `wanted` has one
+    name, equal ones, or without `has_negatives` more than two; or there are no such columns.
     """
     if names := split_names(wanted):
         if len(names) < 2 or (len(names) > 2 and not has_negatives) or len(set(names)) < len(names):
             most = "the columns of anchor, positive and perhaps negatives" if has_negatives else "two columns"
             raise CpuftError(f"--text-columns {wanted!r:.80} is not valid: name {most}, with commas between them")
         return names
+    query, document = (next((name for name in usual if name in table.columns), "") for usual in (_QUERIES, _DOCUMENTS))
+    if not query or not document:
+        has = list_names(table.columns)
+        raise CpuftError(f"{table.source} has no columns anchor and positive, nor a usual pair ({has}): {_NAME_PAIRS}")
     others = [name for name in table.columns if name.startswith(NEGATIVE)] if has_negatives else []
-    return (*choose_usual_pair(table, "anchor and positive", _NAME_PAIRS), *others)
+    return (query, document, *others)
 
 
 def _choose_score_column(table: Table, wanted: str) -> str:

@@ -29,19 +29,6 @@ RELATIVE_MARGIN = 0.05
 """A negative's similarity to the query must be at least this share below that of the positive. Documents above it are
 often relevant themselves (Moreira and others 2024, arXiv:2407.15831, section 4.1)."""
 
-_USUAL_PAIRS = (
-    ("anchor", "positive"),
-    ("query", "positive"),
-    ("question", "positive"),
-    ("question", "answer"),
-    ("query", "document"),
-    ("query", "passage"),
-    ("query", "text"),
-    ("question", "document"),
-    ("question", "passage"),
-    ("sentence1", "sentence2"),
-    ("text1", "text2"),
-)
 _FORMAT = 1
 """Part of the checksum: to be raised when the same texts get other negatives."""
 
@@ -100,20 +87,6 @@ def add_hard_negatives(
 def split_cell(cell: Cell) -> list[str]:
     """Return the texts in a cell, which may be a list, without empty and blank ones."""
     return [text for text in ([cell] if isinstance(cell, str) else cell) if text.strip()]
-
-
-def choose_usual_pair(table: Table, example: str, advice: str) -> tuple[str, str]:
-    """Return the columns of query and document: the first of these pairs of which the table has both: anchor, positive;
-    query, positive; question, positive; question, answer; query, document; query, passage; query, text; question,
-    document; question, passage; sentence1, sentence2; text1, text2. CpuftError, with `example` and `advice`: it has
-    none.
-    """
-    for query, document in _USUAL_PAIRS:
-        if query in table.columns and document in table.columns:
-            return query, document
-    raise CpuftError(
-        f"{table.source} has no columns {example}, nor another usual pair (it has {', '.join(table.columns)}): {advice}"
-    )
 
 
 def _mine(

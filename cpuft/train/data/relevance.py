@@ -14,13 +14,8 @@ from cpuft.judge.metrics import LEAST_RELEVANT
 from cpuft.serialization import to_number
 from cpuft.tasks import Task
 from cpuft.train.data.columnar import Cell
-from cpuft.train.data.hard_negatives import (
-    NEGATIVE,
-    add_hard_negatives,
-    choose_usual_pair,
-    name_negatives,
-    split_cell,
-)
+from cpuft.train.data.embedding_pairs import choose_pair_columns
+from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives, split_cell
 from cpuft.train.data.labels import BOOLEANS, read_decimal_comma
 from cpuft.train.data.sources import (
     Examples,
@@ -106,19 +101,13 @@ def _choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
     if label != "label":
         find_column(table.columns, label, table.source, "give the name of the column of the labels with --label-column")
     found = label if label != "label" else next((name for name in _USUAL_LABELS if name in table.columns), "")
-    if names := split_names(texts):
-        if len(names) < 2 or len(set(names)) < len(names):
-            raise CpuftError(
-                f"--text-columns {texts!r:.80} is not valid: name query, document and perhaps irrelevant documents"
-            )
-        for name in names:
-            find_column(table.columns, name, table.source, _NAME_COLUMNS)
-        return RelevanceColumns(names[0], names[1], names[2:], "" if names[2:] else found)
-    query, document = choose_usual_pair(table, "query and document", _NAME_COLUMNS)
-    negatives = tuple(name for name in table.columns if name.startswith(NEGATIVE) and name != found)
-    # A score beside negatives is that of a teacher for all of them, unless its column was named.
-    negatives = negatives if label == "label" else ()
-    return RelevanceColumns(query, document, negatives, "" if negatives else found)
+    query, document, *negatives = choose_pair_columns(table, texts, has_negatives=True)
+    for name in (query, document, *negatives) if texts else ():
+        find_column(table.columns, name, table.source, _NAME_COLUMNS)
+    if not texts:
+        # A score beside negatives is that of a teacher for all of them, unless its column was named.
+        negatives = [name for name in negatives if name != found] if label == "label" else []
+    return RelevanceColumns(query, document, tuple(negatives), "" if negatives else found)
 
 
 def _list_examples(table: Table, columns: RelevanceColumns, task: Task) -> tuple[Table, Task]:

@@ -176,8 +176,8 @@ BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         {},
         "has neither a column of labels nor columns of irrelevant documents, .* find .* with --hard-negatives 5",
     ),
-    ([{"a": "a", "b": "x"}], {}, r"has no columns query and document, nor another usual pair \(it has a, b\): name"),
-    ([{"a": "a", "b": "x"}], {"text_columns": "a"}, "--text-columns 'a' is not valid: name query, document"),
+    ([{"a": "a", "b": "x"}], {}, r"has no columns anchor and positive, nor a usual pair \(a, b\): name"),
+    ([{"a": "a", "b": "x"}], {"text_columns": "a"}, "--text-columns 'a' is not valid: name the columns of anchor"),
     ([{"a": "a", "b": "x"}], {"text_columns": "a,c"}, "has no column 'c'"),
     ([{"query": "a", "document": "x"}], {"label_column": "stars"}, "has no column 'stars'.*: give the name of the"),
     (
