@@ -318,7 +318,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/dataset_dict.json": '{"splits": ["train", "validation"]}'},
-        "reviews holds several splits that the Hugging Face library datasets saved (): give the folder of one split, for example --train-file reviews/train",
+        "reviews is a folder: give a file of rows, or all files in it, for example --train-file 'reviews/*.csv'",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",

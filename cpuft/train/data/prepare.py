@@ -207,10 +207,7 @@ def list_blank(examples: Examples, task: Task) -> list[list[str]]:
 
 def describe_blank(name: str, count: int, examples: int) -> str:
     """Return the message that nearly all examples have no text in a column."""
-    return (
-        f"{count:,} of {examples:,} examples have no text in {name!r} (it is empty, nan or null): name the column of "
-        f"the texts with --text-columns, or correct the file"
-    )
+    return f"{count:,} of {examples:,} examples have no text in {name!r}: name another column with --text-columns"
 
 
 def _map_file(path: Path, empty: NDArray[Any]) -> NDArray[Any]:

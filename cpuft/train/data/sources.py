@@ -237,9 +237,7 @@ _HUB_SPLITS = {"dev": "validation", "dev_matched": "validation_matched", "dev_mi
 
 def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
     advice = f"give --data-dir a folder that contains {task.folder}/train.tsv, from a GLUE download, or use --task demo"
-    tables = load_from_hub(
-        f"the data of --task {task.name}", advice, f"or {advice}", path="nyu-mll/glue", name=task.name
-    )
+    tables = load_from_hub(f"the data of --task {task.name}", advice, path="nyu-mll/glue", name=task.name)
     found = {}
     for key, stem in splits:
         table, has_labels = tables[_HUB_SPLITS.get(stem, stem)], not stem.startswith("test")

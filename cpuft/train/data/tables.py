@@ -120,13 +120,13 @@ def parse_hub_name(text: str, option: str, split: str) -> dict[str, str | None]:
 def _read_hub_table(text: str, option: str, split: str) -> Table:
     arguments = parse_hub_name(text, option, split)
     advice = f"check the name, configuration, split and revision, or give files with {option}"
-    data = load_from_hub(text, advice, f"or give files with {option}", **arguments)
+    data = load_from_hub(text, advice, **arguments)
     return Table(text, list_dataset_columns(data), Rows(lambda: _number_rows(text, read_dataset(data))))
 
 
-def load_from_hub(what: str, advice: str, offline_advice: str, **arguments: Any) -> Any:
+def load_from_hub(what: str, advice: str, **arguments: Any) -> Any:
     """Return what `datasets.load_dataset` loads from the hub, or its cache. Raises CpuftError, which begins with `what`
-    and ends with `advice`, or `offline_advice` if the hub cannot be reached: loading fails.
+    and ends with `advice`: loading fails.
     """
     problem = find_hub_problem()
     import datasets
@@ -136,7 +136,7 @@ def load_from_hub(what: str, advice: str, offline_advice: str, **arguments: Any)
     except Exception as error:  # the hub's client raises many kinds of errors
         if problem:
             raise CpuftError(
-                f"{what} is not in the cache of data sets, and {problem}: {advise_on_hub(problem)}, {offline_advice}"
+                f"{what} is not in the cache of data sets, and {problem}: {advise_on_hub(problem)}, or {advice}"
             ) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise CpuftError(f"{what} could not be loaded from the Hugging Face hub ({reason}): {advice}") from None
@@ -333,16 +333,9 @@ def _refuse_other_formats(path: Path) -> bytes:
 
 
 def _describe_folder(path: Path, option: str) -> str:
-    if (path / "dataset_dict.json").exists():
-        splits = sorted(one.parent.name for one in path.glob("*/state.json"))
-        return (
-            f"{path} holds several splits that the Hugging Face library datasets saved ({', '.join(splits)}): give the "
-            f"folder of one split, for example {option} {path / (splits or ['train'])[-1]}"
-        )
-    return (
-        f"{path} is a folder, and {option} takes files of rows: give a CSV, TSV, JSON lines, Parquet or Arrow file, or "
-        f"all files of the folder, for example {option} '{path}/*.csv'"
-    )
+    if splits := sorted(one.parent for one in path.glob("*/state.json")):
+        return f"{path} holds several splits: give one of them, for example {option} {splits[-1]}"
+    return f"{path} is a folder: give a file of rows, or all files in it, for example {option} '{path}/*.csv'"
 
 
 def _advise_iconv(encoding: str, path: Path) -> str:

@@ -665,13 +665,11 @@ def test_of_many_labels_a_few_are_listed(tmp_path: Path) -> None:
     [
         (
             (),
-            "x is a folder, and --train-file takes files of rows: give a CSV, TSV, JSON lines, Parquet or Arrow file, "
-            "or all files of the folder, for example --train-file 'x/*.csv'",
+            "x is a folder: give a file of rows, or all files in it, for example --train-file 'x/*.csv'",
         ),
         (
             ("dataset_dict.json", "train/state.json", "test/state.json"),
-            "x holds several splits that the Hugging Face library datasets saved (test, train): give the folder of one "
-            "split, for example --train-file x/train",
+            "x holds several splits: give one of them, for example --train-file x/train",
         ),
     ],
 )
