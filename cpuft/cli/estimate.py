@@ -114,9 +114,8 @@ def estimate(run: str | None, json: bool, **values: Any) -> None:
     bits = parse_bit_rate(config.bandwidth, "--bandwidth")
     if not (bits or config.link or rented):
         raise CpuftError(
-            "the speed of the network between the hosts is not known: give --bandwidth, for example --bandwidth "
-            "10gbit; or --link with the file comm.jsonl that cpuft bench comm wrote; or --instance with a type of "
-            "instance, for example --instance c7i.8xlarge"
+            "the speed of the network between the hosts is not known: give --bandwidth, such as 10gbit, --link with "
+            "comm.jsonl of cpuft bench comm, or --instance, such as c7i.8xlarge"
         )
     link = _read_link(config.link) if config.link else None  # before the short training, which would be for nothing
     record = read_record(run) if run else _probe(pick(TrainConfig, values))
@@ -129,15 +128,9 @@ def estimate(run: str | None, json: bool, **values: Any) -> None:
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
     notes = describe_job(job, network, run or "a probe of this machine") + _describe_instance(record, rented)
     if record.header.simulated:
-        notes.append(
-            "the run was on a simulated host, and the estimate is for hosts with cores of their own: simulated hosts "
-            "that share cores are slower."
-        )
+        notes.append("the run was on a simulated host: simulated hosts that share their cores are slower than this.")
     if config.ppn > 1:
-        notes.append(
-            f"each host has {config.ppn} ranks, each on an equal share of its cores; what the ranks of a single host "
-            "send each other is not counted."
-        )
+        notes.append(f"what the {config.ppn} ranks of a host send each other is not counted if there is one host only.")
     job = scale_cores(job, cores, config.ppn)
     found = [estimate_hosts(job, network, number, price) for number in hosts]
     title = f"{record.header.task} with {record.header.model} on hosts of {cores:g} cores"

@@ -88,18 +88,15 @@ def split_arguments(config: type, arguments: Sequence[str]) -> tuple[list[str], 
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
-    """Return a configuration from `--name=value` or `--name value`; the last one counts. CpuftError: a bad option."""
+    """Return a configuration from `--name=value`; of equal names, the last one counts. CpuftError: a bad option."""
     fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
-    types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
-    for argument in rest:
+    types, texts = get_type_hints(config), dict[str, str]()
+    for argument in arguments:
         flag, equals, text = argument.partition("=")
         name = flag[2:].replace("-", "_")
-        if flag[:2] != "--" or name not in fields:
+        if not equals or flag[:2] != "--" or name not in fields:
             raise CpuftError(f"{flag[:80]!r} is no option here: {suggest_names(flag, map(format_flag, fields))}")
-        value = text if equals else next(rest, None)
-        if value is None:
-            raise CpuftError(f"{flag} has no value: write {flag}=VALUE")
-        texts[name] = value
+        texts[name] = text
     return config(**{name: parse_value(fields[name], types[name], text) for name, text in texts.items()})
 
 

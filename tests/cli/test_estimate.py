@@ -84,7 +84,7 @@ def test_ranks_of_a_host_share_its_cores(run_dir: Path) -> None:
 def test_an_estimate_from_a_simulated_host_says_so(run_dir: Path, tmp_path: Path) -> None:
     record = read_record(str(run_dir))
     write(replace(record, header=replace(record.header, simulated=True)), tmp_path / "simulated")
-    note = "* the run was on a simulated host, and the estimate is for hosts with cores of their own"
+    note = "* the run was on a simulated host: simulated hosts that share their cores are slower than this."
     for folder, expected in ((tmp_path / "simulated", True), (run_dir, False)):
         done = run_cpuft("estimate", str(folder), "--bandwidth", "1gbit", "--hosts", "1,2")
         assert (note in done.stdout) == expected, done.stderr

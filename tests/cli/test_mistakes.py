@@ -209,7 +209,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "estimate runs/mrpc",
         {},
-        "the speed of the network between the hosts is not known: give --bandwidth, for example --bandwidth 10gbit; or --link with the file comm.jsonl that cpuft bench comm wrote; or --instance with a type of instance, for example --instance c7i.8xlarge",
+        "the speed of the network between the hosts is not known: give --bandwidth, such as 10gbit, --link with comm.jsonl of cpuft bench comm, or --instance, such as c7i.8xlarge",
     ),
     (
         "estimate runs/mrpc --bandwidth fast",
