@@ -89,10 +89,7 @@ def report(
 
     if sweeps := [run for run in runs if Path(run, SWEEP_FILE).is_file()]:
         if len(runs) > 1 or markdown or to:
-            raise CpuftError(
-                f"{sweeps[0]} is a sweep, which is shown alone, as a table, with --json or with --html: leave out what "
-                "else you gave"
-            )
+            raise CpuftError(f"{sweeps[0]} is a sweep: show it alone, as a table, with --json or with --html")
         found_sweep = read_sweep(runs[0])
         if metric:
             choose_metric(found_sweep, metric)

@@ -43,8 +43,7 @@ def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: s
     if argv[:1] == ("sweep",):
         if not scheduler_class.takes_sweeps:
             raise CpuftError(
-                f"cpuft submit {kind} takes no sweep, because the job ends when one of its nodes is lost: use slurm or "
-                "kubernetes, or rent a cluster with cpuft provision aws and run cpuft sweep --cluster NAME"
+                f"cpuft submit {kind} takes no sweep: use slurm or kubernetes, or cpuft sweep --cluster NAME"
             )
         launch, subject = _parse_sweep(argv, scheduler_class.has_submitters_files)
     else:
@@ -95,10 +94,7 @@ def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
         with suppress(CpuftError):
             header = read_record(run).header
             return header.world_size, max(Counter(rank.host for rank in header.ranks).values(), default=0)
-    raise CpuftError(
-        f"cpuft submit cannot read here how many ranks the run in {run} has, and reserves hosts for them: add --np N "
-        "to the launch, with the number of ranks of that run"
-    )
+    raise CpuftError(f"the ranks of the run in {run} cannot be read here: add --np N to the launch")
 
 
 def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str]:
@@ -137,10 +133,7 @@ def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
         if context.params.get("detach"):
             raise CpuftError("a job goes on when you log out: leave out --detach")
         if context.params["cluster"]:
-            raise CpuftError(
-                f"the {verb} of a job uses the hosts that the scheduler gives to the job, and --cluster names others: "
-                "leave out --cluster"
-            )
+            raise CpuftError(f"the {verb} of a job uses the hosts of the job: leave out --cluster")
         return context
 
 

@@ -131,10 +131,7 @@ def _resume(config: SweepConfig, dry_run: bool) -> None:
     found = read_sweep(folder)
     settings, given = found.settings, _list_launch_options()
     if not os.path.isdir(settings.working_folder or "."):
-        raise CpuftError(
-            f"the sweep was started in {settings.working_folder}, where its relative paths begin, and this folder is "
-            "gone: make it again"
-        )
+        raise CpuftError(f"{settings.working_folder}, where the sweep's relative paths begin, is gone: make it again")
     names = {option.partition("=")[0] for option in given}
     # Hosts that are given now replace those of the sweep.
     names |= {"--cluster", "--hostfile"} if names & {"--cluster", "--hostfile"} else set()

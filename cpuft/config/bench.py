@@ -60,8 +60,7 @@ def list_bench_cases(config: BenchConfig) -> list[BenchCase]:
     for size, dtype in itertools.product(lists["sizes"], lists["dtypes"]):
         if int(size) % _TYPE_BYTES[dtype]:
             raise CpuftError(
-                f"--sizes: {size} bytes are not a whole number of {dtype} elements: give a multiple of "
-                f"{_TYPE_BYTES[dtype]}"
+                f"--sizes: {size} bytes are no whole {dtype} elements: give a multiple of {_TYPE_BYTES[dtype]}"
             )
     cases = itertools.product(range(config.rounds), *(lists[name] for name in lists))
     return [(backend, operation, dtype, int(size)) for _, backend, operation, dtype, size in cases]

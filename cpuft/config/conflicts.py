@@ -97,10 +97,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
     if kind in DECODER_KINDS:
         _refuse_decoder_conflicts(config)
     if config.engine == "ort" and config.task == "text":
-        raise CpuftError(
-            "--engine ort cannot train --task text, because it masks the same positions in every batch: leave out one "
-            "of them"
-        )
+        raise CpuftError("--engine ort masks the same positions in every batch of --task text: leave out one of them")
     if config.precision == "int8":
         reason = "it needs the fast path"
         _exclude(config, "--precision int8", dict.fromkeys(("engine", "fast_path", "lora_rank"), reason))
@@ -140,10 +137,7 @@ def refuse_unused_data_options(train: TrainConfig) -> None:
             fits = f"{'' if name in text else others}--task text for plain texts without labels"
             raise CpuftError(f"{format_flag(name)} has no effect with {task}: give {fits}")
     if train.data_dir and train.task in ("demo", *FILE_TASKS):
-        raise CpuftError(
-            f"--data-dir has no effect with {task}: the option names a folder with the data of a GLUE task, so name "
-            "that task as well, for example --task mrpc"
-        )
+        raise CpuftError(f"--data-dir has no effect with {task}: name a GLUE task as well, for example --task mrpc")
 
 
 def _is_used(config: TrainConfig, name: str) -> bool:
@@ -166,7 +160,4 @@ def _refuse_decoder_conflicts(config: TrainConfig) -> None:
     if config.precision == "int8":
         raise CpuftError(f"{task} excludes --precision int8, which is for encoders: leave it out")
     if config.from_config and not config.tokenizer:
-        raise CpuftError(
-            f"{task} with --from-config needs --tokenizer, because the tokenizers that cpuft makes drop spaces and "
-            f"capitals: name the tokenizer of a decoder"
-        )
+        raise CpuftError(f"{task} with --from-config needs --tokenizer: name the tokenizer of a decoder")

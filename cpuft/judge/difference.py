@@ -66,8 +66,7 @@ def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
         raise CpuftError(f"the predictions of the two runs do not fit together ({error}): train them again") from None
     if not found:
         raise CpuftError(
-            f"the two runs report no metric ({', '.join(a.about.metrics)}) that can be compared row by row: compare "
-            f"their {FILE_NAME} yourself"
+            f"the two runs report no metric that can be compared row by row: compare their {FILE_NAME} yourself"
         )
     return Differences(a.about.kind, tuple(found[name] for name in a.about.metrics if name in found))
 

@@ -124,10 +124,7 @@ def read_predictions(run: str) -> RunPredictions:
     """Read the predictions in the folder `run`. CpuftError: there are none, they are damaged, or PyArrow is missing."""
     path = Path(run, FILE_NAME)
     if not path.is_file():
-        raise CpuftError(
-            f"{run} has no {FILE_NAME}: give the folder of a finished run with labels, scores or queries, which was "
-            f"trained with this version of cpuft"
-        )
+        raise CpuftError(f"{run} has no {FILE_NAME}: give the folder of a finished run with labels, scores or queries")
     with requires("train", f"{FILE_NAME} is read with PyArrow"):
         from pyarrow import parquet
     with explain_damage(run):

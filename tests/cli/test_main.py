@@ -84,7 +84,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--shard", "optimizer", "--sync-every", "4"], "--shard excludes --sync-every, because each rank updates only"),
         (["compare", "--shard", "optimizer", "--grad-compression", "int8"], "--shard supports only none, bf16"),
         (["launch", "--task", "mrpc", "--", "same"], "--task is for cpuft's own training, not for a script: leave"),
-        (["bench", "comm", "--np", "2", "--sizes", "7"], "--sizes: 7 bytes are not a whole number of float32"),
+        (["bench", "comm", "--np", "2", "--sizes", "7"], "--sizes: 7 bytes are no whole float32 elements"),
         (["bench", "comm", "--np", "2", "--backends", "nccl"], "'nccl' is not a value of --backends: did you mean ccl?"),
         (["bench", "comm"], "bench comm measures the links between ranks: start two or more, e.g. --np 2"),
         (["launch", "--", "none.py"], "there is no script none.py in the folder "),

@@ -129,7 +129,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --data-dir glue",
         {},
-        "--data-dir has no effect with --task demo, which is the default task: the option names a folder with the data of a GLUE task, so name that task as well, for example --task mrpc",
+        "--data-dir has no effect with --task demo, which is the default task: name a GLUE task as well, for example --task mrpc",
     ),
     (
         "launch --learning-rate 2e-5x",

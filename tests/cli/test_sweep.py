@@ -331,7 +331,7 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
     refused = run_cpuft("report", str(folder / "run-1"), "--metric", "f1")
     assert (refused.returncode, "--metric is for the folder of a sweep" in refused.stderr) == (2, True)
     refused = run_cpuft("report", str(folder), "--markdown")
-    assert (refused.returncode, "is a sweep, which is shown alone" in refused.stderr) == (2, True)
+    assert (refused.returncode, "is a sweep: show it alone" in refused.stderr) == (2, True)
 
 
 @pytest.mark.real

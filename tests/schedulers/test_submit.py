@@ -189,7 +189,7 @@ def test_options_of_a_resumed_launch_replace_the_recorded_ranks(capsys: pytest.C
     assert "slotsPerWorker: 3\n" in run(capsys, "kubernetes", *IMAGE, *resume, "--np", "6", "--ppn", "3")[1]
     code, _, errors = run(capsys, "kubernetes", *IMAGE, "--nodes", "4", *resume)
     assert code == 2
-    assert errors.startswith("cpuft: error: cpuft submit cannot read here how many ranks the run in runs/x has, and ")
+    assert errors.startswith("cpuft: error: the ranks of the run in runs/x cannot be read here: add --np N ")
 
 
 def test_a_job_that_resumes_a_sweep_has_hosts_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,7 +233,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         ),
         (
             ("slurm", "--nodes", "4", "--", "launch", "--resume", "runs/x"),
-            "cpuft submit cannot read here how many ranks the run in runs/x has, and reserves hosts for them: add --np",
+            "the ranks of the run in runs/x cannot be read here: add --np N",
         ),
         (("slurm", "--", "launch", "--iface", "\udc80"), "the launch contains bytes that are not UTF-8, which no"),
         (("slurm", "--", "sweep", "--task", "mrpc"), "a sweep needs --nodes N: --hosts-per-run times"),
@@ -252,11 +252,11 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         (("slurm", *LAUNCH, "--detach"), "a job goes on when you log out: leave out --detach"),
         (
             ("slurm", *LAUNCH, "--cluster", "lab"),
-            "the launch of a job uses the hosts that the scheduler gives to the job, and --cluster names others: leave",
+            "the launch of a job uses the hosts of the job: leave out --cluster",
         ),
         (
             ("slurm", "--nodes", "2", "--", "sweep", "--cluster", "lab"),
-            "the sweep of a job uses the hosts that the scheduler gives to the job, and --cluster names others: leave",
+            "the sweep of a job uses the hosts of the job: leave out --cluster",
         ),
         (("slurm", "--nodes", "2", "--", "sweep", "status", "x"), "a job runs a sweep, and has no status to show:"),
         (("slurm", "--nodes", "2", "--", "sweep", "--dry-run"), "--dry-run is an option of cpuft submit: write it bef"),
@@ -264,10 +264,10 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         (("slurm", "--nodes", "2", "--", "sweep", "--iface", "\udc80"), "the sweep contains bytes that are not UTF-8"),
         (
             ("batch", *IMAGE, "--queue", "q", "--nodes", "2", "--", "sweep"),
-            "cpuft submit batch takes no sweep, because the job ends when one of its nodes is lost: use slurm",
+            "cpuft submit batch takes no sweep: use slurm or kubernetes",
         ),
-        (("dstack", *IMAGE, "--nodes", "2", "--", "sweep"), "cpuft submit dstack takes no sweep, because the job ends"),
-        (("skypilot", *IMAGE, "--", "sweep"), "cpuft submit skypilot takes no sweep, because the job ends when"),
+        (("dstack", *IMAGE, "--nodes", "2", "--", "sweep"), "cpuft submit dstack takes no sweep: use slurm"),
+        (("skypilot", *IMAGE, "--", "sweep"), "cpuft submit skypilot takes no sweep: use slurm"),
         (("slurm", "--array", "0-3", "--wait", *LAUNCH), "--wait follows one job: leave it out with --array"),
         (
             ("slurm", "--partitoin", "a", *LAUNCH),

@@ -96,7 +96,7 @@ def test_what_the_tokenizer_puts_before_a_text_begins_each_document(tmp_path: Pa
         ),
         ({"causal": False, "pack": True}, "--pack is for --task chat only, and this is --task text: leave it out"),
         ({"causal": False, "chat_template": "a"}, "--chat-template is for --task chat only, and this is"),
-        ({"from_config": "x.json"}, "--causal with --from-config needs --tokenizer, because the tokenizers that"),
+        ({"from_config": "x.json"}, "--causal with --from-config needs --tokenizer: name"),
     ],
 )
 def test_options_that_decoders_do_not_have_are_refused(change: dict[str, Any], message: str) -> None:

@@ -111,8 +111,7 @@ def parse_hub_name(text: str, option: str, split: str) -> dict[str, str | None]:
     found = _HUB_NAME.fullmatch(text)
     if not found:
         raise CpuftError(
-            f"{option} {text}: the name of a data set of the Hugging Face hub has the form hub:OWNER/NAME, or with all "
-            f"its parts hub:OWNER/NAME/CONFIGURATION:SPLIT@REVISION: correct it"
+            f"{option} {text}: write hub:OWNER/NAME, or in full hub:OWNER/NAME/CONFIGURATION:SPLIT@REVISION"
         )
     return found.groupdict() | {"split": found["split"] or split}
 

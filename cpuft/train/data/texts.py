@@ -85,8 +85,7 @@ def scan_texts(paths: str, columns: str, option: str, exact: bool = False, optio
     digest, pieces, has_text = hashlib.sha256(), 0, False
     if names and not any(map(_is_table, files)):
         raise CpuftError(
-            f"--text-columns {columns!r:.60} names columns, and {files[0]} is a text without columns: leave it out, or "
-            f"give a file that ends in .csv, .tsv or .jsonl"
+            f"--text-columns {columns!r:.60} names columns, and {files[0]} has none: leave it out, or give a table"
         )
     for path in files:
         digest.update(b"json\n" if _is_table(path) else b"text\n")

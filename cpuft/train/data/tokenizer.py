@@ -143,14 +143,12 @@ def load_tokenizer(name: str, in_words: bool = False) -> Any:
     except (ImportError, OSError, ValueError) as error:
         if package := _find_missing_package(Path(source), str(error)):
             raise CpuftError(
-                f"the tokenizer of {name} needs the package {package}, which is not installed: install that package "
-                f"where cpuft is installed, here and on the hosts of the run"
+                f"the tokenizer of {name} needs the package {package}: install it beside cpuft, here and on all hosts"
             ) from None
         raise CpuftError(describe_load_failure(name, error)) from None
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise CpuftError(
-            f"the tokenizer of {name} knows nothing but its special tokens, so that every text would be unknown: save "
-            f"the tokenizer that the model was made with there, or give a folder or hub model with it by --tokenizer"
+            f"the tokenizer of {name} knows nothing but its special tokens: name another one by --tokenizer"
         )
     return tokenizer
 
@@ -184,8 +182,7 @@ def _check_vocabulary_files(folder: Path) -> None:
         missing = "vocab.json without merges.txt, and no tokenizer.json"
     if missing:
         raise CpuftError(
-            f"the folder {folder} holds no complete tokenizer ({missing}): save the tokenizer that the model was made "
-            f"with there (tokenizer.save_pretrained), or give a folder or hub model that has it by --tokenizer"
+            f"the folder {folder} holds no complete tokenizer ({missing}): save it there, or name one by --tokenizer"
         )
 
 

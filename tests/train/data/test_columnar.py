@@ -190,7 +190,7 @@ def test_the_parts_of_a_name_of_the_hub(name: str, expected: dict[str, str | Non
 
 @pytest.mark.parametrize("name", ["hub:", "hub:a", "hub:a/b/c/d", "hub:a/b:", "hub:a/b@", "hub:../../x y"])
 def test_another_form_of_a_name_of_the_hub_is_refused(name: str) -> None:
-    with pytest.raises(CpuftError, match="has the form hub:OWNER/NAME, or with all its parts"):
+    with pytest.raises(CpuftError, match="write hub:OWNER/NAME, or in full"):
         parse_hub_name(name, "--train-file", "train")
 
 

@@ -318,8 +318,7 @@ def test_a_column_of_a_table_is_learned_and_not_its_lines() -> None:
         (
             "x.txt",
             "body",
-            "--text-columns 'body' names columns, and x.txt is a text without columns: leave it out, or give a file "
-            "that ends in .csv, .tsv or .jsonl",
+            "--text-columns 'body' names columns, and x.txt has none: leave it out, or give a table",
         ),
     ],
 )
