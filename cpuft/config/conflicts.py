@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from cpuft.compressions import SHARDED_COMPRESSIONS
 from cpuft.config.fields import format_flag
 from cpuft.config.train import DEFAULT_LORA_RANK, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.serialization import is_count
-from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, find_task
+from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, TASKS, find_task
 
 ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
 """Pairs of options of which only one may be given."""
@@ -54,8 +54,12 @@ def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool)
 
 
 _EMBEDDINGS, _WITH_NEGATIVES = ("pairs", "scored-pairs"), ("pairs", "rerank")
-_TASKS = {
-    "causal": ("text",),
+_TASKS: dict[str, Sequence[str]] = {
+    "data_dir": [task.name for task in TASKS.values() if task.folder],
+    **dict.fromkeys(("train_file", "validation_file", "validation_split", "text_columns"), FILE_TASKS),
+    **dict.fromkeys(("delimiter", "quoting", "encoding"), [task for task in FILE_TASKS if task != "chat"]),
+    "skip_unlabelled": ("files", "scored-pairs", "rerank"),
+    **dict.fromkeys(("causal", "mlm_probability", "whole_word_mask"), ("text",)),
     **dict.fromkeys(("chat_template", "pack"), ("chat",)),
     **dict.fromkeys(("label_type", "slice_by"), ("files",)),
     "label_column": ("files", "scored-pairs", "rerank"),
@@ -81,9 +85,7 @@ _NEEDS = {
 
 
 def refuse_conflicts(config: TrainConfig) -> None:
-    """Raise CpuftError if training options exclude each other, are for another task, or would have no effect; options
-    about data are left to `refuse_unused_data_options`.
-    """
+    """Raise CpuftError if training options exclude each other, are for another task, or would have no effect."""
     kind = find_task(config.task, config.causal).kind
     _exclude(config, f"--engine {config.engine}", UNSUPPORTED_BY_ENGINE.get(config.engine, {}))
     if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
@@ -92,8 +94,8 @@ def refuse_conflicts(config: TrainConfig) -> None:
         raise CpuftError("--engine ort trains only in fp32 and over gloo: add --precision fp32 --backend gloo")
     for name, tasks in _TASKS.items():
         if config.task not in tasks and _is_used(config, name):
-            flag, only = format_flag(name, getattr(config, name)), " and ".join(tasks)
-            raise CpuftError(f"{flag} is for --task {only} only, and this is --task {config.task}: leave it out")
+            flag, task = format_flag(name, getattr(config, name)), f"--task {config.task}"
+            raise CpuftError(f"{flag} has no effect with {task}: leave it out, or give --task {' or '.join(tasks)}")
     if kind in DECODER_KINDS:
         _refuse_decoder_conflicts(config)
     if config.engine == "ort" and config.task == "text":
@@ -121,23 +123,6 @@ def refuse_conflicts(config: TrainConfig) -> None:
         raise CpuftError("--lr-schedule constant has no warm-up: write constant-with-warmup")
     if kind in EMBEDDING_KINDS:
         _exclude(config, f"--task {config.task}", {"engine": "embedding models are trained with --engine torch only"})
-
-
-def refuse_unused_data_options(train: TrainConfig) -> None:
-    """Raise CpuftError if an option about data is not at its default, and has no effect with `train.task`."""
-    text = ("mlm_probability", "whole_word_mask")
-    forms = ("delimiter", "quoting", "encoding")
-    files = ("train_file", "validation_file", "validation_split", "text_columns", "skip_unlabelled", *forms)
-    unlabelled = {"chat": (*forms, "skip_unlabelled"), "text": ("skip_unlabelled",), "pairs": ("skip_unlabelled",)}
-    own = unlabelled.get(train.task, ()) if train.task in FILE_TASKS else files
-    task = f"--task {train.task}" + ", which is the default task" * (train.task == _DEFAULT.task)
-    for name in (*own, *(text if train.task != "text" else ())):
-        if _is_used(train, name):
-            others = "--task files for texts with labels, --task pairs for texts that belong together, or "
-            fits = f"{'' if name in text else others}--task text for plain texts without labels"
-            raise CpuftError(f"{format_flag(name)} has no effect with {task}: give {fits}")
-    if train.data_dir and train.task in ("demo", *FILE_TASKS):
-        raise CpuftError(f"--data-dir has no effect with {task}: name a GLUE task as well, for example --task mrpc")
 
 
 def _is_used(config: TrainConfig, name: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpuft.argv import module_command, pack_argv
 from cpuft.config.bench import BenchConfig, list_bench_cases
-from cpuft.config.conflicts import check_engine_for_launch, refuse_conflicts, refuse_unused_data_options
+from cpuft.config.conflicts import check_engine_for_launch, refuse_conflicts
 from cpuft.config.fields import format_arguments, option_names
 from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.config.predict import PredictConfig
@@ -226,7 +226,6 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
     ONEDNN_MAX_CPU_ISA in `environ` can hide. Raises CpuftError: options exclude each other or have no effect, or a host
     lacks bf16 for --precision bf16.
     """
-    refuse_unused_data_options(train)
     refuse_conflicts(train)
     limit = environ.get("ONEDNN_MAX_CPU_ISA", "")
     choices = [

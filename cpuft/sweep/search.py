@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from cpuft.config.conflicts import name_alternatives, refuse_conflicts, refuse_unused_data_options
+from cpuft.config.conflicts import name_alternatives, refuse_conflicts
 from cpuft.config.fields import format_flag, option_names, parse_arguments, parse_value
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, suggest_names
@@ -216,7 +216,6 @@ def check_assignments(base: TrainConfig, assignments: Sequence[OptionValues], gi
         )
     for assignment, config in zip(assignments, configs, strict=True):
         try:
-            refuse_unused_data_options(config)
             refuse_conflicts(config)
             if why := name_alternatives({name: format_flag(name) for name in (*given, *assignment)}):
                 raise CpuftError(why)

@@ -124,12 +124,12 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --train-file train.csv",
         {},
-        "--train-file has no effect with --task demo, which is the default task: give --task files for texts with labels, --task pairs for texts that belong together, or --task text for plain texts without labels",
+        "--train-file has no effect with --task demo: leave it out, or give --task files or text or chat or pairs or scored-pairs or rerank",
     ),
     (
         "launch --data-dir glue",
         {},
-        "--data-dir has no effect with --task demo, which is the default task: name a GLUE task as well, for example --task mrpc",
+        "--data-dir has no effect with --task demo: leave it out, or give --task cola or sst2 or mrpc or stsb or qqp or mnli or qnli or rte or wnli",
     ),
     (
         "launch --learning-rate 2e-5x",

@@ -85,7 +85,7 @@ LAYERS = "because it trains with its own layers: leave out one of them"
         ),
         (
             {"task": "mrpc", "label_type": "number"},
-            "--label-type is for --task files only, and this is --task mrpc: leave it out",
+            "--label-type has no effect with --task mrpc: leave it out, or give --task files",
         ),
         (
             {"lora_merge": True},

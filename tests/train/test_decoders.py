@@ -87,15 +87,15 @@ def test_what_the_tokenizer_puts_before_a_text_begins_each_document(tmp_path: Pa
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"task": "mrpc"}, "--causal is for --task text only, and this is --task mrpc: leave it out"),
+        ({"task": "mrpc"}, "--causal has no effect with --task mrpc: leave it out, or give --task text"),
         ({"whole_word_mask": True}, "--causal excludes --whole-word-mask, because no token is masked: leave out one"),
         ({"precision": "int8"}, "--causal excludes --precision int8, which is for encoders: leave it out"),
         (
             {"engine": "deepspeed"},
             "--causal excludes --engine, because decoders are trained with --engine torch only: leave out one of them",
         ),
-        ({"causal": False, "pack": True}, "--pack is for --task chat only, and this is --task text: leave it out"),
-        ({"causal": False, "chat_template": "a"}, "--chat-template is for --task chat only, and this is"),
+        ({"causal": False, "pack": True}, "--pack has no effect with --task text: leave it out, or give --task chat"),
+        ({"causal": False, "chat_template": "a"}, "--chat-template has no effect with --task text: leave"),
         ({"from_config": "x.json"}, "--causal with --from-config needs --tokenizer: name"),
     ],
 )
