@@ -386,10 +386,7 @@ def describe_job(job: UpdateCosts, network: Network, source: str) -> list[str]:
 def format_estimates(estimates: Sequence[Estimate], notes: Sequence[str], title: str) -> str:
     """Return a table of estimates, with notes (how many hosts are worth it, then `notes`); a newline ends the text."""
     worth = count_worthwhile_hosts(estimates)
-    verdict = (
-        f"worth it: up to {counted(worth, 'host')}; the hosts that were added last do at least half of what they would "
-        "do alone."
-    )
+    verdict = f"worth it: up to {counted(worth, 'host')}; the last ones do at least half of what they would do alone."
     rows = [_make_cells(one) for one in estimates]
     return format_table([*rows[0]], [[*cells.values()] for cells in rows], title, [verdict, *notes])
 
@@ -411,7 +408,7 @@ def _make_cells(one: Estimate) -> dict[str, str]:
 
 
 def estimates_to_json(estimates: Sequence[Estimate], notes: Sequence[str]) -> dict[str, Any]:
-    """Return `predictions` (a list with the fields of each estimate), `worth` (`count_worthwhile_hosts`) and `notes`."""
+    """Return `predictions` (a list with the fields of each estimate), `worth` (`count_worthwhile_hosts`), `notes`."""
     return {
         "predictions": [asdict(one) for one in estimates],
         "worth": count_worthwhile_hosts(estimates),

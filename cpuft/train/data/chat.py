@@ -394,10 +394,7 @@ def describe_chats(found: Encoded, tokens: Tokens, max_length: int) -> str:
         parts.append(f"{found.left_out:,} left out because their first answer does not fit")
     clauses = [", ".join(parts)]
     if found.divided:
-        clauses.append(
-            f"each answer of {found.divided:,} of them is an example of its own, because the chat template renders "
-            f"earlier answers in another way"
-        )
+        clauses.append(f"each answer of {found.divided:,} of them is an example of its own")
     if len(tokens.types):
         clauses.append(f"packed into {len(tokens):,} example{'s' * (len(tokens) != 1)}")
     return "; ".join(clauses)

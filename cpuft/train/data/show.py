@@ -282,10 +282,7 @@ def find_problems(summary: DataSummary) -> list[str]:
     ]
     if summary.unknown_labels:
         named = ", ".join(_show(label) for label in [*summary.unknown_labels][:_MAX_LISTED])
-        problems.append(
-            f"no training example has the label {named}, which validation examples have: correct these, or train on "
-            f"examples with the label"
-        )
+        problems.append(f"only validation examples have the label {named}: correct them, or train on such examples")
     for split in others:
         # A document that is searched for may well be one that the model has learned.
         if split.duplicates and summary.kind not in EMBEDDING_KINDS:
@@ -295,21 +292,12 @@ def find_problems(summary: DataSummary) -> list[str]:
                 f"on new examples: remove them from one of the two"
             )
     if train.contradictions:
-        problems.append(
-            f"{counted(train.contradictions, 'training example')} with the texts of another one but another label: "
-            f"correct the labels"
-        )
+        problems.append(f"labels of {counted(train.contradictions, 'training example')} contradict others: mend them")
     if train.lengths.cut > _MAX_CUT_SHARE * train.lengths.examples:
-        what = "texts" if summary.kind in EMBEDDING_KINDS else "examples"
-        problems.append(
-            f"--max-length {summary.max_length} cuts {_percent(train.lengths.cut, train.lengths.examples)} of the "
-            f"training {what}: consider a larger one"
-        )
+        share = _percent(train.lengths.cut, train.lengths.examples)
+        problems.append(f"--max-length {summary.max_length} cuts {share} of the training texts: consider a larger one")
     if train.unknown_share > MAX_UNKNOWN_SHARE:
-        problems.append(
-            f"{train.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer: give a "
-            f"tokenizer for these texts by --tokenizer, or a --model that was made for them"
-        )
+        problems.append(f"{train.unknown_share:.0%} of the tokens are unknown: give another --tokenizer")
     return problems
 
 
@@ -365,9 +353,6 @@ def format_summary(summary: DataSummary) -> list[str]:
     if summary.kind not in (*TEXT_KINDS, *EMBEDDING_KINDS):
         rows.append(["  with another label", *(f"{split.contradictions:,}" for split in splits)])
     lines += align(rows)
-    if train.labels and others:
-        unknown_labels = ", ".join(f"{_show(one)} ({count:,})" for one, count in summary.unknown_labels.items())
-        lines += ["", f"labels of validation examples only: {unknown_labels or 'none'}"]
     lines += [f"note: {note}" for note in summary.notes]
     lines += [format_baseline(baseline) for baseline in summary.baselines]
     return [*lines, *(f"problem: {problem}" for problem in summary.problems)]

@@ -450,8 +450,8 @@ def choose_column(
     known = [name for name in usual if name in table.columns]
     if not known and len(table.columns) != 1:
         raise CpuftError(
-            f"{table.source} has no column {usual[0]!r} (it has {list_names(table.columns) or 'none'}): name the one of "
-            f"the texts with {option}"
+            f"{table.source} has no column {usual[0]!r} (it has {list_names(table.columns) or 'none'}): name the one "
+            f"of the texts with {option}"
         )
     return known[0] if known else table.columns[0]
 

@@ -64,7 +64,7 @@ def test_contradicting_labels_are_a_problem(tmp_path: Path) -> None:
     other = write_csv(tmp_path / "b.csv", [("three", "ham"), ("four", "spam")])
     summary = summarize(TrainConfig(task="files", train_file=train, validation_file=other))
     assert summary.problems == [
-        "1 training example with the texts of another one but another label: correct the labels"
+        "labels of 1 training example contradict others: mend them"
     ]
 
 
