@@ -9,13 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cpuft.errors import counted
-from cpuft.report.comparison import (
-    MOST_EFFICIENCY,
-    Comparison,
-    Row,
-    has_equal_cores,
-    shares_cores,
-)
+from cpuft.report.comparison import MOST_EFFICIENCY, Comparison, Row, has_equal_cores, shares_cores
 from cpuft.report.quality import Quality
 from cpuft.report.seeds import describe_seeds, judge_seeds
 from cpuft.terminal import WIDTH, format_table

@@ -26,14 +26,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer, split_paths
 from cpuft.serialization import load, parse_json
-from cpuft.train.data.columnar import (
-    Cell,
-    is_columnar,
-    list_columns,
-    list_dataset_columns,
-    read_columnar,
-    read_dataset,
-)
+from cpuft.train.data.columnar import Cell, is_columnar, list_columns, list_dataset_columns, read_columnar, read_dataset
 from cpuft.train.data.delimited import Dialect, TableOptions, advise_conversion, choose_dialect, split_rows
 from cpuft.train.startup import advise_on_hub, find_hub_problem
 

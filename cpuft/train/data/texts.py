@@ -22,14 +22,7 @@ from cpuft.errors import CpuftError, list_names
 from cpuft.files import list_files, split_paths
 from cpuft.train.data.columnar import Cell, is_columnar
 from cpuft.train.data.delimited import TableOptions
-from cpuft.train.data.tables import (
-    JSON_SUFFIXES,
-    choose_column,
-    get_suffix,
-    read_lines,
-    read_table,
-    split_names,
-)
+from cpuft.train.data.tables import JSON_SUFFIXES, choose_column, get_suffix, read_lines, read_table, split_names
 
 _TEXT_SUFFIXES = (".txt", ".text", ".md")
 _TABLE_SUFFIXES = (*JSON_SUFFIXES, ".csv", ".tsv")
