@@ -54,10 +54,11 @@ def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool)
 
 
 _EMBEDDINGS, _WITH_NEGATIVES = ("pairs", "scored-pairs"), ("pairs", "rerank")
+_TABLES = tuple(task for task in FILE_TASKS if task != "chat")
 _TASKS: dict[str, Sequence[str]] = {
     "data_dir": [task.name for task in TASKS.values() if task.folder],
     **dict.fromkeys(("train_file", "validation_file", "validation_split", "text_columns"), FILE_TASKS),
-    **dict.fromkeys(("delimiter", "quoting", "encoding"), [task for task in FILE_TASKS if task != "chat"]),
+    **dict.fromkeys(("delimiter", "quoting", "encoding"), _TABLES),
     "skip_unlabelled": ("files", "scored-pairs", "rerank"),
     **dict.fromkeys(("causal", "mlm_probability", "whole_word_mask"), ("text",)),
     **dict.fromkeys(("chat_template", "pack"), ("chat",)),

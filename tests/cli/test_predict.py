@@ -60,8 +60,8 @@ def make_run(folder: Path, task: str = "mrpc") -> PredictConfig:
             {"split": "validation", "id_column": "id"},
             "--id-column names a column of --file: give --file in place of --split, or leave it out",
         ),
-        ("chat", {"file": "x", "threshold": "auto"}, "--threshold is for a model that predicts labels, and this one ans"),
-        ("pairs", {"file": "x", "threshold": "0.4"}, "--threshold is for a model that predicts labels, and this one com"),
+        ("chat", {"file": "x", "threshold": "auto"}, "--threshold is for a model that predicts labels, and this one a"),
+        ("pairs", {"file": "x", "threshold": "0.4"}, "--threshold is for a model that predicts labels, and this one c"),
         ("pairs", {"split": "validation"}, "a model that computes embeddings needs --file, without --split: give a"),
         (
             "pairs",

@@ -110,7 +110,10 @@ def test_processes_return_the_windows_in_their_order(request_: PredictConfig) ->
             {"file": "late.jsonl"},
             "late.jsonl, line 9 has no text in the column 'text': correct or remove that row",
         ),
-        ({"file": "other.csv"}, "other.csv has no column 'text' (it has a, b): name the one of the texts with --text-columns"),
+        (
+            {"file": "other.csv"},
+            "other.csv has no column 'text' (it has a, b): name the one of the texts with --text-columns",
+        ),
         (
             {"model": "other"},
             "the pooling of other is pooling_mode_max_tokens (1_Pooling/config.json): replace it by --pooling ",

@@ -11,7 +11,6 @@ from cpuft.errors import CpuftError, suggest_names
 from cpuft.serialization import is_count, to_number
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.data.archive import Prepared, count_classes
-from cpuft.train.model import get_model_name
 from cpuft.train.model_shape import find_shape
 
 LOWER_IS_BETTER = ("perplexity",)

@@ -319,7 +319,8 @@ def format_summary(summary: DataSummary) -> list[str]:
     """Return the lines that `cpuft data show` prints without --json: the task, a table of figures with a column for
     each split, notes, baselines, and problems.
     """
-    train, *others = splits = summary.splits
+    splits = summary.splits
+    train = splits[0]
     label = f" -> {_show(summary.label_column)}" if summary.label_column else ""
     lines = [
         f"task       {summary.task}: {_KINDS[summary.kind]}",

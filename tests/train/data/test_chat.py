@@ -119,9 +119,7 @@ def test_what_became_of_conversations_is_told_in_a_line(tmp_path: Path) -> None:
     told = f"3 conversations, 1 cut at --max-length {length}, 1 left out because their first answer does not fit"
     assert describe_chats(found, tokens, length) == told
     assert describe_chats(found, join_examples(found, 2 * length, True), length) == f"{told}; packed into 1 example"
-    with pytest.raises(
-        CpuftError, match="no first answer of a conversation fits into --max-length 8: give"
-    ):
+    with pytest.raises(CpuftError, match="no first answer of a conversation fits into --max-length 8: give"):
         join_examples(encode(tokenizer, long, max_length=8), 8, False)
 
 
@@ -315,9 +313,7 @@ def test_templates_of_which_nothing_can_be_learned_are_refused(template: str, me
 
 def test_a_template_comes_from_the_tokenizer_or_a_file(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path, "")
-    with pytest.raises(
-        CpuftError, match="the tokenizer of tiny has no chat template: give one with --chat-template"
-    ):
+    with pytest.raises(CpuftError, match="the tokenizer of tiny has no chat template: give one with --chat-template"):
         set_chat_template(tokenizer, "", "tiny")
     path = tmp_path / "chat.jinja"
     path.write_text(MARKED)

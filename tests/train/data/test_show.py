@@ -63,9 +63,7 @@ def test_contradicting_labels_are_a_problem(tmp_path: Path) -> None:
     train = write_csv(tmp_path / "a.csv", [("one", "ham"), ("one", "spam"), ("two", "ham")])
     other = write_csv(tmp_path / "b.csv", [("three", "ham"), ("four", "spam")])
     summary = summarize(TrainConfig(task="files", train_file=train, validation_file=other))
-    assert summary.problems == [
-        "labels of 1 training example contradict others: mend them"
-    ]
+    assert summary.problems == ["labels of 1 training example contradict others: mend them"]
 
 
 def test_texts_have_lines_in_both_splits(tmp_path: Path) -> None:
