@@ -170,7 +170,7 @@ def read_job(record: Record, compression: str = "auto") -> UpdateCosts:
     its gradients, or of what `compression` sends.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
-    if (most := max(line.world_size for line in (header, *record.resumptions))) != 1:
+    if (most := max([header.world_size, *(line.world_size for line in record.resumptions)])) != 1:
         raise CpuftError(f"{record.path} ran on {most} ranks: an estimate needs a run with --np 1")
     epochs, every = header.options.get("epochs"), header.options.get("sync_every", 1)
     if type(every) is int and every > 1:

@@ -126,7 +126,7 @@ def test_a_dry_run_names_the_sweep_in_trackers(tmp_path: Path) -> None:
         ((*TPE, "--warmup-ratio", "0.1..0.2", "--lr-schedule", "constant"), "--lr-schedule constant has no warm-up"),
         (
             ("--task", "mrpc", "--model", "a/b", "--lora-rank=-1,0,1", "--base-precision", "bf16", *TPE[:4]),
-            "lora-rank 0: --base-precision bf16 is for the frozen weights",
+            "lora-rank 0: --base-precision changes nothing by itself: add --lora-rank 16",
         ),
         (("--task", "mrpc,nothing"), "--task"),
         (
