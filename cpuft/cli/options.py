@@ -44,7 +44,7 @@ class _FieldType(click.ParamType[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the value of a text; a default is returned as it is."""
-        if not isinstance(value, str):
+        if not isinstance(value, str) or value == self.field.default:
             return value
         try:
             return parse_value(self.field, self.kind, value)

@@ -78,7 +78,7 @@ def test_prompts_are_put_in_front(tmp_path: Path) -> None:
         ("anchor,other\na,b\n", {}, "no columns anchor and positive"),
         ("anchor,positive\na,b\nc,\n", {}, "line 3 has no 'positive'"),
         ("anchor,positive\na,b\n   ,d\n", {}, "line 3 has no 'anchor'"),
-        ("anchor,positive\na,b\nc,b\nd,b\n", {}, "the same text in 'positive'"),
+        ("anchor,positive\na,b\nc,b\nd,b\n", {}, "has one text in 'positive'"),
         ("anchor,positive\na,b\nc,d\n", {"text_columns": "anchor"}, "name the columns of anchor, positive"),
         ("anchor,positive\na,b\nc,d\n", {"text_columns": "anchor,answer"}, "no column 'answer'"),
         ("anchor,positive\na,b\nc,d\n", {"text_columns": "anchor,anchor"}, "is not valid"),
@@ -132,7 +132,7 @@ def test_each_text_is_tokenised_by_itself(tmp_path: Path) -> None:
 def test_dimensions_and_scores_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     prepared = read_prepared(str(prepare(config)))
-    with pytest.raises(CpuftError, match="have 32 dimensions, fewer than 64"):
+    with pytest.raises(CpuftError, match="have 32 dimensions: give at most 32"):
         check_recipe(make_config(tmp_path, matryoshka="64,32"), prepared)
     with pytest.raises(CpuftError, match="--matryoshka '8,x' is not valid"):
         check_recipe(make_config(tmp_path, matryoshka="8,x"), prepared)

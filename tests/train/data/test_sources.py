@@ -277,7 +277,7 @@ def test_missing_files(tmp_path: Path) -> None:
         read_data(TrainConfig(task="files"))
     with pytest.raises(CpuftError, match="there is no file"):
         read_table(tmp_path / "none.csv")
-    with pytest.raises(CpuftError, match="there is no such folder"):
+    with pytest.raises(CpuftError, match="none does not exist: give the folder"):
         read_data(TrainConfig(task="mrpc", data_dir=str(tmp_path / "none")))
     with pytest.raises(CpuftError, match=r"there is no file .*MRPC/train\.tsv"):
         read_data(TrainConfig(task="mrpc", data_dir=str(tmp_path)))
@@ -399,7 +399,7 @@ def test_a_missing_label_among_numbers_is_no_class_and_no_fraction(
 ) -> None:
     config = write_rows(tmp_path, "text,label", [*(f"a{one},{others[one % 2]}" for one in range(40)), f"b,{label}"])
     with pytest.raises(
-        CpuftError, match=rf"x.csv, line 42 has the label '{label}'.*leave out rows .* with --skip-unlabelled"
+        CpuftError, match=rf"x.csv, line 42 has the label '{label}'.*: correct that line, or add --skip-unlabelled"
     ):
         read_data(config)
     data = read_data(replace(config, skip_unlabelled=True))
@@ -818,7 +818,7 @@ def test_labels_that_are_all_the_same_or_unknown_are_refused(train: str, validat
 
 
 def test_words_need_exactly_one_column(tmp_path: Path) -> None:
-    row = lines({"a": ["x"], "b": ["y"], "tags": ["O"]})
+    row = lines(*[{"a": ["x"], "b": ["y"], "tags": ["O"]}] * 2)
     config = replace(files(tmp_path, row, row, "jsonl"), text_columns="a,b", label_column="tags")
     with pytest.raises(
         CpuftError, match="has lists of words, which need exactly one column: give it by --text-columns"
