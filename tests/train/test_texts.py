@@ -92,7 +92,7 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
         ({"train_file": ""}, "--task text needs --train-file: name text files, JSON lines, or a folder of them"),
         ({"train_file": "b.txt"}, "there is no file b.txt: check --train-file"),
         ({"validation_file": "b.txt"}, "there is no file b.txt: check --validation-file"),
-        ({"train_file": "tiny.json,a.txt"}, "tiny.json has no column 'text' (it has"),
+        ({"train_file": "tiny.json,a.txt"}, "tiny.json is one JSON object, and cpuft reads JSON lines"),
         (
             UNTRAINED | {"tokenizer": "tiny"},
             "the tokenizer has 30522 tokens, and tiny.json embeds only 300: leave --tokenizer",
