@@ -398,7 +398,12 @@ def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
             "x.csv has no column 'txt' (its columns are",
         ),
         ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv is one of the files that are read: give"),
-        ("x.jsonl", '{"text": ["a"]}\n{"text": ["a"]}\n', {}, "x.jsonl, line 1: 'text' must be one text, as in the other lines"),
+        (
+            "x.jsonl",
+            '{"text": ["a"]}\n{"text": ["a"]}\n',
+            {},
+            "x.jsonl, line 1: 'text' must be one text, as in the other lines",
+        ),
     ],
 )
 def test_rows_that_cannot_be_answered(
