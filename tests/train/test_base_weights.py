@@ -242,8 +242,11 @@ def test_weights_are_quantised_to_the_nearest_number() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"task": "files", "lora_rank": 0}, "add --lora-rank 16, or leave --base-precision int8 out"),
-        ({"lora_rank": 0}, "all weights are trained: add --lora-rank 16, or leave --base-precision int8 out"),
+        (
+            {"task": "files", "lora_rank": 0},
+            "--base-precision changes nothing by itself: add --lora-rank 16, or leave it out",
+        ),
+        ({"lora_rank": 0}, "--base-precision changes nothing by itself: add --lora-rank 16, or leave it out"),
     ],
 )
 def test_options_that_exclude_it_are_refused(change: dict[str, Any], message: str) -> None:
@@ -257,7 +260,7 @@ def test_options_that_exclude_it_are_refused(change: dict[str, Any], message: st
 def test_a_small_model_whose_weights_are_all_trained_is_told_what_to_give(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="bf16", lora_rank=-1)
     with pytest.raises(
-        CpuftError, match=r"all weights are trained: add --lora-rank 16, or leave --base-precision bf16 out"
+        CpuftError, match="--base-precision changes nothing by itself: add --lora-rank 16, or leave it out"
     ):
         choose_lora(config)
 
