@@ -48,8 +48,7 @@ def compare_predictions(a: RunPredictions, b: RunPredictions) -> Differences:
         for name in _SAME:
             if name in a.table.column_names and not a.table.column(name).equals(b.table.column(name)):
                 raise CpuftError(
-                    f"the two runs have read different values of {name} from the same validation rows: train both with "
-                    "the same --max-length and other options of the data"
+                    f"the two runs have read different values of {name}: train both with the same options of the data"
                 )
         numbers = (
             one.to_numpy() for run in (a, b) for one in run.table.columns if str(one.type) in ("float", "double")
@@ -79,8 +78,7 @@ def _refuse_others(a: RunPredictions, b: RunPredictions) -> None:
     if a.about.classes != b.about.classes:
         names = sorted({*a.about.classes} ^ {*b.about.classes})
         raise CpuftError(
-            f"the two runs have different classes ({', '.join(names)[:200] or 'in another order'}): train both on rows "
-            "with the same labels"
+            f"the two runs have different classes ({', '.join(names)[:200] or 'in another order'}): train both alike"
         )
 
 

@@ -278,7 +278,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "review,label\na,1\nb,0\n"},
-        "no column of train.csv is named text, sentence or sentence1 (it has review): name the column of the texts, or the two columns of pairs, with --text-columns, for example --text-columns review",
+        "no column of train.csv is named text, sentence or sentence1 (it has review): name the column of the texts, or two columns for pairs, with --text-columns",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",

@@ -309,7 +309,7 @@ ONE, OTHER = make_classes(10, 2, 1, 3)
         (replace(OTHER, about=replace(OTHER.about, classes=("yes", "no"))), r"classes \(in another order\)"),
         (replace(OTHER, about=replace(OTHER.about, metrics={"bleu": 0.5})), r"report no metric that"),
         (replace(OTHER, table=OTHER.table.drop_columns("prediction")), "do not fit together"),
-        (replace(OTHER, table=OTHER.table.set_column(3, "label", [["no"] * 16])), "different values of label from the"),
+        (replace(OTHER, table=OTHER.table.set_column(3, "label", [["no"] * 16])), "different values of label: train"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(other: RunPredictions, message: str) -> None:

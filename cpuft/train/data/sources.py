@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -35,7 +34,6 @@ from cpuft.train.data.tables import (
     Table,
     describe_empty,
     find_column,
-    find_longest_column,
     hint_header,
     is_blank,
     load_from_hub,
@@ -372,8 +370,7 @@ def _choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ..
         raise CpuftError(f"{table.source} has no column but {label!r}: give a file that also has a column of texts")
     raise CpuftError(
         f"no column of {table.source} is named text, sentence or sentence1 (it has {list_names(others)}): name the "
-        f"column of the texts, or the two columns of pairs, with --text-columns, for example --text-columns "
-        f"{shlex.quote(find_longest_column(table, others))}{hint_header(others)}"
+        f"column of the texts, or two columns for pairs, with --text-columns{hint_header(others)}"
     )
 
 

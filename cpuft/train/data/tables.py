@@ -37,7 +37,6 @@ _WORD_COLUMNS = ("tokens", "words")
 """Names of columns whose cells are lists of words."""
 _JSON_BEGIN = re.compile(r"\s*(\{|\[\s*(\{|$))")
 """How the first line of a file with JSON begins, whatever its name."""
-_ROWS_FOR_LENGTHS = 100
 _DEFAULT = TrainConfig()
 _ROWS_WITH_COLUMNS = 1000
 """Number of rows of JSON lines, the first ones, whose columns count as the columns of the file."""
@@ -458,12 +457,6 @@ def hint_header(columns: Sequence[str]) -> str:
     """Return a clause for a message, which begins with `; `, if a column's name is a number, as in a row; else ""."""
     is_row = any(name.replace(".", "", 1).isdecimal() for name in columns)
     return "; if its first line is a row, write a header such as text,label above it" if is_row else ""
-
-
-def find_longest_column(table: Table, names: Sequence[str]) -> str:
-    """Return which of `names`, of equal ones the first, has the longest texts in the first 100 rows, added up."""
-    rows = [row for _, row in islice(table.rows, _ROWS_FOR_LENGTHS)]
-    return max(names, key=lambda name: sum(len(row.get(name, "")) for row in rows))
 
 
 def split_table(table: Table, share: float, columns: Sequence[str] = ()) -> tuple[Table, Table]:

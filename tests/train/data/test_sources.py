@@ -219,13 +219,8 @@ def test_the_users_json_lines(tmp_path: Path) -> None:
         ),
         (
             "body,label\na,1\n",
-            "train.csv is named text, sentence or sentence1 (it has body): name the column of the texts, or the two "
-            "columns of pairs, with --text-columns, for example --text-columns body",
-        ),
-        (
-            "to be,b,label\na,b,1\n",
-            "(it has to be, b): name the column of the texts, or the two columns of pairs, with --text-columns, for "
-            "example --text-columns 'to be'",
+            "train.csv is named text, sentence or sentence1 (it has body): name the column of the texts, or two "
+            "columns for pairs, with --text-columns",
         ),
         ("label\na\n", "train.csv has no column but 'label': give a file that also has a column of texts"),
         ("text,label\na,1\nb\n", "train.csv, line 3 has 1 column, but the header has 2: correct that line"),
@@ -628,12 +623,6 @@ def test_labels_that_programs_write_for_none_may_be_left_out(tmp_path: Path) -> 
     cells = table([1, "nan", 0, "None", "NA", "<NA>", "NULL", 1])
     data = read_all(replace(files(tmp_path, cells, cells), skip_unlabelled=True))
     assert (data.task.labels, data.train.labels) == (("0", "1"), [1.0, 0.0, 1.0])
-
-
-def test_the_column_with_the_longest_texts_is_proposed(tmp_path: Path) -> None:
-    rows = "id,body,label\n1,a long text,0\n"
-    with pytest.raises(CpuftError, match="for example --text-columns body"):
-        read_data(files(tmp_path, rows, rows))
 
 
 def test_a_missing_header_is_suspected(tmp_path: Path) -> None:
