@@ -239,21 +239,10 @@ def test_weights_are_quantised_to_the_nearest_number() -> None:
         assert torch.equal(plain, compiled)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (
-            {"task": "files", "lora_rank": 0},
-            "--base-precision changes nothing by itself: add --lora-rank 16, or leave it out",
-        ),
-        ({"lora_rank": 0}, "--base-precision changes nothing by itself: add --lora-rank 16, or leave it out"),
-    ],
-)
-def test_options_that_exclude_it_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(CpuftError) as error:
+@pytest.mark.parametrize("change", [{"task": "files", "lora_rank": 0}, {"lora_rank": 0}])
+def test_options_that_exclude_it_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(CpuftError, match="--base-precision changes nothing by itself: add --lora-rank 16, or leave it"):
         refuse_conflicts(replace(TrainConfig(task="chat", base_precision="int8"), **change))
-    assert str(error.value).startswith("--base-precision int8 is ")
-    assert str(error.value).endswith(message)
 
 
 @pytest.mark.usefixtures("plain")
