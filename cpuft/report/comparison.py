@@ -426,12 +426,10 @@ def _note_ideals(rows: Sequence[Row]) -> list[str]:
     if not found:
         return []
     return [
-        "the ideal: as many independent ranks on the same examples at the same time; the first tenth of the steps, in "
-        "which caches warm up, is left out of it and of what is compared with it.",
+        "the ideal: as many independent ranks on the same examples at once, without the first tenth of the steps.",
         *found,
         *(
-            f"np {row.np} was faster than its ideal: another program used the hosts in the meantime; measure both "
-            "again."
+            f"np {row.np} was faster than its ideal: another program used the hosts; measure both again."
             for row in rows
             if row.ideal and row.ideal.efficiency - row.intervals.get("ideal", 0.0) > MOST_EFFICIENCY
         ),
@@ -441,9 +439,7 @@ def _note_ideals(rows: Sequence[Row]) -> list[str]:
 def _note_repeats(rows: Sequence[Row]) -> list[str]:
     base, notes = rows[0], list[str]()
     if any(row.intervals for row in rows):
-        notes.append(
-            "\u00b1 is half the width of the 95 % confidence interval of the mean (Student's t over the repeats)."
-        )
+        notes.append("\u00b1 is half the width of the mean's 95 % confidence interval (Student's t over the repeats).")
     for row in rows:
         if row is not base and abs(row.speedup - 1) <= row.intervals.get("speedup", -1.0):
             notes.append(f"np {row.np} and np {base.np}: no clear difference in speed.")
@@ -509,8 +505,7 @@ def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> l
     base = rows[0]
     notes = [
         f"speedup and efficiency are relative to np {base.np} ({counted(base.hosts, 'host')}).",
-        "samples/s, speedup and efficiency leave out the first tenth of the steps, in which caches warm up; train "
-        "seconds include it.",
+        "samples/s, speedup and efficiency leave out the first tenth of the steps; train seconds include it.",
     ]
     if any(row.simulated for row in rows):
         notes.append(

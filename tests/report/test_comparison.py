@@ -123,7 +123,7 @@ def test_the_report_says_it() -> None:
 
 
 def test_more_than_the_ideal_gets_a_word() -> None:
-    said = "np 2 was faster than its ideal: another program used the hosts in the meantime; measure both again."
+    said = "np 2 was faster than its ideal: another program used the hosts; measure both again."
     assert said in compare([make_run([0.8, 0.8], 0.0), make_ideal([1.0, 1.0])]).notes
     assert said not in compare([make_run([0.94, 0.94], 0.0), make_ideal([1.0, 1.0])]).notes
 
