@@ -13,6 +13,7 @@ from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
 from cpuft.report import plots, tables
 from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings, order_runs
+from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
 from cpuft.report.judgement import has_predictions, read_run_predictions
 from cpuft.report.quality import Quality
 from cpuft.serialization import format_json
@@ -86,7 +87,7 @@ def describe(runs: Sequence[Record], comparison: Comparison | None, quality: Qua
     """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
 
     A row of `legend` is (label, number of the colour, whether the line is dashed). `figures` has lists of (caption,
-    SVG) by heading.
+    SVG) by heading, and `drawings` the label, the drawings of hosts and the number of other hosts of each run.
     """
     different, special, others = list_settings(runs)
     labels, colours = plots.label_runs(runs), plots.COLOURS
@@ -111,6 +112,7 @@ def describe(runs: Sequence[Record], comparison: Comparison | None, quality: Qua
             "Loss and metric": plots.draw_learning_curves(runs),
             "Where the time of a step goes": [plots.draw_phases(runs)],
         },
+        "drawings": list(zip(labels, draw_hosts(runs), [max(0, len(run.header.hosts) - MOST_HOSTS) for run in runs])),
         "hosts": [host_row(run) for run in runs],
         "links": [_link_row(run) for run in runs],
         "settings": [*different, *special],

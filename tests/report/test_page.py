@@ -310,7 +310,8 @@ onload = () => {
   const clip = [...page.querySelectorAll("svg")].flatMap(svg => [...svg.querySelectorAll("text")].filter(text =>
     text.getBoundingClientRect().right > svg.getBoundingClientRect().right + 2).map(text => text.textContent));
   document.querySelector("pre").textContent = JSON.stringify({ width: root.clientWidth, scroll: root.scrollWidth,
-    figures: page.querySelectorAll(".figures svg").length, out, small, clip, ink, paper });
+    figures: page.querySelectorAll(".figures svg").length,
+    hosts: page.querySelectorAll(".hosts svg").length, out, small, clip, ink, paper });
 };
 </script>"""
 
@@ -345,6 +346,7 @@ def test_a_browser_shows_it(width: int, dark: bool, ink: str, paper: str, tmp_pa
         "width": width,
         "scroll": width,
         "figures": 7,
+        "hosts": 7,
         "out": [],
         "small": 0,
         "clip": [],
