@@ -13,8 +13,7 @@ The protocol, over the two streams of a command such as ssh:
 3. The sender goes through all blocks of all files. It writes `=` for a block that the receiver has, and `+`, the
    SHA-256 and the block for another one. `.` is the end.
 4. The receiver verifies and writes the blocks in a folder beside their destination, which stays if the connection
-   breaks, and moves the files to their places when all have come. A receiver without an answer (`cpuft.launch.relay`)
-   leaves step 2 out.
+   breaks, and moves the files to their places when all have come.
 
 A sender that wants to send more than plain files and folders, a path outside the folder, or a name twice is refused.
 There is no limit in total, but one of 60 s without any byte.
@@ -139,12 +138,6 @@ def walk(
                 yield from walk(os.path.join(path, inner), below, follow, (*above, folder))
 
 
-def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[FileEntry]":
-    """Yield these files and folders of `folder` and all that is below them, as `walk` does; OSError: one is missing."""
-    for name in names:
-        yield from walk(os.path.join(folder, name), name)
-
-
 def hash_blocks(entries: "Sequence[FileEntry]") -> "Iterator[tuple[Block, bytes]]":
     """Yield each block of the files among the entries, with the 32 bytes of its SHA-256. Reads them at `entry.path`.
     Raises TransferError: a file has another size or time than its entry.
@@ -216,11 +209,13 @@ def _run_ahead(function: "Callable[[list[S]], list[T]]", batches: "Iterable[list
 
 
 class Stream:
-    """Bytes from and to the other side, by files that raise LostError if the connection is lost or nothing moves."""
+    """Bytes from and to the other side, by descriptors, which become non-blocking. Raises LostError: the connection is
+    lost, or nothing moves.
+    """
 
-    def __init__(self, source: io.RawIOBase, target: io.RawIOBase) -> None:
+    def __init__(self, source: int, target: int) -> None:
         # No BufferedWriter, which would write at its end, perhaps to another file with the same descriptor.
-        self._source, self._target = io.BufferedReader(source, _SMALL), target
+        self._source, self._target = io.BufferedReader(_Pipe(source), _SMALL), _Pipe(target)
         self._written, self._flushed_at = bytearray(), time.monotonic()
 
     def read(self, size: int) -> bytes:
@@ -241,12 +236,6 @@ class Stream:
             if not line:
                 raise LostError("the connection ended before the transfer began")
 
-    def drain(self) -> None:
-        """Read what still comes, and drop it, until the connection ends."""
-        with contextlib.suppress(LostError):
-            while True:
-                self.read(_SMALL)
-
     def write(self, data: bytes) -> None:
         """Write bytes: at once if 64 KiB have come together or a second has passed since the last time, else later."""
         self._written += data
@@ -262,7 +251,7 @@ class Stream:
 
 
 @contextlib.contextmanager
-def raise_lost() -> "Iterator[None]":
+def _raise_lost() -> "Iterator[None]":
     """Raise LostError in place of an OSError of the block."""
     try:
         yield
@@ -289,13 +278,13 @@ class _Pipe(io.RawIOBase):
 
     def readinto(self, place: "Any") -> int:
         self._wait(select.POLLIN, "sent")
-        with raise_lost():
+        with _raise_lost():
             return os.readv(self._file, [place])
 
     def write(self, data: "Any") -> int:
         while True:
             self._wait(select.POLLOUT, "taken")
-            with raise_lost(), contextlib.suppress(BlockingIOError):
+            with _raise_lost(), contextlib.suppress(BlockingIOError):
                 return os.write(self._file, data)
 
     def _wait(self, event: int, verb: str) -> None:
@@ -303,13 +292,6 @@ class _Pipe(io.RawIOBase):
         poll.register(self._file, event)
         if not poll.poll(STALLED_SECONDS * 1000):
             raise LostError(f"the other side has {verb} nothing for {STALLED_SECONDS:.0f} s")
-
-
-def open_stream(source: "int | io.RawIOBase", target: int) -> Stream:
-    """Return a stream that reads from a descriptor or a file, and writes to a descriptor; descriptors become
-    non-blocking.
-    """
-    return Stream(_Pipe(source) if isinstance(source, int) else source, _Pipe(target))
 
 
 @contextlib.contextmanager
@@ -326,7 +308,7 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
     assert process.stdout
     problem, seconds = None, _END_SECONDS
     try:
-        stream = open_stream(process.stdout.fileno(), process.stdin.fileno())
+        stream = Stream(process.stdout.fileno(), process.stdin.fileno())
         stream.write(b"%d\n%b" % (len(program), program))
         stream.flush()
         stream.skip_noise()
@@ -348,10 +330,10 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
         raise problem
 
 
-def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = True) -> None:
-    """Send files and folders as `walk` finds them. If `is_answered`, the receiver first says which blocks it has, which
-    are not sent. Raises TransferError: a file has changed, or the connection was lost; OSError: a file cannot be read;
-    RefusedError: the receiver names a block that does not exist.
+def send(stream: Stream, entries: "Iterable[FileEntry]") -> None:
+    """Send files and folders as `walk` finds them, without the blocks that the receiver says it has. Raises
+    TransferError: a file has changed, or the connection was lost; OSError: a file cannot be read; RefusedError: the
+    receiver names a block that does not exist.
     """
     entries = list(entries)
     for start in range(0, len(entries), 1000):
@@ -361,7 +343,7 @@ def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = Tru
     stream.flush()
     entries = [one for one in entries if one.kind in (FILE, FOLDER)]
     have = {}
-    while is_answered:
+    while True:
         number, index, digest = _HAVE.unpack(stream.read(_HAVE.size))
         if number == _LAST:
             break
@@ -446,16 +428,15 @@ def open_locked(path: str, seconds: float = 0.0) -> int:
 
 
 def receive(
-    stream: Stream, part: str, checksum: str = "", is_answered: bool = True, syncs: bool = False
+    stream: Stream, part: str, checksum: str = "", syncs: bool = False
 ) -> "tuple[list[FileEntry], list[FileEntry]]":
     """Receive files and folders into `part`, which may have some of an earlier try. Return the files and folders that
     have come, and what else the sender has, which it does not send.
 
     What else is in `part` is removed. Files get at most mode 755 and at least 600, folders at least 700; owners are not
-    restored. `checksum` is what `make_checksum` must return of all that has come; empty if nobody knows it.
-    `is_answered` is the sender's. With `syncs`, all is on the disk at the end. Raises TransferError: the connection was
-    lost, or a block is damaged. Raises RefusedError: a path leads out of the folder or is there twice, this is no
-    transfer, or the checksum is wrong.
+    restored. `checksum` is what `make_checksum` must return of all that has come; empty if nobody knows it. With
+    `syncs`, all is on the disk at the end. Raises TransferError: the connection was lost, or a block is damaged. Raises
+    RefusedError: a path leads out of the folder or is there twice, this is no transfer, or the checksum is wrong.
     """
     found = _read_list(stream)
     entries = [one._replace(path=os.path.join(part, one.name)) for one in found if one.kind in (FILE, FOLDER)]
@@ -464,12 +445,11 @@ def receive(
     for folder in ["", *sorted(name for name, kind in kinds.items() if kind == FOLDER)] if entries else []:
         os.makedirs(os.path.join(part, folder), 0o700, exist_ok=True)
     have = {}
-    if is_answered:
-        for block, digest in hash_blocks([_find_blocks(one) if one.kind == FILE else one for one in entries]):
-            have[block.number, block.place] = digest
-            stream.write(_HAVE.pack(block.number, block.place, digest))
-        stream.write(_HAVE.pack(_LAST, 0, b""))
-        stream.flush()
+    for block, digest in hash_blocks([_find_blocks(one) if one.kind == FILE else one for one in entries]):
+        have[block.number, block.place] = digest
+        stream.write(_HAVE.pack(block.number, block.place, digest))
+    stream.write(_HAVE.pack(_LAST, 0, b""))
+    stream.flush()
 
     def read(block: Block) -> "tuple[Block, bytes, bytes]":
         mark, known = stream.read(1), have.get((block.number, block.place))
@@ -635,22 +615,22 @@ def _make_private(folder: str) -> None:
 
 
 def _answer() -> Stream:
-    stream = open_stream(0, 1)
+    stream = Stream(0, 1)
     stream.write(_MAGIC)
     stream.flush()
     return stream
 
 
-def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
-    """Receive files into `place`: (this user's private folder, which may be missing, the folder below it that gets the
-    files, and for a bundle its checksum). Raises as `receive`, and TransferError: others can open a private folder.
+def _receive(root: str, folder: str, checksum: str = "") -> None:
+    """Receive files into `folder`, below this user's private folder `root`, which may be missing. A bundle has a
+    checksum.
     """
-    root, folder, checksum = (*place, "")[:3]
+    stream = _answer()
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):
         _make_private(private)
     os.makedirs(os.path.dirname(folder), 0o700, exist_ok=True)
     with open_part(folder + ".partial") as part:
-        entries, _ = receive(stream, part, checksum, is_answered)
+        entries, _ = receive(stream, part, checksum)
         store(part, folder, entries, bool(checksum))
 
 
@@ -734,12 +714,12 @@ def _read_commands() -> bytes:
 def _push(folder: str, count: str, *words: str) -> None:
     """Send `count` files or folders of a folder, with what their links lead to, to the command after their names."""
     with connect(words[int(count) :]) as stream:
-        send(stream, walk_names(folder, words[: int(count)]))
+        send(stream, [one for name in words[: int(count)] for one in walk(os.path.join(folder, name), name)])
 
 
 ROLES: "dict[str, Callable[..., None]]" = {
     "push": _push,
-    "receive": lambda *words: receive_folder(_answer(), words),
+    "receive": _receive,
     "send-run": _send_run,
     "send-checkpoints": _send_checkpoints,
     "find-missing": _find_missing,

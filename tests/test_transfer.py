@@ -36,7 +36,6 @@ from cpuft.transfer import (
     make_checksum,
     open_locked,
     open_part,
-    open_stream,
     receive,
     store,
     walk,
@@ -129,7 +128,7 @@ def move(entries: Sequence[FileEntry], folder: Path, link: Link, checksum: str =
         thread.start()
         try:
             with open_part(f"{folder}.partial") as part:
-                found, others = receive(open_stream(to_receiver[0], to_sender[1]), part, checksum)
+                found, others = receive(Stream(to_receiver[0], to_sender[1]), part, checksum)
                 store(part, str(folder), found, bool(checksum))
             return others
         finally:
@@ -331,7 +330,7 @@ def test_a_damaged_block_is_noticed(root: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_other_side_may_be_slow_but_not_silent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "STALLED_SECONDS", 0.2)
     source, target = os.pipe(), os.pipe()
-    stream = open_stream(source[0], target[1])
+    stream = Stream(source[0], target[1])
     with pytest.raises(TransferError, match="has sent nothing for 0 s"):
         stream.read(1)
     with pytest.raises(TransferError, match="has taken nothing for 0 s"):

@@ -175,12 +175,6 @@ class Cluster:
         return self.command_on(host, self.access.transfer_command(*words))
 
     @property
-    def addresses(self) -> dict[str, str]:
-        """Each host's own address, by name, in the network to the head host; "" without a route."""
-        pairs = zip(self.assignments, self.facts)
-        return {assignment.host.name: next(iter(found.routes.values()), "") for assignment, found in pairs}
-
-    @property
     def hosts(self) -> dict[str, Host]:
         """The hosts with ranks by name, the head host first."""
         return {one.host.name: one.host for one in self.assignments}

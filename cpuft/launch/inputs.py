@@ -7,11 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
@@ -26,18 +25,15 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
 from cpuft.hosts.ssh_config import COMMAND_OPTIONS
 from cpuft.hosts.transport import map_hosts, try_hosts
-from cpuft.launch.relay import Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
 from cpuft.plans import RunPlan, Setting, Stages, Step
 from cpuft.serialization import load, parse_json
 
-_RELAY_BYTES = 64_000_000
-"""Least bytes, for all hosts together, of a bundle that is sent as a tree. Starting a tree costs a second."""
-_RELAY_HOSTS = 3
-_RELAY_COPIES = 8
-"""Fewest hosts that get the prepared examples as a tree, whose size is not known when the run is planned."""
+_LARGE_BYTES, _LEAST_HOSTS = 64_000_000, 3
+"""Least bytes, for all hosts together, and fewest hosts of a bundle of which this machine, whose uplink may be slow,
+sends one copy only."""
 _SENT_AT_ONCE = 16
-"""Most hosts that get a small bundle at the same time: the logins of more keep this machine's cores from the others."""
+"""Most hosts that get files at the same time: the logins of more keep the sender's cores from the others."""
 _NOTES = ".named"
 """Folder beside the registry of clusters with a note of what the user named when each run was started."""
 _MODEL = "model"
@@ -271,65 +267,64 @@ def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Plan to send bundles to the hosts that miss them (`gather_missing`): by a step for each host, or if three or more
-    lack over 64 MB together, by one for all (`relay`). Raises CpuftError: a bundle to be sent has no sources.
+    """Plan to send bundles to the hosts that miss them (`gather_missing`). If three or more lack over 64 MB together,
+    only the head host gets a bundle from this machine, and sends it on to the others. Raises CpuftError: a bundle to be
+    sent has no sources.
     """
     stages: list[tuple[Step, ...]] = []
     for bundle in bundles:
         hosts = [host for host, folders in missing.items() if bundle.remote_folder in folders]
         if bundle.is_for_head:
             hosts = [host for host in hosts if host == cluster.head]
-        if hosts and not bundle.sources:
+        if not hosts:
+            continue
+        if not bundle.sources:
             raise CpuftError(
                 f"{bundle.remote_folder}, with which the run was started, is missing on {', '.join(hosts)}: name "
                 "--model, --data-dir or the files with examples again, as when it was started"
             )
-        if hosts:
-            names, size = [source.name for source in bundle.sources], f"{bundle.nbytes / 1e6:.1f} MB"
-            place = (cluster.folder, *bundle.place)
-            order = RelayOrder(str(bundle.sources[0].parent), tuple(names), place, ())
-            is_tree = len(hosts) >= _RELAY_HOSTS and bundle.nbytes * len(hosts) > _RELAY_BYTES
-            whys = [f"send {names[0]} to {host} ({size})" for host in hosts]
-            whys = [f"send {names[0]} to {len(hosts)} hosts ({size} each)"] if is_tree else whys
-            copies = _plan_copies(cluster, sys.executable, order, hosts, cluster.command_on, whys)
-            stages += (copies[n : n + _SENT_AT_ONCE] for n in range(0, len(copies), _SENT_AT_ONCE))
+        folder, names = str(bundle.sources[0].parent), tuple(source.name for source in bundle.sources)
+        whys = {host: f"send {names[0]} to {host} ({bundle.nbytes / 1e6:.1f} MB)" for host in hosts}
+        is_large = len(hosts) >= _LEAST_HOSTS and bundle.nbytes * len(hosts) > _LARGE_BYTES
+        from_here = {host: why for host, why in whys.items() if host == cluster.head or not is_large}
+        from_head = {host: why for host, why in whys.items() if host not in from_here}
+        place = (cluster.folder, *bundle.place)
+        stages += _plan_copies(cluster, folder, names, place, from_here)
+        stages += _plan_copies(cluster, bundle.remote_folder, names, place, from_head, from_head=True)
     return tuple(stages)
 
 
 def _plan_copies(
     cluster: Cluster,
-    python: str,
-    order: RelayOrder,
-    hosts: Sequence[str],
-    reach: Callable[[str, tuple[str, ...]], tuple[str, ...]],
-    whys: Sequence[str],
-    **options: Any,
-) -> tuple[Step, ...]:
-    """Plan to send files to hosts: as a tree if there is one reason for several hosts, else with a step for each."""
-    if len(whys) < len(hosts):
-        start = cluster.access.with_settings(*module_command(cluster.python, "cpuft.launch.relay"), "receive")
-        addresses = cluster.addresses
-        receivers = tuple(Receiver(host, addresses.get(host, ""), reach(host, start)) for host in hosts)
-        text = json.dumps(dataclasses.asdict(replace(order, receivers=receivers)))
-        return (Step(whys[0], module_command(python, "cpuft.launch.relay"), stdin=text, **options),)
-    push = (*module_command(python, "cpuft.transfer"), "push", order.folder, str(len(order.names)), *order.names)
-    receive = cluster.access.transfer_command("receive", *order.place)
-    return tuple(Step(why, (*push, *reach(host, receive)), **options) for host, why in zip(hosts, whys))
+    folder: str,
+    names: tuple[str, ...],
+    place: tuple[str, ...],
+    whys: Mapping[str, str],
+    from_head: bool = False,
+) -> Stages:
+    """Plan to send files of a folder on this machine, or on the head host, to `place` on the hosts of `whys`, which has
+    the text of each step, to 16 at a time.
+    """
+    python, ssh = sys.executable, ("ssh", *COMMAND_OPTIONS, *cluster.access.mpirun_options)
+    settings: tuple[Setting, ...] = ()
+    if from_head:
+        python = cluster.python
+        settings = tuple(Setting(name, value, "") for name, value in cluster.access.entry.settings.items())
+    push = (*module_command(python, "cpuft.transfer"), "push", folder, str(len(names)), *names)
+    receive = cluster.access.transfer_command("receive", *place)
+    steps = []
+    for host, why in whys.items():
+        there = (*ssh, host, make_shell_line(receive)) if from_head else cluster.command_on(host, receive)
+        steps.append(Step(why, (*push, *there), settings, cluster.head if from_head else ""))
+    return tuple(tuple(steps[n : n + _SENT_AT_ONCE]) for n in range(0, len(steps), _SENT_AT_ONCE))
 
 
 def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
     """Plan to copy the prepared examples, in the run folder `work`, from the head host to the others, except those
     named in `have`; () if no host is left, or hosts have no disks of their own.
     """
-    names = [name for name in cluster.hosts if name not in have and name != cluster.head]
-    if not names or not cluster.has_own_disks:
+    if not cluster.has_own_disks:
         return ()
-
-    def reach(name: str, argv: tuple[str, ...]) -> tuple[str, ...]:
-        return ("ssh", *COMMAND_OPTIONS, *cluster.access.mpirun_options, name, make_shell_line(argv))
-
-    whys = [f"copy the prepared examples to {name}" for name in names]
-    whys = [f"copy the prepared examples to {len(names)} hosts"] if len(names) >= _RELAY_COPIES else whys
-    order = RelayOrder(work, (PREPARED_DATA,), (cluster.folder, work), ())
-    settings = tuple(Setting(name, value, "") for name, value in cluster.access.entry.settings.items())
-    return (_plan_copies(cluster, cluster.python, order, names, reach, whys, settings=settings, host=cluster.head),)
+    names = [name for name in cluster.hosts if name not in have and name != cluster.head]
+    whys = {name: f"copy the prepared examples to {name}" for name in names}
+    return _plan_copies(cluster, work, (PREPARED_DATA,), (cluster.folder, work), whys, from_head=True)

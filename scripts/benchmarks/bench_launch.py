@@ -72,7 +72,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", default="4,16,64", help="numbers of simulated hosts, at most 99 [4,16,64]")
     parser.add_argument("--workers", default="plain,torch", help="plain: standard library only; torch: gloo [both]")
     parser.add_argument("--input-mb", default="0", help="sizes of an input file in MB, each measured [0]")
-    parser.add_argument("--transfers", default="tree", help="how inputs are sent: tree, copies, or both [tree]")
+    parser.add_argument("--transfers", default="head", help="who sends inputs on: head, copies (nobody), or both [head]")
     parser.add_argument("--rate", default="", help="rate of each host's link and of this machine's [no limit]")
     parser.add_argument("--repeats", type=int, default=1, help="launches of each kind [1]")
     parser.add_argument("--json", default="", help="file to which each launch is appended as a line")
@@ -223,7 +223,7 @@ def run_inside(path: str, transfer: str, words: list[str]) -> None:
     from cpuft.launch import attempt, inputs
 
     if transfer == "copies":
-        vars(inputs)["_RELAY_HOSTS"] = sys.maxsize
+        vars(inputs)["_LEAST_HOSTS"] = sys.maxsize
     found: dict[str, Any] = {"seconds": {}, "ssh": 0, "processes": 0, "supervised": 0.0}
 
     def time_calls(module: Any, function: str, name: str) -> None:

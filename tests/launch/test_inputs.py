@@ -49,7 +49,6 @@ from cpuft.launch.inputs import (
 )
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.plan import Job, add_transfers
-from cpuft.launch.relay import RelayOrder
 from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
@@ -57,7 +56,7 @@ from cpuft.launch.run_state import LaterStartError, read_state
 from cpuft.launch.secret_files import secrets_on_hosts
 from cpuft.plans import Plan, RunPlan, Step
 from cpuft.serialization import load, parse_json
-from cpuft.transfer import FILE, FROM_STREAM, connect, send, walk, walk_names
+from cpuft.transfer import FILE, FROM_STREAM, connect, send, walk
 from tests.conftest import make_facts
 from tests.records import make_state
 
@@ -375,7 +374,7 @@ def test_the_walk_follows_links_and_leaves_out_what_cannot_be_sent(work: Path) -
         ),
         *("code/pack/a.py", "code/pack/compiled/a.pyc", "code/train.py"),
     ]
-    assert "code/empty" in [one.name for one in walk_names(str(work), ["code"])]
+    assert "code/empty" in [one.name for one in walk(f"{work}/code", "code")]
 
 
 def test_links_that_cannot_be_followed_are_named(work: Path) -> None:
@@ -523,24 +522,31 @@ def make_cluster(hosts: int) -> Cluster:
     )
 
 
-def test_large_files_are_sent_to_many_hosts_as_a_tree(work: Path) -> None:
-    """One step in place of one for each host; small files, and files for two hosts, are sent without a tree."""
+def test_the_head_host_sends_large_files_on_to_the_others(work: Path) -> None:
+    """One copy leaves this machine; small files, and files for two hosts, are sent to each host from here."""
     cluster = make_cluster(4)
     bundle = replace(make_bundle((work / "model",), cluster.inputs), nbytes=20_000_000)
     missing = {f"n{number}": {bundle.remote_folder} for number in range(1, 5)}
-    ((step,),) = plan_sending((bundle,), missing, cluster)
-    assert (step.why, step.host) == ("send model to 4 hosts (20.0 MB each)", "")
-    assert step.command == module_command(sys.executable, "cpuft.launch.relay")
-    order = load(RelayOrder, parse_json(step.stdin))
-    assert (order.folder, order.names) == (str(work), ("model",))
-    assert order.place == (cluster.folder, bundle.remote_folder, os.path.basename(bundle.remote_folder))
-    assert [(one.host, one.address) for one in order.receivers] == [(f"n{n}", f"10.0.0.{n}") for n in range(1, 5)]
-    *ssh, line = order.receivers[1].command
-    receive = (*module_command(cluster.python, "cpuft.launch.relay"), "receive")
-    assert (ssh, shlex.split(line)) == (["ssh", "n2"], ["exec", "env", "PYTHONPATH=/opt/a b", *receive])
-    for few in (replace(bundle, nbytes=10_000_000), replace(bundle, is_for_head=True)):
-        assert all("relay" not in " ".join(one.command) for one in plan_sending((few,), missing, cluster)[0])
-    assert len(plan_sending((bundle,), {name: missing[name] for name in ("n1", "n3")}, cluster)[0]) == 2
+    (first,), others = plan_sending((bundle,), missing, cluster)
+    assert (first.why, first.host, first.settings) == ("send model to n1 (20.0 MB)", "", ())
+    push = module_command(sys.executable, "cpuft.transfer")
+    assert first.command[: len(push) + 4] == (*push, "push", str(work), "1", "model")
+    assert [(one.why, one.host) for one in others] == [(f"send model to n{n} (20.0 MB)", "n1") for n in (2, 3, 4)]
+    push = module_command(cluster.python, "cpuft.transfer")
+    assert others[0].command[: len(push) + 4] == (*push, "push", bundle.remote_folder, "1", "model")
+    assert [(one.name, one.value) for one in others[0].settings] == [("PYTHONPATH", "/opt/a b")]
+    *_, name, line = others[0].command
+    checksum = os.path.basename(bundle.remote_folder)
+    receive = cluster.access.transfer_command("receive", cluster.folder, bundle.remote_folder, checksum)
+    assert (name, shlex.split(line)) == ("n2", ["exec", *receive])
+    assert first.command[-2:] == ("n1", line)
+    there = {name: folders for name, folders in missing.items() if name != "n1"}
+    assert plan_sending((bundle,), there, cluster) == (others,)
+    small = plan_sending((replace(bundle, nbytes=10_000_000),), missing, cluster)
+    assert [[one.host for one in stage] for stage in small] == [[""] * 4]
+    (few,) = plan_sending((bundle,), {name: missing[name] for name in ("n1", "n3")}, cluster)
+    assert [one.host for one in few] == ["", ""]
+    assert plan_sending((replace(bundle, is_for_head=True),), missing, cluster) == ((first,),)
 
 
 def test_small_files_are_sent_to_16_hosts_at_a_time(work: Path) -> None:
@@ -550,20 +556,19 @@ def test_small_files_are_sent_to_16_hosts_at_a_time(work: Path) -> None:
     assert [len(stage) for stage in stages] == [16, 16, 8]
 
 
-def test_prepared_examples_are_copied_to_many_hosts_as_a_tree() -> None:
-    plan, cluster = RunPlan(prepare=((Step("prepare", ("prepare",), host="n1"),),)), make_cluster(10)
-    _, (step,) = add_transfers(plan, (), {}, cluster, "/runs/run", prepared_hosts=("n3",)).prepare
-    work = cluster.work_dir("/runs/run")
-    assert (step.why, step.host) == ("copy the prepared examples to 8 hosts", "n1")
-    assert step.command == module_command(cluster.python, "cpuft.launch.relay")
+def test_the_head_host_copies_prepared_examples_to_16_hosts_at_a_time() -> None:
+    plan, cluster = RunPlan(prepare=((Step("prepare", ("prepare",), host="n1"),),)), make_cluster(20)
+    _, *stages = add_transfers(plan, (), {}, cluster, "/runs/run", prepared_hosts=("n3",)).prepare
+    assert [len(stage) for stage in stages] == [16, 2]
+    step, work = stages[0][0], cluster.work_dir("/runs/run")
+    assert (step.why, step.host) == ("copy the prepared examples to n2", "n1")
+    push = module_command(cluster.python, "cpuft.transfer")
+    assert step.command[: len(push) + 4] == (*push, "push", work, "1", "data.npz")
     assert [(one.name, one.value) for one in step.settings] == [("PYTHONPATH", "/opt/a b")]
-    order = load(RelayOrder, parse_json(step.stdin))
-    assert (order.folder, order.names, order.place) == (work, ("data.npz",), (cluster.folder, work))
-    assert [one.host for one in order.receivers] == [f"n{number}" for number in (2, *range(4, 11))]
-    assert order.receivers[0].command[:3] == ("ssh", "-o", "BatchMode=yes")
-    assert order.receivers[0].command[-4:-1] == ("-F", "/opt/config", "n2")
-    _, few = add_transfers(plan, (), {}, make_cluster(8), "/runs/run").prepare
-    assert len(few) == 7
+    assert step.command[len(push) + 4 :][:3] == ("ssh", "-o", "BatchMode=yes")
+    *_, option, config, name, line = step.command
+    assert (option, config, name) == ("-F", "/opt/config", "n2")
+    assert shlex.split(line) == ["exec", *cluster.access.transfer_command("receive", cluster.folder, work)]
 
 
 class LocalTransport(SshTransport):
