@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,10 +100,9 @@ def run_as_head_host(
     are rejected, the time limit is over, the disk is full, or a later start has begun. Raises RuntimeError: the
     preparation failed. Raises Interrupted: a signal came.
     """
-    here = plan.full_plan.as_local
     try:
-        for (step,) in plan.make:
-            _run_step(here(step))
+        for stage in plan.make:
+            _run_stage(plan, stage)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1]
         raise CpuftError(f"the run folder cannot be made ({reason}): give a new folder with --run-dir") from None
@@ -122,7 +121,7 @@ def run_as_head_host(
         writer.write(phase=TRAINING)
         code = 1
         try:
-            code = _run_ranks(here(ranks), monitor, writer, time_limit)
+            code = _run_ranks(plan.full_plan.as_local(ranks), monitor, writer, time_limit)
         finally:
             if code:  # mpirun may have left ssh processes, which have sessions of their own
                 kill_processes(work, state.owner)
@@ -138,8 +137,8 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, transport: Transp
     """
     hosts = writer.state.hosts
     try:
-        for step in (step for stage in plan.prepare for step in stage):
-            _run_step(plan.full_plan.as_local(step))
+        for stage in plan.prepare:
+            _run_stage(plan, stage)
         write_plan(plan, run_dir)
     except BaseException as error:
         if isinstance(error, RuntimeError) and (unreachable := transport.find_unreachable(sorted(set(hosts)))):
@@ -154,17 +153,14 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, transport: Transp
     return ""
 
 
-def _run_step(step: Step) -> None:
-    remind = execute.make_reminder(lambda passed: print_message(f"{step.why}: not finished after {passed:.0f} s"))
-    with execute.open_memory_file() as output:
-        code = execute.run_step(step, os.environ, output, remind)
-        output.seek(0)
-        text = output.read().decode(errors="replace").strip()
-    if code == _REJECTED:
-        line = next((line for line in text.splitlines() if line.startswith("cpuft: error: ")), text)
-        raise CpuftError(line.removeprefix("cpuft: error: "))
-    if code:
-        raise RuntimeError(f"{step.why}: exit code {code}\n{text}")
+def _run_stage(plan: RunPlan, stage: Sequence[Step]) -> None:
+    for step, answer in zip(stage, execute.run_stage(plan.full_plan, stage, 0.0, print_message)):
+        text = answer.output.strip()
+        if answer.exit_code == _REJECTED:
+            line = next((line for line in text.splitlines() if line.startswith("cpuft: error: ")), text)
+            raise CpuftError(line.removeprefix("cpuft: error: "))
+        if answer.exit_code:
+            raise RuntimeError(f"{step.why}: exit code {answer.exit_code}\n{text}")
 
 
 def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit: float) -> int:
