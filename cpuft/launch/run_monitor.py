@@ -40,11 +40,7 @@ _MARK_BYTES = 4096
 
 
 class StuckError(Exception):
-    """mpirun does not end although a rank has failed or a host is lost, or ranks wait in vain for others."""
-
-
-class NotStartedError(Exception):
-    """No rank has started in time."""
+    """mpirun does not end although a rank has failed or a host is lost, ranks wait in vain for others, or none starts."""
 
 
 @dataclass
@@ -88,8 +84,8 @@ class RunMonitor:
 
     def check(self) -> None:
         """Look at logs and heartbeats, at most every 0.5 s. Hosts are asked on a thread, and a later call sees the
-        answer; a hang that a rank reports is diagnosed at once. Raises StuckError or NotStartedError: the ranks must be
-        ended; and what `StopRequest.check` and `check_state` raise.
+        answer; a hang that a rank reports is diagnosed at once. Raises StuckError: the ranks must be ended; and
+        what `StopRequest.check` and `check_state` raise.
         """
         now = time.monotonic()
         if now - self.checked_at < _CHECK_SECONDS or self.has_hang:
@@ -122,8 +118,11 @@ class RunMonitor:
             self.unreachable, self.host_check, self.heartbeat_seen_at = None, None, now
             self.next_host_check = now + _NEXT_CHECK_SECONDS
         is_late = self.start_limit and not since_failure and now - self.begun > self.start_limit
-        if is_late and not self.has_started():
-            raise NotStartedError(f"no rank started within {self.start_limit:.0f} s")
+        if is_late and not self.started and not any(log.stat().st_size for log in list_error_logs(self.logs)):
+            raise StuckError(
+                f"no rank started within {self.start_limit:.0f} s: another program may be connecting to mpirun's port; "
+                "cpuft doctor looks for ports that are open to other machines"
+            )
 
     def _find_suspicion(self, now: float, ends: Sequence[bytes]) -> str:
         if self._misses_heartbeat(now):
@@ -157,10 +156,6 @@ class RunMonitor:
 
     def _ask_hosts(self) -> set[str]:
         return self.transport.find_unreachable(sorted(set(self.hosts)))
-
-    def has_started(self) -> bool:
-        """Return True if `check` has counted a rank that started, or any rank has written to its error log."""
-        return self.started > 0 or any(log.stat().st_size for log in list_error_logs(self.logs))
 
     def _misses_heartbeat(self, now: float) -> bool:
         with suppress(OSError):

@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from cpuft.launch.failures import (
     worst_exit_code,
 )
 from cpuft.launch.results import write_plan
-from cpuft.launch.run_monitor import NotStartedError, RunMonitor, StuckError
+from cpuft.launch.run_monitor import RunMonitor, StuckError
 from cpuft.launch.run_state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
 from cpuft.launch.stop_request import StopRequest
 from cpuft.plans import RunPlan, Step
@@ -41,14 +41,10 @@ from cpuft.rank.process import MARKS, OWNER_VARIABLE
 from cpuft.record import FILE_NAME
 from cpuft.terminal import print_message
 
-_CANNOT_RUN = (126, 127)
-"""Exit codes of a shell for a program that does not exist or cannot be executed. Another start would not help."""
 _REJECTED = 2
 _START_LIMIT = 45.0
 _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
-_MOST_STARTS = 3
-"""How often mpirun is started if no rank starts. Each time its port is another one and the limit is twice as long."""
 _BOOTSTRAP = "I_MPI_HYDRA_BOOTSTRAP"
 _REMOVE_SECONDS = 60.0
 _HIDDEN = (*MARKS, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
@@ -164,25 +160,28 @@ def _run_stage(plan: RunPlan, stage: Sequence[Step]) -> None:
 
 
 def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit: float) -> int:
-    """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
-    logs, hosts, begun = monitor.logs, monitor.hosts, time.monotonic()
-    environ = os.environ | _mark_processes(step, logs.parent, writer.state.owner)
-    for number in range(2, _MOST_STARTS + 2):
-        left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
-        code, was_stuck, not_started = _start_ranks(step, monitor, environ, left)
-        if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and monitor.find_unreachable()):
-            break
-        print_message(f"{not_started}, although all hosts answer: starting mpirun again ({number} of {_MOST_STARTS})")
-        monitor = RunMonitor(
-            logs, hosts, monitor.transport, 2 * monitor.start_limit, monitor.stop_request, monitor.check_state
-        )
+    """Start mpirun, and wait for its end; return the exit code of the run."""
+    logs, hosts, was_stuck = monitor.logs, monitor.hosts, False
+    environ = os.environ | _mark_processes(step, logs.parent, writer.state.owner) | {SUPERVISED_VARIABLE: "1"}
+    tails = [LogTail(logs / "rank-0.out", sys.stdout), LogTail(logs / "rank-0.err", sys.stderr)]
+
+    def watch() -> None:
+        for tail in tails:
+            tail.copy()
+        monitor.check()
+
+    with (logs.parent / HEARTBEAT_FILE).open("wb") as output:
+        try:
+            code = execute.run_step(step, environ, output, watch, time_limit, monitor.stop_request.handle_signal)
+        except StuckError as error:
+            print_message(str(error))
+            code, was_stuck = 1, True
+        except TimeoutError as error:
+            raise CpuftError(
+                f"the run was stopped at its time limit ({error}): raise --time-limit, or train for less"
+            ) from None
     if not code:
         return 0
-    if not_started and was_stuck:
-        print_message(
-            f"{not_started}: another program may be connecting to mpirun's port; cpuft doctor looks for ports that "
-            "are open to other machines"
-        )
     failures = read_failures(logs, hosts)
     if ended_to_be_resumed(failures):
         line = find_interruption(str(logs.parent))
@@ -221,33 +220,3 @@ def _mark_processes(step: Step, run_dir: Path, owner: int) -> dict[str, str]:
             link.symlink_to(ssh)
             mark[f"{_BOOTSTRAP}_EXEC"] = str(link)
     return mark
-
-
-def _start_ranks(
-    step: Step, monitor: RunMonitor, environ: Mapping[str, str], time_limit: float
-) -> tuple[int, bool, str]:
-    """Start mpirun once; return its exit code, whether the monitor had to end it, and why another start may help."""
-    logs = monitor.logs
-    tails = [LogTail(logs / "rank-0.out", sys.stdout), LogTail(logs / "rank-0.err", sys.stderr)]
-
-    def watch() -> None:
-        for tail in tails:
-            tail.copy()
-        monitor.check()
-
-    with (logs.parent / HEARTBEAT_FILE).open("wb") as output:
-        try:
-            takes, environ = monitor.stop_request.handle_signal, {**environ, SUPERVISED_VARIABLE: "1"}
-            code = execute.run_step(step, environ, output, watch, time_limit, takes)
-        except StuckError as error:
-            print_message(str(error))
-            return 1, True, ""
-        except NotStartedError as error:
-            return 1, True, str(error)
-        except TimeoutError as error:
-            raise CpuftError(
-                f"the run was stopped at its time limit ({error}): raise --time-limit, or train for less"
-            ) from None
-    may_help = code not in (0, *_CANNOT_RUN) and len(set(monitor.hosts)) > 1
-    not_started = may_help and not monitor.has_started()
-    return code, False, f"mpirun ended with exit code {code} before any rank started" if not_started else ""
