@@ -57,7 +57,7 @@ _FROM_OUTSIDE = (137, 143)
 _TRACEBACK = "Traceback (most recent call last)"
 _KILL_SECONDS = 15.0
 _LOST_HOST_SECONDS = 2.5
-"""How long a host that was lost earlier may take to answer. A restart waits longer for the other hosts."""
+"""How long a host that was lost earlier may take to answer at the end of the run."""
 _RETRY_PAUSES = (2.0, 2.0)
 """Seconds before each new try to plan a restart after a failed connection."""
 
@@ -396,12 +396,9 @@ def choose_hosts(
 
 
 def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Collection[str]) -> set[str]:
-    """Return the hosts that do not answer. Those just lost are not asked; those lost earlier get less time."""
+    """Return the hosts that do not answer. Those just lost are not asked."""
     transport.hosts.update({host.name: host for host in hosts})
-    names = [host.name for host in hosts if host.name not in just_lost]
-    lost_before = transport.unreachable.intersection(names)
-    transport.find_unreachable([name for name in names if name not in lost_before])
-    transport.find_unreachable(sorted(lost_before), _LOST_HOST_SECONDS)
+    transport.find_unreachable([host.name for host in hosts if host.name not in just_lost])
     return transport.unreachable
 
 
