@@ -385,7 +385,7 @@ class Detached:
         cannot be stored; CpuftError: ten minutes of tries have failed.
         """
         send = self.head.access.transfer_command("send-run", self.order.run_dir, CHECKPOINTS)
-        is_stored, viewer = False, secrets.token_hex(6)
+        is_stored = False
 
         def fetch_now() -> str:
             nonlocal is_stored
@@ -395,7 +395,6 @@ class Detached:
             if now.fetched or not now.has_results:
                 return now.fetched
             if not is_stored:
-                self.head.ask("claim", self.order.id, viewer)  # which fails while another attach fetches them
                 with lock_run(self.run_dir):
                     self._claim()
                     say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")

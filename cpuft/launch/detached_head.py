@@ -41,11 +41,9 @@ LOST, PAST = "lost", "past"
 """Events of `follow` alone: the keeper was killed or the host started again, and all events until now are told."""
 RUNNING, ENDED = "running", "ended"
 """States of a detached run, beside LOST."""
-_ORDER, _EVENTS, _ALIVE, _STOP, _CLAIM, _FETCHED = "order.json", "events.jsonl", "alive", "stop", "claim", "fetched"
+_ORDER, _EVENTS, _ALIVE, _STOP, _FETCHED = "order.json", "events.jsonl", "alive", "stop", "fetched"
 _START_SECONDS = 15.0
 _POLL_SECONDS = 0.2
-_CLAIM_SECONDS = 60.0
-"""How long a viewer may take to begin to fetch the results before another one may."""
 _KEPT_SECONDS = 30 * 86400.0
 """How long the order and the events of an ended run stay, and longer if nobody has fetched its results."""
 
@@ -282,29 +280,22 @@ def _list(root: Path) -> Iterator[str]:
                 yield json.dumps(dataclasses.asdict(_describe(path.parent)))
 
 
-def _claim(folder: Path, who: str) -> None:
-    """Let one viewer fetch the results. Another one may have begun to a moment ago, or be receiving."""
-    claim = folder / _CLAIM
-    with (folder / f"{_CLAIM}.lock").open("w") as lock:
-        lock_file(lock, waits=True)
-        is_new = claim.exists() and time.time() - claim.stat().st_mtime < _CLAIM_SECONDS
-        if (is_new and claim.read_text(encoding="utf-8") != who) or is_locked(f"{_read_order(folder).run_dir}.lock"):
-            raise CpuftError("another cpuft attach fetches the results")
-        write_text(claim, who)
-
-
 def _note_fetched(folder: Path, where: str) -> None:
+    try:  # as a whole: another viewer that lists the folder now must not take a part of it for all results
+        (folder / "run").rename(folder / "removed")
+    except FileNotFoundError:
+        raise CpuftError("another cpuft attach has fetched the results") from None
     write_text(folder / _FETCHED, where)
-    shutil.rmtree(folder / "run", ignore_errors=True)
+    shutil.rmtree(folder / "removed", ignore_errors=True)
 
 
 def main() -> None:
     """Carry out the action in `sys.argv`: start (an Order and secrets are on standard input, as JSON), list, or keep,
-    follow, claim, fetched, stop or forget with a detached run's id and perhaps a word. Exits with 2 after a CpuftError.
+    follow, fetched, stop or forget with a detached run's id and perhaps a word. Exits with 2 after a CpuftError.
     """
     action, *words = sys.argv[1:]
     root = Path(WORK_ROOT, f"cpuft-{os.geteuid()}", DETACHED)
-    acts: dict[str, Callable[..., object]] = {"keep": _keep, "claim": _claim, "fetched": _note_fetched}
+    acts: dict[str, Callable[..., object]] = {"keep": _keep, "fetched": _note_fetched}
     acts |= {"stop": lambda folder: (folder / _STOP).touch(), "forget": shutil.rmtree}
     try:
         if action == "start":

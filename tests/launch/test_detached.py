@@ -324,7 +324,7 @@ def test_results_are_fetched_once(
     monkeypatch.setattr(detached, "_FETCH_PAUSES", (0.01, 0.01, 0.01))
     assert Detached(make_head(), ORDER, "here").fetch(lambda line: None) == where
     assert calls == ["here"] * sent
-    assert [words[0] for words in asked] == ["claim"] * sent + ["fetched"] * (where == "here")
+    assert [words[0] for words in asked] == ["fetched"] * (where == "here")
 
 
 @pytest.mark.parametrize("phase, is_fetched", [("finished", True), ("training", False)])
