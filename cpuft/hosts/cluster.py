@@ -26,7 +26,7 @@ from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.rank_counts import Assignment, choose_ranks
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import SshTransport, Transport, map_hosts
-from cpuft.plans import Plan, Step
+from cpuft.plans import Plan, Setting, Step
 from cpuft.serialization import load, parse_json
 
 LOCAL = Host("localhost")
@@ -54,6 +54,12 @@ class Access:
     def python(self) -> str:
         """Python of the training environment, the same path on every host."""
         return self.entry.python or sys.executable
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """`entry.settings`, for the steps of plans."""
+        reason = "cpuft's own commands need it on the hosts of this cluster"
+        return tuple(Setting(name, value, reason) for name, value in self.entry.settings.items())
 
     def with_settings(self, *command: str) -> tuple[str, ...]:
         """Return the argv that runs a command with `entry.settings` in its environment; without any, `command`."""

@@ -156,8 +156,8 @@ def run_remotely(
 def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
     """Return the step that starts the supervisor on the head host, with the order on standard input."""
     # By these, `cpuft.rank.kill` finds the supervisor, mpirun and its ssh processes, even before there are ranks.
-    own = {"CPUFT_RUN_DIR": order.run_dir, OWNER_VARIABLE: str(order.state.owner)}
-    settings = tuple(Setting(name, value, "") for name, value in (cluster.access.entry.settings | own).items())
+    run = Setting("CPUFT_RUN_DIR", order.run_dir, ""), Setting(OWNER_VARIABLE, str(order.state.owner), "")
+    settings = (*cluster.access.settings, *run)
     command = module_command(cluster.python, "cpuft.launch.attempt")
     return Step("supervise the ranks", command, settings, cluster.head, json.dumps(dataclasses.asdict(order)))
 

@@ -26,7 +26,7 @@ from cpuft.hosts.registry import state_root
 from cpuft.hosts.ssh_config import COMMAND_OPTIONS
 from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.resume import PREPARED_DATA
-from cpuft.plans import RunPlan, Setting, Stages, Step
+from cpuft.plans import RunPlan, Stages, Step
 from cpuft.serialization import load, parse_json
 
 _LARGE_BYTES, _LEAST_HOSTS = 64_000_000, 3
@@ -290,7 +290,7 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
         from_head = {host: why for host, why in whys.items() if host not in from_here}
         place = (cluster.folder, *bundle.place)
         stages += _plan_copies(cluster, folder, names, place, from_here)
-        stages += _plan_copies(cluster, bundle.remote_folder, names, place, from_head, from_head=True)
+        stages += _plan_copies(cluster, bundle.remote_folder, names, place, from_head, sender=cluster.head)
     return tuple(stages)
 
 
@@ -300,22 +300,19 @@ def _plan_copies(
     names: tuple[str, ...],
     place: tuple[str, ...],
     whys: Mapping[str, str],
-    from_head: bool = False,
+    sender: str = "",
 ) -> Stages:
-    """Plan to send files of a folder on this machine, or on the head host, to `place` on the hosts of `whys`, which has
-    the text of each step, to 16 at a time.
+    """Plan to send files of a folder of `sender`, the head host or "" for this machine, to `place` on the hosts of
+    `whys`, which has the text of each step, to 16 at a time.
     """
-    python, ssh = sys.executable, ("ssh", *COMMAND_OPTIONS, *cluster.access.mpirun_options)
-    settings: tuple[Setting, ...] = ()
-    if from_head:
-        python = cluster.python
-        settings = tuple(Setting(name, value, "") for name, value in cluster.access.entry.settings.items())
+    access, python = cluster.access, cluster.python if sender else sys.executable
     push = (*module_command(python, "cpuft.transfer"), "push", folder, str(len(names)), *names)
-    receive = cluster.access.transfer_command("receive", *place)
+    receive = access.transfer_command("receive", *place)
+    ssh = ("ssh", *COMMAND_OPTIONS, *access.mpirun_options)
     steps = []
     for host, why in whys.items():
-        there = (*ssh, host, make_shell_line(receive)) if from_head else cluster.command_on(host, receive)
-        steps.append(Step(why, (*push, *there), settings, cluster.head if from_head else ""))
+        there = (*ssh, host, make_shell_line(receive)) if sender else cluster.command_on(host, receive)
+        steps.append(Step(why, (*push, *there), access.settings if sender else (), sender))
     return tuple(tuple(steps[n : n + _SENT_AT_ONCE]) for n in range(0, len(steps), _SENT_AT_ONCE))
 
 
@@ -327,4 +324,4 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
         return ()
     names = [name for name in cluster.hosts if name not in have and name != cluster.head]
     whys = {name: f"copy the prepared examples to {name}" for name in names}
-    return _plan_copies(cluster, work, (PREPARED_DATA,), (cluster.folder, work), whys, from_head=True)
+    return _plan_copies(cluster, work, (PREPARED_DATA,), (cluster.folder, work), whys, sender=cluster.head)

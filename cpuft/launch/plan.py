@@ -291,8 +291,9 @@ def plan_embedding(
 
 
 def _preparation_settings(cluster: Cluster, work: str, environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    secrets = plan_secrets(cluster, work, environ)[0][0] if cluster.works_remotely else ()
-    return (*_settings_on_hosts(cluster), *secrets)
+    if not cluster.works_remotely:
+        return ()
+    return (*cluster.access.settings, *plan_secrets(cluster, work, environ)[0][0])
 
 
 def plan_ranks(
@@ -335,7 +336,7 @@ def plan_ranks(
     start = Step(
         f"start {config.np} ranks with {cluster.mpi.title}; output of rank N: {logs}/rank-N.out and .err",
         (*without_secrets, *mpirun.MAKE_KEY, *command),
-        (*own, *_settings_on_hosts(cluster)),
+        (*own, *(cluster.access.settings if cluster.works_remotely else ())),
         cluster.head,
     )
     if renewal := cluster.access.entry.renewal:
@@ -358,14 +359,6 @@ def _find_notice(place: str) -> str:
     if scheme not in ("http", "https"):
         raise CpuftError(f"--interruption-notice supports http and https, not {scheme}: give such a URL, or a file")
     return place
-
-
-def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
-    return tuple(
-        Setting(name, value, "cpuft's own commands need it on the hosts of this cluster")
-        for name, value in cluster.access.entry.settings.items()
-        if cluster.works_remotely
-    )
 
 
 def _plan_notes(
