@@ -153,8 +153,14 @@ def _run_once(plan: Plan, stage: Sequence[Step], seconds: float, say: Say) -> li
         outputs = [stack.enter_context(open_memory_file()) for _ in steps]
         inputs = [stack.enter_context(_input_of(step)) for step in steps]
         processes: list[Process] = []
+        begun, told = time.monotonic(), 0
 
-        def report(passed: float) -> None:
+        def remind() -> None:
+            nonlocal told
+            passed = time.monotonic() - begun
+            if passed < (told + 1) * _REMIND_SECONDS:
+                return
+            told = int(passed / _REMIND_SECONDS)
             pending = [step for step, process in zip(stage, processes) if process.poll() is None]
             for why in dict.fromkeys(step.why for step in pending):
                 hosts = dict.fromkeys(step.host for step in pending if step.why == why and step.host)
@@ -166,7 +172,7 @@ def _run_once(plan: Plan, stage: Sequence[Step], seconds: float, say: Say) -> li
             _hold_signals()
             processes += (_start(step, os.environ, *pair) for step, *pair in zip(steps, inputs, outputs))
             _release_signals()
-            _wait(processes, make_reminder(report), seconds)
+            _wait(processes, remind, seconds)
         except TimeoutError as error:
             late = {process: f"\n{error}" for process in processes if process.poll() is None}
         finally:
@@ -208,20 +214,6 @@ def run_stages(plan: Plan, seconds: float, say: Say, advice: str) -> None:
         if failures:
             kind = TransientError if codes == {SSH_FAILED} else CpuftError
             raise kind(f"{'; '.join(failures)}: {advice}")
-
-
-def make_reminder(report: Callable[[float], None]) -> Callable[[], None]:
-    """Return a function to call often in a wait: every 30 s it calls `report` with the seconds since it was made."""
-    begun, calls = time.monotonic(), 0
-
-    def watch() -> None:
-        nonlocal calls
-        passed = time.monotonic() - begun
-        if passed >= (calls + 1) * _REMIND_SECONDS:
-            calls = int(passed / _REMIND_SECONDS)
-            report(passed)
-
-    return watch
 
 
 def _describe(step: Step, output: str) -> str:
