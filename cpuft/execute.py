@@ -246,19 +246,13 @@ def _relay(source: IO[bytes] | None, stream: TextIO) -> threading.Thread:
         while source and not is_over:
             block = os.read(source.fileno(), 1 << 16)
             is_over = not block
-            _write_text(stream, decoder.decode(block, is_over))
+            encoding = getattr(stream, "encoding", None) or "utf-8"  # which may lack a character
+            stream.write(decoder.decode(block, is_over).encode(encoding, "backslashreplace").decode(encoding))
+            stream.flush()
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
     return thread
-
-
-def _write_text(stream: TextIO, text: str) -> None:
-    try:
-        stream.write(text)
-    except UnicodeEncodeError as error:
-        stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-    stream.flush()
 
 
 def _read(output: IO[bytes]) -> str:

@@ -76,15 +76,13 @@ def print_message(line: str) -> None:
 
 DEAD_PEER_SECONDS = 7.0
 """How long a host may be silent, unless `detect_dead_peer` is told otherwise."""
-_LONGEST_INTERVAL = 10_000
-"""Most seconds between two probes. The first one comes after three of them, and the kernel accepts 32,767 for that."""
 
 
 def detect_dead_peer(connection: socket.socket, seconds: float = DEAD_PEER_SECONDS) -> None:
     """Make the kernel end a TCP connection `seconds` after the other host is gone (tcp(7)); reads then raise an
     OSError. `seconds` is rounded up to a multiple of 7: the kernel sends the first of four probes after three sevenths.
     """
-    interval = min(math.ceil(seconds / 7), _LONGEST_INTERVAL)
+    interval = math.ceil(seconds / 7)
     limits = (("KEEPIDLE", 3 * interval), ("KEEPINTVL", interval), ("KEEPCNT", 4), ("USER_TIMEOUT", 7000 * interval))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in limits:

@@ -124,7 +124,7 @@ def test_a_table_shows_no_control_characters_of_a_record() -> None:
     assert "acc\\x1b[2J" in shown
 
 
-@pytest.mark.parametrize(("asked", "seconds"), [(7, 7), (70, 70), (71, 77), (1e9, 70_000)])
+@pytest.mark.parametrize(("asked", "seconds"), [(7, 7), (70, 70), (71, 77)])
 def test_a_silent_peer_is_detected_after_a_multiple_of_seven_seconds(asked: float, seconds: int) -> None:
     with socket.socket() as connection:
         detect_dead_peer(connection, asked)

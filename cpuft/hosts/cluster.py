@@ -332,9 +332,7 @@ def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None
     for host, identity in zip(hosts, identities):
         first = hosts[identities.index(identity)]
         if first is not host:
-            raise CpuftError(
-                f"{first.name} and {host.name} are the same host: keep one line, and write slots=N for several ranks"
-            )
+            raise CpuftError(f"{first.name} and {host.name} are the same host: keep one line, with slots=N for N ranks")
 
 
 def refuse_both_architectures(machines: Mapping[str, str]) -> None:

@@ -147,9 +147,7 @@ def run_remotely(
         raise Interrupted(signal.SIGINT)
     # A killed rank also makes the exit code larger than 128, but then the supervisor has written it.
     if code == execute.SSH_FAILED or (code > 128 and not find_end(run_dir, plan.owner)):
-        raise HeadHostLostError(
-            f"the connection to the head host {cluster.head} was lost: check the host with cpuft doctor"
-        )
+        raise HeadHostLostError(f"the connection to head host {cluster.head} was lost: check it with cpuft doctor")
     return code
 
 

@@ -103,9 +103,7 @@ def plan_comparison(
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")
     if comparison.repeats > 1 and comparison.seeds > 1:
-        raise CpuftError(
-            f"--seeds {comparison.seeds} repeats each run already, once with each seed: leave out --repeats"
-        )
+        raise CpuftError("--seeds repeats each run already, once with each seed: leave out --repeats")
     clusters = {ranks: gather_cluster(replace(config, np=ranks)) for ranks in numbers}
     if comparison.equal_cores:
         clusters = limit_cores(clusters)

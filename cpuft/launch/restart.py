@@ -350,9 +350,7 @@ def plan_next_attempt(
     if not np:
         raise CpuftError("no other host is left")
     if np < job.config.min_np:
-        raise CpuftError(
-            f"only {counted(np, 'rank')} would be left, and --min-np requires {job.config.min_np}: lower --min-np"
-        )
+        raise CpuftError(f"only {counted(np, 'rank')} would be left: lower --min-np, which is {job.config.min_np}")
     kill_ranks(last, run_dir, plan.owner, [host for host in remaining if host.name not in last.rank_hosts])
     if not tried.unfetched_from:  # otherwise the head host has the only record, and may even have finished
         clean_up_left_out_hosts(run_dir, plan, last, remaining)

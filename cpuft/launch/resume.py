@@ -182,10 +182,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     if is_script:
         raise CpuftError(f"run {run} is cpuft's own training and has no script: leave the script out")
     if record.header.independent:
-        raise CpuftError(
-            f"run {run} measured ranks that train independently, and cannot be resumed: start a new run without "
-            "--resume"
-        )
+        raise CpuftError(f"run {run} measured independent ranks, and cannot be resumed: start a new run")
     header = record.header
     try:
         options = {name: value for name, value in header.options.items() if name in option_names(TrainConfig)}

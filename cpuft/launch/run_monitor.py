@@ -40,7 +40,7 @@ _MARK_BYTES = 4096
 
 
 class StuckError(Exception):
-    """mpirun does not end although a rank has failed or a host is lost, ranks wait in vain for others, or none starts."""
+    """mpirun does not end although a rank has failed or a host is lost, ranks wait in vain, or no rank starts."""
 
 
 @dataclass

@@ -70,10 +70,7 @@ def test_options_ranks_and_batch_are_the_runs_own(tmp_path: Path) -> None:
     "lines, message",
     [
         ((), "has no header, as the run ended before its first step"),
-        (
-            (replace(HEADER, independent=True),),
-            "that train independently, and cannot be resumed: start",
-        ),
+        ((replace(HEADER, independent=True),), "measured independent ranks, and cannot be resumed: start"),
     ],
 )
 def test_runs_that_cannot_be_resumed(tmp_path: Path, lines: tuple[Line, ...], message: str) -> None:
