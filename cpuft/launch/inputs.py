@@ -267,9 +267,9 @@ def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Plan to send bundles to the hosts that miss them (`gather_missing`). If three or more lack over 64 MB together,
-    only the head host gets a bundle from this machine, and sends it on to the others. Raises CpuftError: a bundle to be
-    sent has no sources.
+    """Plan to send bundles to the hosts that miss them (`gather_missing`). If three or more, with the head host, lack
+    over 64 MB together, only the head host gets a bundle from this machine, and sends it on to the others. Raises
+    CpuftError: a bundle to be sent has no sources.
     """
     stages: list[tuple[Step, ...]] = []
     for bundle in bundles:
@@ -286,7 +286,9 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
         folder, names = str(bundle.sources[0].parent), tuple(source.name for source in bundle.sources)
         whys = {host: f"send {names[0]} to {host} ({bundle.nbytes / 1e6:.1f} MB)" for host in hosts}
         is_large = len(hosts) >= _LEAST_HOSTS and bundle.nbytes * len(hosts) > _LARGE_BYTES
-        from_here = {host: why for host, why in whys.items() if host == cluster.head or not is_large}
+        # If the head host has it from an earlier run, that may have written to its folders.
+        passes_on = is_large and cluster.head in hosts
+        from_here = {host: why for host, why in whys.items() if host == cluster.head or not passes_on}
         from_head = {host: why for host, why in whys.items() if host not in from_here}
         place = (cluster.folder, *bundle.place)
         stages += _plan_copies(cluster, folder, names, place, from_here)

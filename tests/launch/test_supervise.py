@@ -67,6 +67,16 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
         run_as_head_host(plan, str(run), make_state("a", "c"), 0.0, Lost())
 
 
+def test_the_steps_of_a_stage_of_the_preparation_run_at_the_same_time(tmp_path: Path) -> None:
+    """As copies of the prepared examples to many hosts. Each waits for the other."""
+    run = tmp_path / "run"
+    make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
+    script = 'touch "$0"; for _ in $(seq 300); do [ ! -e "$1" ] || exit 0; sleep 0.1; done; exit 1'
+    copies = tuple(Step("copy", ("sh", "-c", script, f"{run}/{one}", f"{run}/{two}")) for one, two in ("ab", "ba"))
+    plan = RunPlan(((make,),), prepare=(copies,), ranks=((Step("train", ("true",)),),))
+    assert run_as_head_host(plan, str(run), make_state("a"), 0.0, SshTransport()) == 0
+
+
 def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both found that it does not exist, and the first has made it since."""
     monkeypatch.chdir(tmp_path)
