@@ -305,20 +305,17 @@ def format_shared_key_config(alias: str, key: str, known_hosts: str, port: int) 
     )
 
 
-def _check_line(option: str, value: str) -> str:
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise CpuftError(f"{option} {value[:80]!r} is not UTF-8 text, which ssh_config needs: rename the file")
-    if odd := find_control(value):
-        raise CpuftError(
-            f"{option} {value[:80]!r} contains the control character {odd!r}, which ssh_config cannot hold: remove it"
-        )
+def _check_line(option: str, value: str, refused: str = "") -> str:
+    # Half of a surrogate pair stands for a byte of a file's name that is not UTF-8.
+    odd = next((one for one in value if one in refused or "\ud800" <= one <= "\udfff" or find_control(one)), "")
+    if odd:
+        raise CpuftError(f"{option} {value[:80]!r} contains {odd!r}, which ssh_config cannot hold: remove it")
     return value
 
 
 def _quote(option: str, value: str) -> str:
     """Return `value` as one word of ssh_config, in quotation marks where it has spaces or could begin a comment."""
-    if '"' in _check_line(option, value):
-        raise CpuftError(f"{option} {value[:80]!r} contains a quotation mark, which ssh_config cannot hold: remove it")
+    _check_line(option, value, '"')
     return f'"{value}"' if " " in value or value.startswith("#") else value
 
 

@@ -55,7 +55,6 @@ from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.launch.run_state import LaterStartError, read_state
 from cpuft.launch.secret_files import secrets_on_hosts
 from cpuft.plans import Plan, RunPlan, Step
-from cpuft.serialization import load, parse_json
 from cpuft.transfer import FILE, FROM_STREAM, connect, send, walk
 from tests.conftest import make_facts
 from tests.records import make_state

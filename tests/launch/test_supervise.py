@@ -28,7 +28,7 @@ from cpuft.launch import run_monitor, supervise
 from cpuft.launch.attempt import AttemptOrder
 from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.run_monitor import StuckError
-from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LATER_START, LaterStartError, read_state, write_state
+from cpuft.launch.run_state import FAILED, INTERRUPTED, LATER_START, LaterStartError, read_state, write_state
 from cpuft.launch.supervise import LogTail, run_as_head_host
 from cpuft.plans import Plan, RunPlan, Setting, Step
 from cpuft.rank import kill

@@ -282,7 +282,7 @@ def test_a_key_path_with_spaces_is_quoted_in_the_ssh_configuration() -> None:
 
 
 def test_a_key_path_that_is_not_utf_8_is_refused() -> None:
-    with pytest.raises(CpuftError, match=r"IdentityFile '/\\udcff' is not UTF-8 text, which ssh_config needs: rename"):
+    with pytest.raises(CpuftError, match=r"IdentityFile '/\\udcff' contains '\\udcff', which ssh_config cannot hold"):
         format_ssh_config(MEMBERS, "/\udcff", "/known")
 
 
