@@ -106,11 +106,8 @@ def parse_facts(text: str, host: str) -> HostFacts:
     """Return the facts in what `cpuft.hosts.facts` printed; CpuftError, which names `host`: it has another form."""
     try:
         values = load(dict[str, Any], parse_json(text))
-        cpuinfo, machine = (
-            load(str, values.pop("cpuinfo", None), "cpuinfo"),
-            load(str, values.get("machine"), "machine"),
-        )
-        cpu = parse_cpuinfo(cpuinfo, machine)
+        cpuinfo = load(str, values.pop("cpuinfo", None), "cpuinfo")
+        cpu = parse_cpuinfo(cpuinfo, load(str, values.get("machine"), "machine"))
         values["allowed_cpus"] = values.get("allowed_cpus") or None  # an empty list is not valid: nothing could run
         return load(HostFacts, values | {"cpu_model": cpu.model, "cpu_flags": list(cpu.flags)})
     except ValueError:
