@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import os
 import shutil
 import stat
@@ -17,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -115,7 +114,8 @@ def move(entries: Sequence[FileEntry], folder: Path, link: Link, checksum: str =
 
         for file in (*to_receiver, *to_sender):
             stack.callback(close, file)
-        sender = Stream(transfer._Pipe(to_sender[0]), Cut(to_receiver[1], link))
+        sender = Stream(to_sender[0], to_receiver[1])
+        sender._target = Cut(to_receiver[1], link)
 
         def run() -> None:
             try:
@@ -253,9 +253,11 @@ def test_a_list_that_cpuft_would_not_send_is_refused(root: Path, names: list[str
     ],
 )
 def test_what_is_no_transfer_is_refused(root: Path, sent: bytes) -> None:
-    stream = Stream(cast(Any, io.BytesIO(sent + bytes(4) + b"." + bytes(100))), cast(Any, io.BytesIO()))
-    with pytest.raises((RefusedError, TransferError)), open_part(str(root / "part")) as part:
-        receive(stream, part)
+    (root / "sent").write_bytes(sent + bytes(4) + b"." + bytes(100))
+    with (root / "sent").open("rb") as source, (root / "answer").open("wb") as target:
+        stream = Stream(source.fileno(), target.fileno())
+        with pytest.raises((RefusedError, TransferError)), open_part(str(root / "part")) as part:
+            receive(stream, part)
     assert not (root / "part" / "files").exists()
 
 

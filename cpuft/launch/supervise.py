@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -72,7 +72,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", default="4,16,64", help="numbers of simulated hosts, at most 99 [4,16,64]")
     parser.add_argument("--workers", default="plain,torch", help="plain: standard library only; torch: gloo [both]")
     parser.add_argument("--input-mb", default="0", help="sizes of an input file in MB, each measured [0]")
-    parser.add_argument("--transfers", default="head", help="who sends inputs on: head, copies (nobody), or both [head]")
+    parser.add_argument("--transfers", default="head", help="who sends inputs on: head, copies (nobody), both [head]")
     parser.add_argument("--rate", default="", help="rate of each host's link and of this machine's [no limit]")
     parser.add_argument("--repeats", type=int, default=1, help="launches of each kind [1]")
     parser.add_argument("--json", default="", help="file to which each launch is appended as a line")
