@@ -207,7 +207,7 @@ class ComparedRuns:
         return _make_figure([*list_speedup_panels(self.comparison), *list_learning_panels(trained)[:1]])
 
     def __repr__(self) -> str:
-        from cpuft.report.tables import format_text
+        from cpuft.report.comparison_tables import format_text
 
         return format_text(self.comparison).rstrip("\n")
 

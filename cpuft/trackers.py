@@ -1,7 +1,7 @@
 """Trackers: send the record of a run to TensorBoard, MLflow, Weights & Biases or Trackio (`--report-to`).
 
-The process of `cpuft.train.tracking` follows the record of a run that is training. `cpuft report RUN --to NAMES` sends
-a record afterwards.
+The process of `cpuft.train.tracker_process` follows the record of a run that is training. `cpuft report RUN --to NAMES`
+sends a record afterwards.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from cpuft.record import (
     read_record,
 )
 from tests.records import make_record
-from tests.train.checkpoint.test_files import largest_file
+from tests.train.checkpoint.test_folders import largest_file
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 STEPS = st.builds(StepLine, *([st.integers(0, 9), NUMBERS, NUMBERS, st.integers(), st.integers()] + [NUMBERS] * 6))

@@ -175,7 +175,7 @@ def test_the_error_of_a_tracker_shows_no_password(settings: dict[str, str], tmp_
 
 def test_the_log_of_a_tracker_shows_no_password(settings: dict[str, str], tmp_path: Path) -> None:
     write_record(tmp_path / "run")
-    command = [sys.executable, "-m", "cpuft.train.tracking", "mlflow", "run"]
+    command = [sys.executable, "-m", "cpuft.train.tracker_process", "mlflow", "run"]
     done = subprocess.run(
         command, env=os.environ | settings, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60, check=False
     )

@@ -76,7 +76,7 @@ def report(
     If RUN is the folder of a sweep, its configurations are shown, sorted by the mean of their metric.
     """
     from cpuft.record import Record, read_record
-    from cpuft.report import tables
+    from cpuft.report import comparison_tables
     from cpuft.report.comparison import compare, group_jobs
     from cpuft.report.judgement import format_judgement, judge_record
     from cpuft.report.page import find_runs, page_path, write_page
@@ -113,7 +113,7 @@ def report(
             click.echo(f"sent to {to}: {run}")
         return
     records, unfinished = [read_record(run) for run in found], list[Record]()
-    format_comparison = tables.format_markdown if markdown else tables.format_text
+    format_comparison = comparison_tables.format_markdown if markdown else comparison_tables.format_text
     if len(runs) == 1 and found != list(runs):
         finished = [record for record in records if record.footer and record.footer.samples]
         if unfinished := [record for record in records if record not in finished]:
@@ -141,12 +141,12 @@ def report(
         write_page(records, path, unfinished, judgement, quality, examples=not no_examples)
         click.echo(f"page: {path}")
     elif json:
-        told = tables.to_json(comparison) if comparison else {}
+        told = comparison_tables.to_json(comparison) if comparison else {}
         told |= {"quality": quality.to_json()} if quality else {}
         told |= {"judgement": dataclasses.asdict(judgement)} if judgement else {}
         click.echo(format_json(told))
     else:
-        format_quality = tables.format_quality_markdown if markdown else tables.format_quality
+        format_quality = comparison_tables.format_quality_markdown if markdown else comparison_tables.format_quality
         texts = [format_comparison(comparison)] if comparison else []
         texts += [format_quality(quality)] if quality else []
         texts += [format_judgement(judgement)] if judgement else []

@@ -20,7 +20,7 @@ from cpuft.errors import CpuftError
 from cpuft.schedulers import SCHEDULERS, parse_job
 from cpuft.schedulers.base import JobLaunch, JobSweep, follow_job
 from cpuft.serialization import is_count
-from cpuft.sweep.search import format_assignment
+from cpuft.sweep.search_space import format_assignment
 
 _COMMANDLINE, _DEFAULT_MAP = ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP
 _WAIT = click.Option(["--wait"], is_flag=True, help="Show the job's log until it ends, then exit with its exit code")

@@ -21,7 +21,7 @@ from cpuft.config.launch import DetachConfig, LaunchConfig
 from cpuft.config.sweep import SweepConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted
-from cpuft.sweep.search import format_assignment, list_variable_options
+from cpuft.sweep.search_space import format_assignment, list_variable_options
 
 if TYPE_CHECKING:
     from cpuft.sweep.places import Place
@@ -181,7 +181,7 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
     import shlex
 
     from cpuft.sweep.queue import name_in_trackers, plan_trial
-    from cpuft.sweep.search import describe_values
+    from cpuft.sweep.search_space import describe_values
     from cpuft.sweep.study import DONE, PRUNED
 
     click.echo("#!/usr/bin/env bash\nset -eu")

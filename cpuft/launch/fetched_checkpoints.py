@@ -62,7 +62,7 @@ def check_copy(run_dir: str) -> tuple[int, str]:
     folder = find_checkpoint_here(run_dir)
     if folder is None:
         return 0, "no checkpoint had been copied yet"
-    command = (*module_command(sys.executable, "cpuft.train.checkpoint.files"), str(folder))
+    command = (*module_command(sys.executable, "cpuft.train.checkpoint.folders"), str(folder))
     answer = execute.run_command(command, _CHECK_SECONDS)
     if answer.exit_code:
         reason = " ".join(answer.errors.split())[-200:]

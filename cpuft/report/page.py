@@ -11,7 +11,7 @@ from cpuft.errors import CpuftError, counted, requires
 from cpuft.files import write_text
 from cpuft.judge.tables import list_tables
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
-from cpuft.report import plots, tables
+from cpuft.report import comparison_tables, plots
 from cpuft.report.comparison import Comparison, compare, group_repeats, list_settings, order_runs
 from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
 from cpuft.report.judgement import has_predictions, read_run_predictions
@@ -95,10 +95,10 @@ def describe(runs: Sequence[Record], comparison: Comparison | None, quality: Qua
     if comparison:
         speed = [*plots.draw_speedup(comparison), *plots.draw_missing_time(comparison)]
         parts: dict[str, Any] = {
-            "title": tables.format_title(comparison),
-            "verdict": tables.format_verdict(comparison),
-            **dict(zip(("columns", "rows"), tables.make_table(comparison))),
-            **dict(zip(("seed_columns", "seed_rows"), tables.make_seed_table(comparison))),
+            "title": comparison_tables.format_title(comparison),
+            "verdict": comparison_tables.format_verdict(comparison),
+            **dict(zip(("columns", "rows"), comparison_tables.make_table(comparison))),
+            **dict(zip(("seed_columns", "seed_rows"), comparison_tables.make_seed_table(comparison))),
             "notes": comparison.notes,
             "quality": quality,
         }
@@ -181,9 +181,9 @@ def page_path(paths: Sequence[str]) -> Path:
 def write_report(comparison: Comparison, run_dir: str) -> Path:
     """Write report.txt, report.md and report.json into a folder, and return the path of report.md."""
     texts = {
-        "txt": tables.format_text(comparison),
-        "md": tables.format_markdown(comparison),
-        "json": format_json(tables.to_json(comparison)) + "\n",
+        "txt": comparison_tables.format_text(comparison),
+        "md": comparison_tables.format_markdown(comparison),
+        "json": format_json(comparison_tables.to_json(comparison)) + "\n",
     }
     for ending, text in texts.items():
         write_text(Path(run_dir) / f"report.{ending}", text)
@@ -198,7 +198,7 @@ def write_all(runs: Sequence[str], run_dir: str) -> Iterator[str]:
     records = [read_record(run) for run in runs]
     comparison = compare(records)
     path = write_report(comparison, run_dir)
-    yield tables.format_text(comparison).rstrip("\n")
+    yield comparison_tables.format_text(comparison).rstrip("\n")
     try:
         yield f"page: {write_page(records, path.with_suffix('.html'))}"
     except CpuftError as error:

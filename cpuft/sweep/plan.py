@@ -11,7 +11,7 @@ from cpuft.config.sweep import SweepConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.sweep.results import is_larger_better
-from cpuft.sweep.search import (
+from cpuft.sweep.search_space import (
     SEED,
     OptionValues,
     Space,

@@ -27,7 +27,7 @@ from cpuft.record import read_record
 from cpuft.sweep.places import REFUSES, Place, find_lost_hosts
 from cpuft.sweep.pruning import MedianPruner
 from cpuft.sweep.results import list_results
-from cpuft.sweep.search import describe_values, format_assignment
+from cpuft.sweep.search_space import describe_values, format_assignment
 from cpuft.sweep.study import DONE, FAILED, LOST, PRUNED, RUNNING, STOPPED, Attempt, Configuration, Run, Sweep
 
 _FILE_OPTIONS = tuple(map(format_flag, TRAINING_INPUTS))

@@ -19,7 +19,7 @@ from cpuft.record import read_record
 from cpuft.report.page import host_row, render_page
 from cpuft.report.plots import COLOURS, Line, Panel, draw
 from cpuft.report.significance import is_different, standard_error
-from cpuft.sweep.search import SEED, OptionValues, describe_values
+from cpuft.sweep.search_space import SEED, OptionValues, describe_values
 from cpuft.sweep.study import DONE, FAILED, PRUNED, Run, Sweep
 from cpuft.terminal import format_table
 

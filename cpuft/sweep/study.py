@@ -22,8 +22,16 @@ from cpuft.errors import CpuftError, requires
 from cpuft.files import write_folder_atomically, write_text
 from cpuft.launch.run_locks import lock_run
 from cpuft.serialization import load
-from cpuft.sweep.parameters import Parameters, make_distributions
-from cpuft.sweep.search import SEED, Key, OptionValues, apply_assignment, estimate_length, make_base_config, make_key
+from cpuft.sweep.sampler import Parameters, make_distributions
+from cpuft.sweep.search_space import (
+    SEED,
+    Key,
+    OptionValues,
+    apply_assignment,
+    estimate_length,
+    make_base_config,
+    make_key,
+)
 from cpuft.transfer import lock_file
 
 FILE_NAME = "sweep.jsonl"

@@ -25,7 +25,7 @@ def main() -> None:
     pause_garbage_collection()
     try:
         train, worker = parse_worker(sys.argv[1:])
-        from cpuft.train.checkpoint.policy import TrainingInterrupted
+        from cpuft.train.checkpoint.timing import TrainingInterrupted
         from cpuft.train.run import run
 
         try:

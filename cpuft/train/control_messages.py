@@ -16,7 +16,7 @@ import torch
 
 from cpuft.errors import CpuftError
 from cpuft.record import StepLine
-from cpuft.train.checkpoint.policy import Checkpoints, Request
+from cpuft.train.checkpoint.timing import Checkpoints, Request
 from cpuft.train.ranks import gather_numbers
 from cpuft.train.setup import TrainingSetup
 

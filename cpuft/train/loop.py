@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from cpuft.comm import take_traffic
 from cpuft.record import StepLine
-from cpuft.train.checkpoint.policy import Checkpoints, Request
+from cpuft.train.checkpoint.timing import Checkpoints, Request
 from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.order import Indices, is_grouped, plan_updates, select_for_rank
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor

@@ -26,10 +26,10 @@ from cpuft.rank.world import parse_world
 from cpuft.record import EarlierMeasurements, Header, Line, RecordedRank, Writer, format_line
 from cpuft.serialization import load, parse_json
 from cpuft.train.baseline_process import BaselineProcess
-from cpuft.train.checkpoint.files import FOLDER, remove_all
-from cpuft.train.checkpoint.policy import Checkpoints
+from cpuft.train.checkpoint.folders import FOLDER, remove_all
 from cpuft.train.checkpoint.resume import ResumePoint, resume
 from cpuft.train.checkpoint.state import TrainingState
+from cpuft.train.checkpoint.timing import Checkpoints
 from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.describe import describe_data
@@ -52,7 +52,7 @@ from cpuft.train.results import save_results
 from cpuft.train.run_warnings import RunWatch, find_early_warnings
 from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
-from cpuft.train.tracking import run_trackers
+from cpuft.train.tracker_process import run_trackers
 from cpuft.train.training import train_and_evaluate, train_independently
 
 

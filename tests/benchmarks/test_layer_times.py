@@ -22,7 +22,7 @@ from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Writer
-from cpuft.train.checkpoint.policy import Checkpoints
+from cpuft.train.checkpoint.timing import Checkpoints
 from cpuft.train.data.archive import Prepared
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.data_parallel import DataParallelExchange

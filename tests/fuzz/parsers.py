@@ -55,7 +55,7 @@ from cpuft.schedulers import parse_job
 from cpuft.schedulers.job_node import parse_node, parse_registration
 from cpuft.sweep.queue import format_status
 from cpuft.sweep.results import format_sweep
-from cpuft.sweep.search import parse_values, read_conditions
+from cpuft.sweep.search_space import parse_values, read_conditions
 from cpuft.sweep.study import DONE, Attempt, SweepSettings, make_sweep, open_sweep, read_sweep
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
@@ -308,7 +308,7 @@ def _add_length(header: str) -> str:
 
 def _write_report(text: str) -> object:
     from cpuft.report.comparison import compare
-    from cpuft.report.tables import format_markdown, format_text
+    from cpuft.report.comparison_tables import format_markdown, format_text
 
     record: Record = parse_record(text)
     compared = compare([record])

@@ -25,7 +25,7 @@ from cpuft.launch.resume import HostCopy, ResumedRun, check_newest_checkpoint, f
 from cpuft.launch.run_state import write_state
 from cpuft.plans import RunPlan
 from cpuft.record import Line, format_line
-from cpuft.train.checkpoint.files import keep_best, write_checkpoint
+from cpuft.train.checkpoint.folders import keep_best, write_checkpoint
 from cpuft.transfer import connect, receive
 from tests.conftest import wait_until
 from tests.launch.test_inputs import AWAY

@@ -20,9 +20,16 @@ from cpuft.cli import cli
 from cpuft.errors import CpuftError
 from cpuft.record import BaselineLine, EvaluationLine, Line, Record, ResumedLine, StepLine, format_line
 from cpuft.report.comparison import MISSING_TIME, compare, compare_with_ideal, count_common
+from cpuft.report.comparison_tables import (
+    format_markdown,
+    format_text,
+    format_title,
+    format_verdict,
+    make_table,
+    to_json,
+)
 from cpuft.report.page import find_runs, host_row, write_page, write_report
 from cpuft.report.significance import half_width
-from cpuft.report.tables import format_markdown, format_text, format_title, format_verdict, make_table, to_json
 from tests.conftest import Golden
 from tests.records import make_record, make_steps, with_rate
 

@@ -20,9 +20,9 @@ from cpuft.errors import CpuftError, install_command
 from cpuft.judge.predictions import write_predictions
 from cpuft.record import EvaluationLine, ResumedLine
 from cpuft.report.comparison import compare
+from cpuft.report.comparison_tables import format_text, format_verdict
 from cpuft.report.page import write_page
 from cpuft.report.plots import label_runs, phases_of, thin
-from cpuft.report.tables import format_text, format_verdict
 from tests.conftest import call_cpuft
 from tests.judge.test_model_errors import make_reviews
 from tests.records import make_record, make_steps, with_rate

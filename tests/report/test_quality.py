@@ -13,7 +13,7 @@ from cpuft.cli import cli
 from cpuft.judge.predictions import FILE_NAME
 from cpuft.record import EvaluationLine, Record
 from cpuft.report.comparison import compare
-from cpuft.report.tables import format_text
+from cpuft.report.comparison_tables import format_text
 from tests.conftest import Golden
 from tests.judge.predicted import write_classes
 from tests.records import make_record

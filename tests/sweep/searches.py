@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpuft.rank.progress import format_evaluation
 from cpuft.sweep.pruning import MedianPruner
-from cpuft.sweep.search import OptionValues
+from cpuft.sweep.search_space import OptionValues
 from cpuft.sweep.study import DONE, FAILED, PRUNED, Attempt, Run, Sweep, SweepSettings, make_sweep
 
 SETTINGS = SweepSettings(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, format_evaluation
 from cpuft.sweep.pruning import MedianPruner
-from cpuft.sweep.search import OptionValues
+from cpuft.sweep.search_space import OptionValues
 from cpuft.sweep.study import DONE, PRUNED, make_sweep
 from tests.sweep.searches import GRID, SETTINGS, begin, end, find_rates, make_search, metric_of, train, write_log
 

@@ -29,7 +29,7 @@ from cpuft.sweep import queue
 from cpuft.sweep.places import Place
 from cpuft.sweep.queue import SweepQueue, _ActiveRun, estimate_seconds_left, format_status, name_in_trackers
 from cpuft.sweep.results import format_sweep, sweep_to_json
-from cpuft.sweep.search import OptionValues, make_key
+from cpuft.sweep.search_space import OptionValues, make_key
 from cpuft.sweep.study import (
     DONE,
     FAILED,
@@ -46,7 +46,7 @@ from cpuft.sweep.study import (
     open_sweep,
     read_sweep,
 )
-from cpuft.train.checkpoint.files import write_checkpoint
+from cpuft.train.checkpoint.folders import write_checkpoint
 from tests.records import make_record, make_state
 
 LOST_NODE1 = {"node1": "does not answer"}

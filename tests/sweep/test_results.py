@@ -24,7 +24,7 @@ from cpuft.sweep.results import (
     sweep_to_json,
     write_sweep_page,
 )
-from cpuft.sweep.search import OptionValues, make_key
+from cpuft.sweep.search_space import OptionValues, make_key
 from cpuft.sweep.study import DONE, FAILED, PRUNED, Attempt, Run, Sweep, SweepSettings, make_sweep
 from tests.conftest import Golden
 from tests.judge.predicted import write_classes

@@ -29,7 +29,7 @@ from cpuft.config.train import TrainConfig, WorkerConfig  # noqa: E402
 from cpuft.errors import CpuftError  # noqa: E402
 from cpuft.hardware import Cpu  # noqa: E402
 from cpuft.train import evaluate  # noqa: E402
-from cpuft.train.checkpoint.policy import Checkpoints  # noqa: E402
+from cpuft.train.checkpoint.timing import Checkpoints  # noqa: E402
 from cpuft.train.objective.masked_lm import MaskedLanguageModelling  # noqa: E402
 from cpuft.train.run import run  # noqa: E402
 from tests.comm.ranks import become_rank  # noqa: E402

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.config.train import WorkerConfig
-from cpuft.train.checkpoint.policy import Checkpoints
+from cpuft.train.checkpoint.timing import Checkpoints
 from cpuft.train.run import finish
 from tests.comm.ranks import become_rank, start_late
 

@@ -17,7 +17,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
-from cpuft.train.checkpoint.policy import Checkpoints, Request
+from cpuft.train.checkpoint.timing import Checkpoints, Request
 from cpuft.train.control_messages import ControlMessages
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Indices, plan_updates

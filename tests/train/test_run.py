@@ -16,8 +16,8 @@ from cpuft.comm.backend_choice import Choice
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.rank.world import World
 from cpuft.record import EarlierMeasurements, read_measurements
-from cpuft.train.checkpoint.files import FOLDER
-from cpuft.train.checkpoint.policy import Checkpoints
+from cpuft.train.checkpoint.folders import FOLDER
+from cpuft.train.checkpoint.timing import Checkpoints
 from cpuft.train.exchange.compression_choice import choose_compression
 from cpuft.train.objective.table import make_objective
 from cpuft.train.reporter import TrainingResult, average_phases, make_footer, merge_steps

@@ -16,7 +16,7 @@ from cpuft.config.train import CHANGEABLE_ON_RESUME, TRAINING_INPUTS
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Record, parse_record
-from cpuft.train.checkpoint.files import BEST, RECORD, STATE, read_newest, remove_after
+from cpuft.train.checkpoint.folders import BEST, RECORD, STATE, read_newest, remove_after
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.ranks import gather
 

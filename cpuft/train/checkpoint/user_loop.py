@@ -33,7 +33,7 @@ from cpuft.errors import CpuftError
 from cpuft.rank.interruption import is_interrupted
 from cpuft.rank.world import World, parse_world
 from cpuft.serialization import load, parse_json
-from cpuft.train.checkpoint.files import FOLDER, STATE, VALUES, remove_after, to_view, write_checkpoint
+from cpuft.train.checkpoint.folders import FOLDER, STATE, VALUES, remove_after, to_view, write_checkpoint
 from cpuft.train.checkpoint.resume import find_newest_checkpoint
 from cpuft.train.checkpoint.state import TYPE_NAMES, pack_tensors
 from cpuft.train.checkpoint.writer import choose_writer_ranks

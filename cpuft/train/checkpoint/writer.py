@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft.record import Line, StepLine, format_line
-from cpuft.train.checkpoint.files import RECORD, STATE, keep_best, note_update, to_view, write_checkpoint
+from cpuft.train.checkpoint.folders import RECORD, STATE, keep_best, note_update, to_view, write_checkpoint
 from cpuft.train.checkpoint.state import TrainingState
 
 _ASSUMED_BYTES_PER_SECOND = 150e6

@@ -13,7 +13,7 @@ import torch
 
 import cpuft
 from cpuft.errors import CpuftError
-from cpuft.train.checkpoint.files import list_checkpoints, write_checkpoint
+from cpuft.train.checkpoint.folders import list_checkpoints, write_checkpoint
 from cpuft.train.checkpoint.state import pack_tensors
 from tests.conftest import run_cpuft
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer

@@ -11,7 +11,7 @@ from typing import Any
 from cpuft.rank.interruption import describe_cause, is_host_leaving, is_interrupted
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine
-from cpuft.train.checkpoint.files import BEST, RECORD
+from cpuft.train.checkpoint.folders import BEST, RECORD
 from cpuft.train.checkpoint.resume import find_newest_checkpoint
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.checkpoint.writer import CheckpointWriter, wait_for_disks

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cpuft.record import format_line, read_record
-from cpuft.train import tracking
-from cpuft.train.tracking import run_trackers
+from cpuft.train import tracker_process
+from cpuft.train.tracker_process import run_trackers
 from tests.conftest import run_cpuft
 from tests.records import make_record
 
@@ -33,14 +33,14 @@ def test_a_tracker_that_hangs_costs_less_than_a_second_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds, warnings = follow(tmp_path, "exec sleep 60", monkeypatch)
-    assert tracking._END_SECONDS < 1.0
-    assert tracking._END_SECONDS <= seconds < 30
+    assert tracker_process._END_SECONDS < 1.0
+    assert tracker_process._END_SECONDS <= seconds < 30
     assert len(warnings) == 1
     assert "do not have the whole record" in warnings[0]
 
 
 def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_END_SECONDS", 60.0)
+    monkeypatch.setattr(tracker_process, "_END_SECONDS", 60.0)
     seconds, warnings = follow(tmp_path, "echo no server >&2; exit 1", monkeypatch)
     assert seconds < 30
     assert ["have failed" in line for line in warnings] == [True]
@@ -49,7 +49,7 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_tracker_that_has_everything_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_END_SECONDS", 60.0)
+    monkeypatch.setattr(tracker_process, "_END_SECONDS", 60.0)
     seconds, warnings = follow(tmp_path, "exit 0", monkeypatch)
     assert (warnings, seconds < 30) == ([], True)
 

@@ -1,7 +1,8 @@
 """Checkpoints on a disk: a folder UPDATE.RANK for each, which exists completely or not at all.
 
 A checkpoint is written to a folder with another name, synced and renamed. Its checkpoint.json has the checksums of its
-files and of itself, and it is read only if they are right. `python -m cpuft.train.checkpoint.files FOLDER` checks one.
+files and of itself, and it is read only if they are right. `python -m cpuft.train.checkpoint.folders FOLDER` checks
+one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.sweep.search import (
+from cpuft.sweep.search_space import (
     SEED,
     Key,
     OptionValues,

@@ -1,7 +1,7 @@
 """The process that sends a run's record to trackers while the run trains (`--report-to`).
 
-The first rank starts `python -m cpuft.train.tracking NAMES RUN_DIR`, so that a tracker that fails, or waits for its
-server, never disturbs the training.
+The first rank starts `python -m cpuft.train.tracker_process NAMES RUN_DIR`, so that a tracker that fails, or waits for
+its server, never disturbs the training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run_trackers(names: str, run_dir: str, warn: Callable[[str], None]) -> Itera
 
 
 def _start(names: str, run_dir: str, warn: Callable[[str], None]) -> subprocess.Popen[bytes] | None:
-    command, logs = [sys.executable, "-m", "cpuft.train.tracking", names, run_dir], Path(run_dir, "logs")
+    command, logs = [sys.executable, "-m", "cpuft.train.tracker_process", names, run_dir], Path(run_dir, "logs")
     try:
         logs.mkdir(exist_ok=True)
         with (logs / _LOG).open("ab") as log:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.sweep.search import (
+from cpuft.sweep.search_space import (
     Values,
     apply_assignment,
     check_assignments,

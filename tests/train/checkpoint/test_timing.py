@@ -17,10 +17,10 @@ import torch
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Record, format_line
-from cpuft.train.checkpoint.files import list_checkpoints, read_newest, remove_after, remove_all, write_checkpoint
-from cpuft.train.checkpoint.policy import DEFAULT_TIME_SHARE, Checkpoints, is_due
+from cpuft.train.checkpoint.folders import list_checkpoints, read_newest, remove_after, remove_all, write_checkpoint
 from cpuft.train.checkpoint.resume import describe_other_job, resume
 from cpuft.train.checkpoint.state import TrainingState
+from cpuft.train.checkpoint.timing import DEFAULT_TIME_SHARE, Checkpoints, is_due
 from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks
 from tests.comm.ranks import fork_ranks
 from tests.records import make_steps

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.train.checkpoint.files import (
+from cpuft.train.checkpoint.folders import (
     keep_best,
     list_checkpoints,
     note_update,
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_is_replaced_stays_until_the_new_one_is_there(
             file.unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cpuft.train.checkpoint.files.shutil.rmtree", remove_and_end)
+    monkeypatch.setattr("cpuft.train.checkpoint.folders.shutil.rmtree", remove_and_end)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, 3)
     assert read_newest(tmp_path)[0] == 3

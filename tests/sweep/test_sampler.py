@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.sweep.parameters import name_parameters
 from cpuft.sweep.pruning import MedianPruner
-from cpuft.sweep.search import Values
+from cpuft.sweep.sampler import name_parameters
+from cpuft.sweep.search_space import Values
 from cpuft.sweep.study import create_sweep, make_sweep, open_sweep
 from tests.sweep.searches import SETTINGS, find_rates, make_search, train
 
