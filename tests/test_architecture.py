@@ -190,6 +190,8 @@ def test_every_file_is_installed_with_its_package() -> None:
 TESTED_ELSEWHERE = {
     "hosts/rank_counts.py": "hosts/test_cluster.py",
     "launch/secret_files.py": "launch/test_inputs.py",
+    "launch/rank_output.py": "launch/test_supervise.py",
+    "train/early_stopping.py": "train/test_evaluate.py",
     "train/checkpoint/resume.py": "train/checkpoint/test_timing.py",
     "train/checkpoint/writer.py": "train/checkpoint/test_timing.py",
     "schedulers/dstack.py": "schedulers/test_clouds.py",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import IO
 
 from cpuft import execute
 from cpuft.errors import RESUMABLE, CpuftError, DiskFullError, Interrupted
@@ -24,10 +20,10 @@ from cpuft.launch.failures import (
     describe_lost,
     ended_to_be_resumed,
     find_interruption,
-    is_for_users,
     read_failures,
     worst_exit_code,
 )
+from cpuft.launch.rank_output import LogTail
 from cpuft.launch.results import write_plan
 from cpuft.launch.run_monitor import RunMonitor, StuckError
 from cpuft.launch.run_state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
@@ -36,7 +32,7 @@ from cpuft.plans import RunPlan, Step
 from cpuft.rank.diagnostics import SUPERVISED_VARIABLE
 from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes
-from cpuft.rank.process import MARKS, OWNER_VARIABLE
+from cpuft.rank.process import OWNER_VARIABLE
 from cpuft.record import FILE_NAME
 from cpuft.terminal import print_message
 
@@ -46,36 +42,6 @@ _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
 _BOOTSTRAP = "I_MPI_HYDRA_BOOTSTRAP"
 _REMOVE_SECONDS = 60.0
-_HIDDEN = (*MARKS, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
-"""Lines of rank 0 that the terminal does not show: marks for this module, and oneCCL's warning about our setting."""
-
-_make_decoder = partial(codecs.getincrementaldecoder("utf-8"), errors="replace")
-
-
-@dataclass
-class LogTail:
-    """Copies what is appended to a log to a stream, except lines that are not for users and the ranks' marks."""
-
-    path: Path
-    stream: IO[str]
-    position: int = 0
-    decoder: codecs.IncrementalDecoder = field(default_factory=_make_decoder)
-    """Keeps the first bytes of a character whose others are not written yet."""
-
-    def copy(self) -> None:
-        """Copy what was appended since the last call; nothing if there is no such file."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.position)
-                new = file.read()
-        except FileNotFoundError:
-            return
-        self.position += len(new)
-        if new:
-            lines = self.decoder.decode(new).splitlines(keepends=True)
-            shown = (line for line in lines if is_for_users(line) and not any(mark in line for mark in _HIDDEN))
-            self.stream.write("".join(shown))
-            self.stream.flush()
 
 
 def run_as_head_host(

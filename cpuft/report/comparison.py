@@ -125,18 +125,11 @@ def _by_rank(steps: Sequence[StepLine]) -> list[tuple[float, ...]]:
 
 _MUST_BE_EQUAL = ("task", "model", "data", "precision")
 _EQUAL_OPTIONS = (
-    "epochs",
-    "max_steps",
-    "max_length",
-    "learning_rate",
-    "lora_rank",
-    "gradient_accumulation",
-    "dropout",
-    "engine",
-    "mlm_probability",
-    "whole_word_mask",
-    "causal",
-    "pack",
+    *("epochs", "max_steps", "max_length", "gradient_accumulation", "engine", "lora_rank", "dropout"),
+    *("learning_rate", "lr_schedule", "warmup_ratio", "warmup_steps", "layerwise_lr_decay", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "class_weights", "label_smoothing"),
+    *("mlm_probability", "whole_word_mask", "causal", "pack", "hard_negatives"),
+    *("temperature", "similarity_loss", "matryoshka", "pooling"),
 )
 
 MOST_EFFICIENCY = 1.1

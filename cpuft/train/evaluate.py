@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,7 +16,6 @@ import torch
 from cpuft.record import EvaluationLine
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
-from cpuft.train.data.recipe import LOWER_IS_BETTER
 from cpuft.train.fast.packed_weights import PackedWeights
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.precision import autocast
@@ -84,27 +82,6 @@ def _run_on_first(compute: Callable[[], dict[str, float]] | None, interval: floa
             found: dict[str, float] | None = broadcast_value(task.result() if task and task.done() else None)
             if found is not None:
                 return found
-
-
-def is_better(value: float, than: float, metric: str) -> bool:
-    """Return whether `value` is better than the other: lower for perplexity, else higher; False if equal or nan."""
-    return value < than if metric.startswith(LOWER_IS_BETTER) else value > than
-
-
-def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationLine | None:
-    """Return the evaluation with the best value of a metric, of equal ones the first; None without evaluations. One
-    whose value is nan is the best only if all are. KeyError: an evaluation lacks the metric.
-    """
-    choose = min if metric.startswith(LOWER_IS_BETTER) else max
-    known = [line for line in evaluations if not math.isnan(line.metrics[metric])]
-    return choose(known or evaluations, key=lambda line: line.metrics[metric], default=None)
-
-
-def should_stop_early(evaluations: Sequence[EvaluationLine], metric: str, patience: int) -> bool:
-    """Return whether at least `patience` evaluations have followed the best one; False with `patience` 0."""
-    # The rule of EarlyStoppingCallback in transformers.
-    best = find_best(evaluations, metric)
-    return bool(patience and best) and len(evaluations) - 1 - evaluations.index(best) >= patience
 
 
 def _predict_on_all_ranks(setup: TrainingSetup, tokens: Tokens) -> list[BatchPredictions] | None:

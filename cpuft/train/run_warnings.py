@@ -20,7 +20,7 @@ from cpuft.tasks import TEXT_KINDS
 from cpuft.train.data.archive import Prepared, Tokens, count_classes
 from cpuft.train.data.prepare import MAX_UNKNOWN_SHARE
 from cpuft.train.data.recipe import LOWER_IS_BETTER, find_class_weights
-from cpuft.train.evaluate import find_best, is_better
+from cpuft.train.early_stopping import find_best, is_better
 from cpuft.train.optimizer import count_warm_up_updates
 
 _HIGH_RATE = 0.1

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from cpuft.comm import take_traffic
 from cpuft.record import EvaluationLine, StepLine
 from cpuft.train.checkpoint.timing import Checkpoints, TrainingInterrupted
-from cpuft.train.evaluate import KeptPredictions, evaluate, find_best, should_stop_early
+from cpuft.train.early_stopping import find_best, should_stop_early
+from cpuft.train.evaluate import KeptPredictions, evaluate
 from cpuft.train.loop import compares_parameters_after, evaluates_after, train
 from cpuft.train.ranks import compare_parameters, gather, prove_equal_parameters
 from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, merge_steps

@@ -19,7 +19,7 @@ from cpuft.launch.failures import (
     find_failures,
     worst_exit_code,
 )
-from cpuft.launch.supervise import LogTail
+from cpuft.launch.rank_output import LogTail
 from cpuft.plans import RunPlan
 from cpuft.rank.process import RAISED_MARK, format_failure, format_steps, parse_failure, parse_missing_ranks
 from cpuft.rank.world import World

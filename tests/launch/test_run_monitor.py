@@ -17,8 +17,8 @@ import pytest
 from cpuft.errors import Interrupted
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import run_monitor
+from cpuft.launch.rank_output import LogTail
 from cpuft.launch.run_monitor import RunMonitor, StuckError
-from cpuft.launch.supervise import LogTail
 from cpuft.rank.diagnostics import HANG_MARK
 from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.process import ENDED_MARK, STARTED_MARK, WAITS_MARK

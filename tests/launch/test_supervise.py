@@ -26,10 +26,11 @@ from cpuft.hosts import ssh_config
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import run_monitor, supervise
 from cpuft.launch.attempt import AttemptOrder
+from cpuft.launch.rank_output import LogTail
 from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.run_monitor import StuckError
 from cpuft.launch.run_state import FAILED, INTERRUPTED, LATER_START, LaterStartError, read_state, write_state
-from cpuft.launch.supervise import LogTail, run_as_head_host
+from cpuft.launch.supervise import run_as_head_host
 from cpuft.plans import Plan, RunPlan, Setting, Step
 from cpuft.rank import kill
 from cpuft.rank.process import format_failure

@@ -323,6 +323,8 @@ def test_json_has_what_programs_read() -> None:
         ({"data": "x"}, "data (0123456789abcdef and x)"),
         ({"precision": "fp32"}, "precision (bf16 and fp32)"),
         ({"options": {"epochs": 1.0}}, "epochs (3.0 and 1.0)"),
+        ({"options": {"weight_decay": 0.1}}, "weight_decay (0 and 0.1)"),
+        ({"options": {"lr_schedule": "cosine"}}, "lr_schedule (0 and cosine)"),
         ({"task": "rte", "options": {"seed": 1}}, "task (mrpc and rte), seed (42 and 1)"),
     ],
 )

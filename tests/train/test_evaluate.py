@@ -18,7 +18,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.judge.predictions import read_predictions
 from cpuft.record import EvaluationLine, Record, read_record
 from cpuft.train.data.sources import read_data
-from cpuft.train.evaluate import find_best, should_stop_early
+from cpuft.train.early_stopping import find_best, should_stop_early
 from tests.conftest import call_cpuft, run_cpuft
 from tests.train.tiny import save_tiny
 
