@@ -8,6 +8,7 @@ import click
 
 from cpuft.cli.common import plan_module, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN_HERE, Verb, Verbs, make_options, pick
+from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.fields import format_arguments
 from cpuft.config.train import DATA_OPTIONS, TrainConfig
 from cpuft.errors import CpuftError
@@ -52,6 +53,7 @@ def show(dry_run: bool, json: bool, baseline: bool, static_model: str, **values:
     if static_model and not baseline:
         raise CpuftError("--static-model adds static embeddings to the baseline: give --baseline as well")
     config = pick(TrainConfig, values)
+    refuse_conflicts(config)
     own = ("json" if json else "text", "baseline" if baseline else "", static_model)
     why = f"read the data of --task {config.task}"
     run_or_print(plan_module(why, "cpuft.train.data.show", (*own, *format_arguments(config))), dry_run)

@@ -52,6 +52,12 @@ def test_bad_input_is_one_line() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
 
 
+def test_files_that_the_task_does_not_read_are_refused() -> None:
+    done = run_cpuft("data", "show", "--train-file", "train.csv")
+    assert done.returncode == 2
+    assert done.stderr.startswith("cpuft: error: --train-file has no effect with --task demo: leave it out, or give ")
+
+
 def test_a_dry_run_prints_the_process() -> None:
     done = run_cpuft("data", "show", "--task", "demo", "--json", "--dry-run")
     assert done.returncode == 0
