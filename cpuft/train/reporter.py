@@ -29,7 +29,7 @@ from cpuft.record import (
     drop_warm_up,
     format_metrics,
 )
-from cpuft.train.checkpoint.writer import CheckpointWriter
+from cpuft.train.checkpoint.writer_thread import CheckpointWriter
 from cpuft.train.engines import name_packages
 from cpuft.train.evaluate import KeptPredictions
 from cpuft.train.exchange.compression_choice import count_sent_numbers

@@ -17,7 +17,7 @@ from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
 from cpuft.train.baseline_process import BaselineProcess
 from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
 from cpuft.train.checkpoint.model_card import format_model_card
-from cpuft.train.checkpoint.writer import wait_for_disks
+from cpuft.train.checkpoint.writer_thread import wait_for_disks
 from cpuft.train.ranks import gather
 from cpuft.train.reporter import Progress, RunReporter, TrainingResult, make_footer
 from cpuft.train.result_warnings import find_last_warning

@@ -30,7 +30,7 @@ from cpuft.train.checkpoint.folders import FOLDER, remove_all
 from cpuft.train.checkpoint.resume import ResumePoint, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.checkpoint.timing import Checkpoints
-from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks
+from cpuft.train.checkpoint.writer_thread import CheckpointWriter, choose_writer_ranks
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.describe import describe_data
 from cpuft.train.data.prepare import prepare

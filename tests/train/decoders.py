@@ -13,7 +13,7 @@ import torch
 from cpuft.config.train import TrainConfig
 from cpuft.train.checkpoint.resume import resume
 from cpuft.train.checkpoint.state import TrainingState
-from cpuft.train.checkpoint.writer import CheckpointWriter
+from cpuft.train.checkpoint.writer_thread import CheckpointWriter
 from cpuft.train.loop import train
 from cpuft.train.ranks import checksum_parameters
 from cpuft.train.setup import TrainingSetup

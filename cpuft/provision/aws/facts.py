@@ -13,6 +13,7 @@ from cpuft.errors import CpuftError, suggest_names
 from cpuft.instance_types import read_instance_types
 from cpuft.provision.aws.client import SPOT_ROLE, AwsClient, Tag, read_tags
 from cpuft.provision.aws.options import AwsConfig
+from cpuft.provision.aws.prices import find_spot_prices
 from cpuft.provision.image import read_recipe
 from cpuft.serialization import is_count
 
@@ -313,15 +314,6 @@ def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
         names = suggest_names(instance_type, read_instance_types())
         raise CpuftError(f"region {client.region} has no instance type {instance_type!r:.60}: {names}")
     return dict(answer["InstanceTypes"][0])
-
-
-def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
-    """Return the present price of a spot instance in dollars per hour, by name of the zone."""
-    products = ["Linux/UNIX", "Linux/UNIX (Amazon VPC)"]
-    asked = {"InstanceTypes": [instance_type], "ProductDescriptions": products, "MaxResults": 100}
-    # The newest price comes first; the last one that is written into the dictionary stays.
-    history: Sequence[dict[str, Any]] = client.query("describe_spot_price_history", **asked)["SpotPriceHistory"]
-    return {one["AvailabilityZone"]: float(one["SpotPrice"]) for one in reversed(history)}
 
 
 def _find_image(client: AwsClient, config: AwsConfig, found: Mapping[str, Any]) -> Image:

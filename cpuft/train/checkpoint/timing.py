@@ -14,7 +14,7 @@ from cpuft.record import InterruptedLine
 from cpuft.train.checkpoint.folders import BEST, RECORD
 from cpuft.train.checkpoint.resume import find_newest_checkpoint
 from cpuft.train.checkpoint.state import TrainingState
-from cpuft.train.checkpoint.writer import CheckpointWriter, wait_for_disks
+from cpuft.train.checkpoint.writer_thread import CheckpointWriter, wait_for_disks
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.ranks import gather
 

@@ -36,7 +36,7 @@ from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.folders import FOLDER, STATE, VALUES, remove_after, to_view, write_checkpoint
 from cpuft.train.checkpoint.resume import find_newest_checkpoint
 from cpuft.train.checkpoint.state import TYPE_NAMES, pack_tensors
-from cpuft.train.checkpoint.writer import choose_writer_ranks
+from cpuft.train.checkpoint.writer_thread import choose_writer_ranks
 from cpuft.train.ranks import gather
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))

@@ -21,7 +21,7 @@ from cpuft.train.checkpoint.folders import list_checkpoints, read_newest, remove
 from cpuft.train.checkpoint.resume import describe_other_job, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.checkpoint.timing import DEFAULT_TIME_SHARE, Checkpoints, is_due
-from cpuft.train.checkpoint.writer import CheckpointWriter, choose_writer_ranks
+from cpuft.train.checkpoint.writer_thread import CheckpointWriter, choose_writer_ranks
 from tests.comm.ranks import fork_ranks
 from tests.records import make_steps
 from tests.train.checkpoint.training import CONFIG, HEADER, compare, go, go_on, make_loop, make_writer

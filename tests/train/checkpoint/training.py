@@ -23,7 +23,7 @@ from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.train.checkpoint.resume import ResumePoint, resume
 from cpuft.train.checkpoint.state import TrainingState
-from cpuft.train.checkpoint.writer import CheckpointWriter
+from cpuft.train.checkpoint.writer_thread import CheckpointWriter
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.loop import train

@@ -26,7 +26,7 @@ from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.train.checkpoint.resume import resume
 from cpuft.train.checkpoint.state import TrainingState
-from cpuft.train.checkpoint.writer import CheckpointWriter
+from cpuft.train.checkpoint.writer_thread import CheckpointWriter
 from cpuft.train.data.archive import Prepared
 from cpuft.train.exchange.optimizer_shards import OptimizerShards
 from cpuft.train.exchange.zero1 import ShardedExchange
