@@ -180,8 +180,9 @@ def is_locked(path: str | Path) -> bool:
 
 
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:
-    """Return the argv, for a host with sh, that removes `paths` with all they contain, and skips missing ones. It fails
-    at the first path that leads out of `root`, is `root`, or contains the user's home.
+    """Return the argv, for a host with sh, that removes `paths` with all they contain on the same disk, and skips
+    missing ones. It fails if one of them could not be removed, and stops at the first path that leads out of `root`, is
+    `root`, or contains the user's home.
     """
     return ("sh", "-c", f'{REMOVE}remove "$@"', "remove", root, *paths)
 

@@ -43,8 +43,8 @@ def may_be_secret(name: str, value: str) -> bool:
 
 
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks on other hosts get as secrets: those of HF_TOKEN, HF_ENDPOINT, WANDB_API_KEY,
-    three of MLflow and the proxies', also in small letters, that `may_be_secret`.
+    """Return the variables that ranks on other hosts get as secrets: those of HF_TOKEN, HUGGING_FACE_HUB_TOKEN,
+    HF_ENDPOINT, WANDB_API_KEY, three of MLflow and the proxies', also in small letters, that `may_be_secret`.
     """
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 

@@ -127,6 +127,17 @@ def test_a_tree_below_the_root_goes(trees: Path, root: str, path: str) -> None:
     assert not (trees / "root/tree").exists()
 
 
+def test_a_path_that_could_not_be_removed_is_a_failure_though_a_later_one_was(trees: Path) -> None:
+    rm = trees / "bin/rm"
+    rm.parent.mkdir()
+    rm.write_text('#!/bin/sh\ncase "$*" in *tree) exit 1 ;; esac\nexec /bin/rm "$@"\n')
+    rm.chmod(0o755)
+    (trees / "root/later").mkdir()
+    words = remove_command(f"{trees}/root", f"{trees}/root/tree", f"{trees}/root/later")
+    assert run(words, PATH=f"{rm.parent}:{os.environ['PATH']}").returncode == 1
+    assert not (trees / "root/later").exists()
+
+
 @pytest.mark.parametrize(
     "root, path",
     [

@@ -96,7 +96,9 @@ def needs_launch(config: LaunchConfig) -> bool:
 
 
 def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) -> None:
-    """Compute embeddings on a launch's ranks and move the file to its place, or print the plan; exit if it fails."""
+    """Compute embeddings on a launch's ranks and move the file to its place, or print the plan; exit if the ranks or
+    the move fail. CpuftError: the launch is not possible, or the file cannot be fetched.
+    """
     from cpuft.execute import run_step
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.attempt import run_attempt

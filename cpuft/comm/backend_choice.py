@@ -149,7 +149,7 @@ def measure_turns(
     A backend that cannot be used on one of the ranks is left out: rank 0 prints why, without `choices` only if another
     rank can use it, because not all packages need be installed. All ranks must iterate to the end together, without a
     default process group. `choices` has what `auto` stands for, by type and bytes; a measurement of `auto` has a name
-    like `auto:mpi`.
+    like `auto:mpi`. An operation that is not done after `timeout_seconds` ends the process with code 75.
     """
     current, left_out = "", set[str]()
     for number, (backend, operation, dtype, nbytes) in enumerate(plan):

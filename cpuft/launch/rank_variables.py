@@ -263,9 +263,9 @@ def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) 
 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Return, sorted by name, the variables of `environ` with prefixes of MPI, oneCCL, OpenMP, Hugging Face and
-    trackers, such as OMP_, that ranks get besides `ours`. Those that may be secret are left out, because the values are
-    visible on command lines, and names that no shell can set.
+    """Return, sorted by name, the variables of `environ` that ranks get besides `ours`: those with prefixes of MPI and
+    its networks, oneCCL, Gloo, OpenMP, oneDNN, torch, malloc, Hugging Face and trackers, such as OMP_. Those that may
+    be secret are left out, because the values are visible on command lines, and names that no shell can set.
     """
     known = {setting.name for setting in ours}
     return tuple(

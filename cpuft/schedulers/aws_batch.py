@@ -99,7 +99,8 @@ class AwsBatch(Scheduler[BatchOptions]):
         return bool(self._describe(job)[job].get("tags", {}).get("managed-by") == "cpuft")
 
     def status(self, job: str) -> JobStatus:
-        """Return the state of a job, with the log of its main node as far as that has started.
+        """Return the state of a job, with the log of its main node as far as that has started. CpuftError: no such job
+        (any more), or AWS refuses.
 
         The exit code is 0 for SUCCEEDED, the main node's (1 if that is 0 or missing) for FAILED, else None.
         """

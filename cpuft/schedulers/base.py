@@ -206,7 +206,9 @@ class Scheduler(ABC, Generic[Options]):
 
     @abstractmethod
     def submit(self, text: str) -> str:
-        """Submit a job's text, as `render` returns it; return the job's identifier, JOB, or SCOPE/JOB with a scope."""
+        """Submit a job's text, as `render` returns it; return its identifier: JOB, or SCOPE/JOB if the client names a
+        scope or one was given. CpuftError: the client fails.
+        """
 
     @abstractmethod
     def status(self, job: str) -> JobStatus:

@@ -428,7 +428,9 @@ def open_sweep(folder: str) -> Iterator[Sweep]:
 
 
 def is_active(folder: str) -> bool:
-    """Return whether a process works on the sweep in a folder, on any host if there are locks. OSError: no sweep."""
+    """Return whether a process has the lock of a sweep's folder, also a status that reads it just now; without locks
+    of the file system, only this user's on this machine are seen. OSError: no sweep.
+    """
     try:
         with _lock(folder, "rb"):
             return False

@@ -105,8 +105,9 @@ class Embedder:
         return self.form.dimensions or int(self.model.config.hidden_size)
 
     def embed(self, texts: Sequence[str], prompt: str = "", batch_size: int = 0) -> Embeddings:
-        """Return the embeddings of texts, each after `prompt`, in their order: fp32, (texts, dimensions), zeros for a
-        text without any token, even a special one. `batch_size` is that of `plan_text_batches`.
+        """Return the embeddings of texts, each after `prompt` and cut at `max_length`, in their order: fp32, (texts,
+        dimensions), zeros for a text without any token, even a special one. `batch_size` is that of
+        `plan_text_batches`. No two threads may call it at once.
         """
         return self.embed_encoded(self.encode(texts, prompt), batch_size)
 

@@ -42,8 +42,9 @@ and an encoder as large as the largest GPT-2. What is not given is as in BERT-ba
 def find_model(name: str) -> str:
     """Return the folder of a model, or its hub name as it is, without checking that the hub has it.
 
-    A name that begins with `.`, `/` or `~`, or has more than one `/`, must be a folder. Raises CpuftError: the folder,
-    or the package of the default model, is missing, or the folder holds no model, or pointers of git-lfs.
+    A name that begins with `.`, `/` or `~` (which is not expanded), or has more than one `/`, must be a folder. Raises
+    CpuftError: the folder, or the package of the default model, is missing, or the folder holds no model, or pointers
+    of git-lfs.
     """
     if name == DEFAULT_MODEL:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
@@ -360,7 +361,7 @@ def read_stored_tensors(path: Path) -> list[tuple[str, tuple[int, ...]]]:
 
 def find_base_model(source: str) -> str:
     """Return the folder or hub name of the model that the adapters in a folder are for; empty if it holds none. Raises
-    CpuftError: that model is missing, or the adapters name none.
+    CpuftError: that model's folder or package is missing or unusable (the hub is not asked), or the adapters name none.
     """
     path = Path(source, _ADAPTERS)
     if not path.exists():

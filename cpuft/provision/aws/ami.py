@@ -231,7 +231,9 @@ def list_images(region: str, services: Services | None = None) -> str:
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
-    """Delete an AMI by name or id, with its snapshots, unless `dry_run`; return the plan. CpuftError: none is there."""
+    """Delete an AMI that cpuft has made, by name or id, with its snapshots, unless `dry_run`; return the plan.
+    CpuftError: cpuft has made none such in this account and region, or AWS refuses.
+    """
     client = (services or Services()).open_client(region)
     plan = plan_deletion(find_images(client, "tag-key", Tag.IMAGE), wanted, client.region)
     for step in () if dry_run else (step for stage in plan.stages for step in stage):

@@ -261,7 +261,9 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
 
 
 def find_document_marks(tokenizer: Any) -> tuple[list[int], int | None]:
-    """Return the ids that a decoder's tokenizer puts before a text, and the id of its end: eos, else sep, else None."""
+    """Return the ids that a decoder's tokenizer puts before a text, without any that is the id of a text's end, and
+    that id: eos, else sep, else None.
+    """
     end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
     return [one for one in tokenizer("")["input_ids"] if one != end], end
 
