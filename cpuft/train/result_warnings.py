@@ -13,7 +13,8 @@ from cpuft.record import EvaluationLine
 from cpuft.tasks import LABEL_KINDS
 from cpuft.train.data.archive import Prepared, count_classes
 from cpuft.train.data.recipe import LOWER_IS_BETTER
-from cpuft.train.evaluate import KeptPredictions, is_better
+from cpuft.train.early_stopping import is_better
+from cpuft.train.evaluate import KeptPredictions
 from cpuft.train.objective.base import Objective
 from cpuft.train.run_warnings import RunWatch, advise_rate, find_standard_error
 
