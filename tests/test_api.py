@@ -207,7 +207,7 @@ def test_a_backend_that_is_not_formed_is_refused() -> None:
         dist.init_process_group("nccl")
 
     with pytest.raises(
-        CpuftError, match=r'^the function calls init_process_group\("nccl"\), but cpuft.launch has formed'
+        CpuftError, match=r'^the function calls init_process_group\("nccl"\), but has a group of gloo already'
     ):
         cpuft.launch(choose)
 

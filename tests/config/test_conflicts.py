@@ -78,8 +78,8 @@ LAYERS = "because it trains with its own layers: leave out one of them"
         *(
             (
                 {"task": task, "label_column": "stars"},
-                f"--label-column is for --task files and scored-pairs and rerank only, and this is --task {task}: "
-                "leave it out",
+                f"--label-column has no effect with --task {task}: leave it out, or give --task files or scored-pairs or "
+                "rerank",
             )
             for task in ("mrpc", "pairs")
         ),

@@ -389,7 +389,7 @@ def test_int8_rounds_what_training_multiplies_and_nothing_else() -> None:
 
 def test_int8_is_refused_where_nothing_would_be_in_8_bits() -> None:
     model = OTHERS["gpt2"]()
-    with pytest.raises(CpuftError, match="the fast path knows, and GPT2Model has none: choose another precision"):
+    with pytest.raises(CpuftError, match="precision int8 needs fast layers, which GPT2Model lacks: choose another one"):
         accelerate(model, make_optimizer(model), precision="int8")
 
 

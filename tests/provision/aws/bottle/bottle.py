@@ -88,7 +88,9 @@ class Bottle:
     def rent(self, ahead: float, *words: str) -> subprocess.CompletedProcess[str]:
         """Rent without logging in, on a laptop whose clock is ahead by some seconds."""
         module = "tests.provision.aws.bottle.laptop"
-        return self.laptop(sys.executable, "-m", module, str(ahead), *_PLACE, "--yes=True", *words, PYTHONPATH=_ROOT)
+        given = (*_PLACE, *words)
+        options = [f"{flag}={value}" for flag, value in zip(given[::2], given[1::2], strict=True)]
+        return self.laptop(sys.executable, "-m", module, str(ahead), "--yes=True", *options, PYTHONPATH=_ROOT)
 
     def empty(self, name: str) -> None:
         """Remove a cluster, if a test has left anything of it."""
