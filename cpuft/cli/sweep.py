@@ -146,8 +146,8 @@ def _resume(config: SweepConfig, dry_run: bool) -> None:
 
 
 def list_options_for_resume() -> list[str]:
-    """Return the options that --resume takes again: all of LaunchConfig but np, ppn, only_hosts and run_dir, and the
-    SweepConfig's parallel and stop_after_failures.
+    """Return the names, with underscores, of the options that may be given with --resume: parallel,
+    stop_after_failures, and all of LaunchConfig but np, ppn, only_hosts and run_dir.
     """
     own = ("np", "ppn", "only_hosts", "run_dir")
     launch = [name for name in option_names(LaunchConfig) if name not in own]

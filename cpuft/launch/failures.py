@@ -204,7 +204,7 @@ def describe_failures(failures: list[Failure], mpirun: str, causes: Sequence[str
 
 
 def ended_to_be_resumed(failures: list[Failure]) -> bool:
-    """Return whether some ranks ended without a signal, each of them with exit code 75, none after waiting in vain."""
+    """Return whether some ranks ended with a code below 128, each of these with 75 and none after waiting in vain."""
     own = [one for one in failures if one.code < 128]
     return bool(own) and all(one.code == RESUMABLE and not one.missed and _COMM_ERROR not in one.text for one in own)
 

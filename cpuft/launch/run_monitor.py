@@ -147,7 +147,7 @@ class RunMonitor:
         return diagnose_run(str(self.logs.parent), self.hosts, self.transport, say, least_seconds)
 
     def report_wait(self) -> None:
-        """Print which ranks the others have been waiting for, or nothing if no rank has waited for 2 s."""
+        """Print the line of `diagnose` on which ranks the others have been waiting for; nothing if it is `NO_WAIT`."""
         known = set(self.transport.unreachable)
         diagnosis, _ = self._diagnose(lambda line: None, LONG_SECONDS)
         if diagnosis != NO_WAIT:  # it has not ended meanwhile

@@ -85,12 +85,13 @@ class JobLaunch:
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
         """Return (number of hosts, ranks on the host that has most): `nodes` hosts, or if that is 0, np / ppn, rounded
-        up, or np without ppn. Raises CpuftError: there are more hosts than ranks, or too few for `ppn`.
+        up, or np without ppn; the ranks are ppn (np if that is less), or without ppn as even as possible. Raises
+        CpuftError: there are more hosts than ranks, or too few for `ppn`.
         """
         hosts = nodes or (math.ceil(self.np / self.ppn) if self.ppn else self.np)
         if hosts > self.np or (self.ppn and hosts * self.ppn < self.np):
             raise CpuftError(f"--nodes {hosts} contradicts --np {self.np} and --ppn {self.ppn}: leave --nodes out")
-        return hosts, math.ceil(self.np / hosts)
+        return hosts, min(self.ppn, self.np) if self.ppn else math.ceil(self.np / hosts)
 
     def to_shell(self, name: str, restarted: str, *defaults: str) -> str:
         """Return lines of POSIX shell that define the function `launch` and set its arguments, "$@".

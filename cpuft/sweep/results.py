@@ -257,8 +257,8 @@ def _make_axis(texts: Sequence[str]) -> tuple[dict[str, float], dict[float, str]
 
 
 def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
-    """Return for JSON: `metric`, `maximized`, `configurations` (the best first), `best_two` (sentences), `failed` and
-    `pruned` (values of runs), `host_hours` and `price` (of all these hours; 0 if unknown).
+    """Return for JSON: `metric`, `maximized`, `configurations` (those of `list_results`, the best first), `best_two`
+    (sentences), `failed` and `pruned` (values of runs), `host_hours` and `price` (of all these hours; 0 if unknown).
     """
     results = list_results(sweep)
     return {

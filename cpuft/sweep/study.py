@@ -310,7 +310,9 @@ class Sweep:
         return found
 
     def conclude(self, one: Configuration) -> None:
-        """Tell Optuna that a configuration was pruned, else the mean of runs with the metric, else that it failed."""
+        """Tell Optuna that a configuration was pruned, else the mean of the runs that have the metric, which becomes
+        its `value`, or if none has it or the mean is NaN, that it failed.
+        """
         self._open_trial(one)
         found = [run.last.metrics[self.metric] for run in one.runs if run.last and self.metric in run.last.metrics]
         value = statistics.fmean(found) if found else math.nan

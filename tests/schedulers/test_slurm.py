@@ -85,7 +85,16 @@ def test_more_options_without_an_end() -> None:
 
 @pytest.mark.parametrize(
     "np, ppn, nodes, hosts, ranks",
-    [(8, 0, 0, 8, 1), (8, 2, 0, 4, 2), (7, 2, 0, 4, 2), (8, 0, 3, 3, 3), (8, 4, 2, 2, 4), (1, 0, 0, 1, 1)],
+    [
+        (8, 0, 0, 8, 1),
+        (8, 2, 0, 4, 2),
+        (7, 2, 0, 4, 2),
+        (6, 4, 0, 2, 4),
+        (8, 0, 3, 3, 3),
+        (8, 4, 2, 2, 4),
+        (8, 4, 4, 4, 4),
+        (1, 0, 0, 1, 1),
+    ],
 )
 def test_hosts_and_ranks(np: int, ppn: int, nodes: int, hosts: int, ranks: int) -> None:
     assert JobLaunch((), np=np, ppn=ppn).count_hosts(nodes) == (hosts, ranks)

@@ -58,7 +58,9 @@ def parse_timer(text: str) -> Timer:
 
 
 def make_schedule_command(until: int, limit: int) -> tuple[str, ...]:
-    """Return a command that installs both times (seconds since the epoch) on an instance and plans its shutdown."""
+    """Return a command for an instance (as root) that notes the end of its lease, `until`, and the `limit` to which
+    jobs can extend it (seconds since the epoch), and schedules its shutdown for `until`, at once if that is past.
+    """
     return ("sh", "-c", _INSTALL, "arm", str(until), str(limit), ARM_SCRIPT)
 
 

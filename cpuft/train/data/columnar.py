@@ -46,7 +46,7 @@ def read_columnar(path: Path) -> Iterator[dict[str, Cell]]:
 
 
 def list_dataset_columns(data: Any) -> list[str]:
-    """Return the names of the columns of a `datasets.Dataset` that `read_dataset` reads."""
+    """Return the names of those columns of a `datasets.Dataset` that `read_dataset` yields, in their order."""
     return _list_flat(data.features.arrow_schema)
 
 

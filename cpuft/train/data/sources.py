@@ -302,7 +302,9 @@ def read_both_files(config: TrainConfig, what: str) -> tuple[Table, Table | None
 
 
 def check_columns(table: Table, task: Task, name_texts: str, name_label: str) -> None:
-    """Raise CpuftError, with advice for texts or label, if the table lacks a column of the task."""
+    """Raise CpuftError if the table lacks a column of the task; it ends with `name_texts` or, for the label,
+    `name_label`: advice on how to name the column, such as "give its name with --label-column".
+    """
     for name in task.texts:
         find_column(table.columns, name, table.source, name_texts)
     if task.label:
