@@ -58,10 +58,11 @@ remove() {
         real=$(readlink -f -- "$path") || real=/
         case "$home/" in "$real"/*) real=/ ;; esac
         case "$real" in
-            "$root"/?*) rm -rf $alone -- "$path" ;;
+            "$root"/?*) rm -rf $alone -- "$path" || failed=1 ;;
             *) echo "$path is not below $root, or holds a home: it stays" >&2; return 1 ;;
         esac
     done
+    return "${failed:-0}"
 }
 # Installs the training environment at PREFIX/env: from the wheels in PREFIX/wheels, or from a package index if that has
 # no pip wheel.
