@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import os
 import socket
 import statistics
 import sys
@@ -85,12 +86,13 @@ def write_choice(folder: Path, key: str, choice: Choice) -> None:
 def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str = "float32") -> Choice:
     """Return the backend that `--backend auto` means on these hosts, the same on all ranks.
 
-    It comes from rank 0's cache, or is measured within some seconds. `dtype` is the type in which gradients are sent:
-    not every library sums 16-bit floats quickly. All ranks must call this together, before they make the default
-    process group, and the process must end with `exit_process`. Raises CpuftError if no backend could be measured.
+    It comes from rank 0's cache for these hosts and interfaces, or is measured within some seconds. `dtype` is the type
+    in which gradients are sent: not every library sums 16-bit floats quickly. All ranks must call this together, before
+    they make the default process group, and the process must end with `exit_process`. Raises CpuftError if no backend
+    could be measured.
     """
     store = PrefixStore("automatic", store)
-    store.set(f"host/{rank}", socket.gethostname())
+    store.set(f"host/{rank}", f"{socket.gethostname()} {os.environ.get('GLOO_SOCKET_IFNAME', '')}")
     hosts = [store.get(f"host/{other}").decode() for other in range(size)]
     key = cache_key(hosts, size, _read_versions() | {"type": dtype, "bytes": str(MESSAGE_BYTES)})
     if rank == 0:

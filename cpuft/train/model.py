@@ -323,11 +323,13 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
             f"the weights in {source} are not for {type(model).__name__}{f' (they are named {names})' * bool(names)}: "
             f"copy config.json and the weights from the same model, or save both with save_pretrained"
         )
-    if mismatched and os.environ.get("RANK", "0") == "0":
-        message = f"the head of {source} was trained for other labels: the model gets a new, untrained head"
-        print(message, file=sys.stderr, flush=True)
+    new_heads = {name: model.get_parameter(name).clone() for name in mismatched}
     for folder in reversed(chain):
         model = merge_adapters(model, folder)
+    is_new = any(head.equal(model.get_parameter(name)) for name, head in new_heads.items())
+    if is_new and os.environ.get("RANK", "0") == "0":
+        message = f"the head of {source} was trained for other labels: the model gets a new, untrained head"
+        print(message, file=sys.stderr, flush=True)
     return model, missing | mismatched
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from cpuft.comm.backend_choice import (
     cache_key,
     choose_backend,
     read_choice,
+    select_backend,
     write_choice,
 )
 from cpuft.errors import CpuftError
@@ -66,6 +68,20 @@ def test_a_choice_is_cached_for_its_hosts(tmp_path: Path) -> None:
     assert read_choice(tmp_path, cache_key(["a", "b"], 4, {"torch": "2.13"})) is None
     (tmp_path / f"backend-{key}.json").write_text("{")
     assert read_choice(tmp_path, key) is None
+
+
+def test_a_choice_is_measured_anew_over_another_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = list[str]()
+
+    def measure(*_: object, **_options: object) -> Choice:
+        measured.append(os.environ["GLOO_SOCKET_IFNAME"])
+        return Choice("gloo", "why")
+
+    monkeypatch.setattr(backend_choice, "measure_backends", measure)
+    for interface in ("eth0", "ib0", "eth0"):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        assert select_backend(HashStore(), 0, 1, tmp_path).backend == "gloo"
+    assert measured == ["eth0", "ib0"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from safetensors.torch import load_file, save_file
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.tokenizer import load_tokenizer
-from cpuft.train.model import check_trainable, check_weights, describe_load_failure, find_model, load_config
+from cpuft.train.model import (
+    check_trainable,
+    check_weights,
+    describe_load_failure,
+    find_model,
+    load_config,
+    load_weights,
+)
 from cpuft.train.model_shape import find_shape
 from cpuft.train.objective.labels import Classification
 from tests.train.tiny import save_tiny
@@ -69,9 +77,11 @@ def test_weights_of_a_second_model_beside_its_own_are_left_out(tmp_path: Path) -
     assert all(torch.equal(value, plain[key]) for key, value in load(folder).bert.state_dict().items())
 
 
-def save_peft(folder: Path, base: str) -> Any:
+def save_peft(folder: Path, base: str, labels: int = 2) -> Any:
     """Adapters as peft saves them: without a configuration of the model and without a tokenizer; the whole model."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(base)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=labels, ignore_mismatched_sizes=True
+    )
     settings = peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS", init_lora_weights=False)
     adapted = peft.get_peft_model(model, settings)
     adapted.save_pretrained(folder)
@@ -91,6 +101,16 @@ def test_adapters_of_peft_are_merged_into_their_base_model(tmp_path: Path) -> No
     change_json(folder / "adapter_config.json", base_model_name_or_path=f"{tmp_path}/gone")
     with pytest.raises(CpuftError, match=r"the base model that adapter_config.json in .* names is missing"):
         load(folder)
+
+
+def test_a_head_that_adapters_bring_is_not_called_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, folder = save_tiny(tmp_path / "base"), tmp_path / "adapters"
+    AutoModel = transformers.AutoModelForSequenceClassification
+    AutoModel.from_pretrained(base).save_pretrained(base)
+    whole = save_peft(folder, base, labels=3)
+    model, _ = load_weights(partial(AutoModel.from_pretrained, num_labels=3), str(folder))
+    assert torch.equal(model.classifier.weight, whole.classifier.weight)
+    assert "new, untrained head" not in capsys.readouterr().err
 
 
 def test_a_base_model_of_adapters_that_is_only_on_the_hub_is_named(

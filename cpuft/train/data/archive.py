@@ -181,10 +181,14 @@ def write_prepared(
 
 @contextmanager
 def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Iterator[None]:
-    """Raise any OSError of the block, which writes `what` to the cache folder, as a CpuftError that says what to do."""
+    """Raise any OSError of the block, which writes `what` to the cache folder, as a CpuftError that says what to do. The
+    block may also read files elsewhere.
+    """
     try:
         yield
     except OSError as error:
+        if error.filename and not Path(error.filename).is_relative_to(folder):
+            raise CpuftError(f"{error.filename} cannot be read ({error.strerror}): start again when it can") from None
         raise CpuftError(
             f"{what} cannot be written to the cache folder {folder} ({error.strerror}): free space "
             f"there, or set XDG_CACHE_HOME to another folder"

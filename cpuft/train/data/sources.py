@@ -103,7 +103,7 @@ class FileExamples:
         return self.count
 
     def load(self) -> Examples:
-        """Return the examples, all of them in memory. Raises CpuftError: a row does not fit any more."""
+        """Return the examples, all of them in memory. Raises CpuftError as `batches` does."""
         return make_examples(self._list_rows(), self.task)
 
     def first(self, count: int) -> FileExamples:
@@ -112,12 +112,9 @@ class FileExamples:
 
     def batches(self) -> Iterator[Examples]:
         """Read the examples in their order, 4096 at a time. CpuftError: a row does not fit, or too few are left."""
-        rows, found = self._list_rows(), 0
+        rows = self._list_rows()
         while batch := list(islice(rows, _EXAMPLES_AT_ONCE)):
-            found += len(batch)
             yield make_examples(batch, self.task)
-        if found != self.count:
-            raise CpuftError(f"{self.table.source} had {counted(self.count, 'row')}, and has {found} now: start again")
 
     def list_texts(self) -> Iterator[str]:
         """Read all texts: both of a pair, or each word for the kind tags. Raises CpuftError as `batches` does."""
@@ -125,7 +122,11 @@ class FileExamples:
             yield from batch.list_texts()
 
     def _list_rows(self) -> Iterator[Row]:
-        return islice(self.table.rows, self.count)
+        found = 0
+        for found, row in enumerate(islice(self.table.rows, self.count), 1):
+            yield row
+        if found != self.count:
+            raise CpuftError(f"{self.table.source} had {counted(self.count, 'row')}, and has {found} now: start again")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.train.data.archive import map_archive, read_prepared
+from cpuft.train.data.archive import explain_cache_failures, map_archive, read_prepared
 
 ARRAYS: dict[str, Any] = {
     "a.ids": np.arange(1000, dtype=np.int32),
@@ -77,3 +79,15 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     assert len(read_prepared(save(tmp_path / "x.npz", {})).train) == 2
     with pytest.raises(CpuftError, match=r"x\.npz is not prepared data"):
         read_prepared(save(tmp_path / "x.npz", {}, compress=True))
+
+
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("/cache/x", r"the prepared data cannot be written to the cache folder /cache \(.*\): free space there"),
+        ("/data/rows.csv", r"/data/rows\.csv cannot be read \(.*\): start again when it can"),
+    ],
+)
+def test_only_files_in_the_cache_are_blamed_on_it(path: str, said: str) -> None:
+    with pytest.raises(CpuftError, match=said), explain_cache_failures(Path("/cache")):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

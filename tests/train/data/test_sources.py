@@ -878,3 +878,13 @@ def test_shared_words_alone_are_not_enough() -> None:
 
 def lowercase_words(text: str) -> set[str]:
     return set(text.lower().rstrip(".").replace(",", "").split())
+
+
+def test_a_file_that_lost_rows_since_it_was_checked_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    lines = ["text,label", *(f"line {number},{'yes' if number % 2 else 'no'}" for number in range(40))]
+    file.write_text("\n".join(lines))
+    data = read_data(TrainConfig(task="files", train_file=str(file)))
+    file.write_text("\n".join(lines[:11]))
+    with pytest.raises(CpuftError, match=r"rows\.csv had 36 rows, and has \d+ now: start again"):
+        data.train.load()
