@@ -51,7 +51,7 @@ _PROBE_SECONDS = 6.0
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _BEGIN = "cpuft: the command begins"
-_NAME_HOSTS = "name Linux hosts with --cluster or --hostfile, or run the command on a machine with Linux"
+_NAME_HOSTS = "name Linux hosts with --cluster or --hostfile, or run the command on Linux, such as in cpuft's container"
 
 UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
 """Kinds of `HostError`: no connection or a broken one; the host's key is in no known_hosts file; another is there."""

@@ -8,27 +8,49 @@
 
 namespace {
 
-#ifdef __AVX512BF16__
+// CPUs with instructions that multiply bf16: of others, torch's library makes the products.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_LARGE_PRODUCTS
 
 constexpr int64_t BLOCK_ROWS = 32, BLOCK_COLS = 32, BLOCK_SUMS = BLOCK_ROWS * BLOCK_COLS;
 
 // 32 numbers of a row.
-struct Pair {
-    vec low, high;
+constexpr int64_t PARTS = BLOCK_COLS / W;
+struct Line {
+    vec parts[PARTS];
 };
-inline Pair get_pair(const bf16 *p, __mmask32 mask) {
+// The line of which part i is make(i).
+template <class Make> [[gnu::always_inline]] inline Line make_line(const Make &make) {
+    Line line;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < PARTS; i++) line.parts[i] = make(i);
+    return line;
+}
+#ifdef __AVX512BF16__
+inline __mmask32 first_of_line(int64_t n) { return n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1; }
+// The first n numbers at p, and zeros.
+inline Line get_line(const bf16 *p, int64_t n) {
+    __mmask32 mask = first_of_line(n);
     auto widened = [](__m256i x) { return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); };
     return {widened(_mm256_maskz_loadu_epi16(__mmask16(mask), p)),
             widened(_mm256_maskz_loadu_epi16(__mmask16(mask >> 16), p + W))};
 }
 // If `past_caches`, all 32 numbers are written, which are a whole cache line.
-inline void put_pair(bf16 *p, Pair x, __mmask32 mask, bool past_caches) {
-    __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)x.high, (__m512)x.low);
+inline void put_line(bf16 *p, const Line &x, int64_t n, bool past_caches) {
+    __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)x.parts[1], (__m512)x.parts[0]);
     if (past_caches)
         _mm512_stream_si512(reinterpret_cast<__m512i *>(p), rounded);
     else
-        _mm512_mask_storeu_epi16(p, mask, rounded);
+        _mm512_mask_storeu_epi16(p, first_of_line(n), rounded);
 }
+#else
+inline Line get_line(const bf16 *p, int64_t n) {
+    return make_line([&](int64_t i) { return n > i * W ? get(p + i * W, n - i * W) : vec{}; });
+}
+inline void put_line(bf16 *p, const Line &x, int64_t n, bool) {
+    for (int64_t i = 0; i * W < n; i++) put(p + i * W, x.parts[i], n - i * W);
+}
+#endif
 
 template <class T> T *moved(T *p, int64_t count) { return p ? p + count : p; }
 
@@ -50,27 +72,33 @@ struct Epilogue {
                 moved(column_sums, col), moved(slope, number),  has_gelu,
                 past_caches};
     }
-    Pair apply(Pair x, int64_t number, __mmask32 mask) const {
+    // `number` is that of the line's first number, `count` how many of its 32 numbers C has.
+    Line apply(Line x, int64_t number, int64_t count) const {
         if (bias) {
-            Pair b = get_pair(bias, mask);
-            x = {x.low + b.low, x.high + b.high};
+            Line b = get_line(bias, count);
+            x = make_line([&](int64_t i) { return x.parts[i] + b.parts[i]; });
         }
         if (factor) {
-            Pair f = get_pair(factor + number, mask);
-            x = {x.low * f.low, x.high * f.high};
+            Line f = get_line(factor + number, count);
+            x = make_line([&](int64_t i) { return x.parts[i] * f.parts[i]; });
         }
         if (addend) {
-            Pair a = get_pair(addend + number, mask);
-            x = {x.low + a.low, x.high + a.high};
+            Line a = get_line(addend + number, count);
+            x = make_line([&](int64_t i) { return x.parts[i] + a.parts[i]; });
         }
-        if (column_sums) {
-            put(column_sums, read<vec>(column_sums) + x.low, W);
-            put(column_sums + W, read<vec>(column_sums + W) + x.high, W);
-        }
+        if (column_sums)
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < PARTS; i++)
+                put(column_sums + i * W, read<vec>(column_sums + i * W) + x.parts[i], W);
         if (!has_gelu) return x;
-        Activation low = gelu<bf16>(x.low), high = gelu<bf16>(x.high);
-        if (slope) put_pair(slope + number, {low.slope, high.slope}, mask, past_caches);
-        return {low.value, high.value};
+        Line slopes;
+        x = make_line([&](int64_t i) {
+            Activation found = gelu<bf16>(x.parts[i]);
+            slopes.parts[i] = found.slope;
+            return found.value;
+        });
+        if (slope) put_line(slope + number, slopes, count, past_caches);
+        return x;
     }
 };
 
@@ -100,9 +128,9 @@ struct Rounding {
     }
     void write_row() {
         const float *from = sums + next * BLOCK_COLS;
-        __mmask32 mask = cols >= 32 ? ~__mmask32(0) : (__mmask32(1) << cols) - 1;
-        Pair result = epilogue.apply({read<vec>(from), read<vec>(from + W)}, next * stride, mask);
-        put_pair(to + next * stride, result, mask, epilogue.past_caches);
+        Line sums_of_row = make_line([&](int64_t i) { return read<vec>(from + i * W); });
+        Line result = epilogue.apply(sums_of_row, next * stride, cols);
+        put_line(to + next * stride, result, cols, epilogue.past_caches);
         next++;
     }
     void finish() {
@@ -113,10 +141,17 @@ struct Rounding {
 // Whether the rows of C and of the slope consist of whole cache lines. Then outputs and weights' gradients are written
 // past the caches, which saves reading the lines first: much of what a layer writes in forward is read again only in
 // backward. Inputs' gradients are read at once: when they were written so, too, backward of MiniLM was 4 % slower.
+#ifdef __AVX512BF16__
 inline bool writes_past_caches(const bf16 *c, const bf16 *slope, int64_t cols) {
     auto starts_line = [](const bf16 *p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; };
     return cols % BLOCK_COLS == 0 && starts_line(c) && starts_line(slope);
 }
+// What was written past the caches is visible to the other threads from here on.
+inline void finish_writes() { _mm_sfence(); }
+#else
+inline bool writes_past_caches(const bf16 *, const bf16 *, int64_t) { return false; }
+inline void finish_writes() {}
+#endif
 
 #endif
 

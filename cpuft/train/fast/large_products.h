@@ -1,5 +1,5 @@
 // Products of large bf16 matrices, for linear layers: C (rows, cols) = A (rows, inner) B (inner, cols). They are made with
-// AMX tiles, or with the vectors of AVX512_BF16.
+// AMX tiles, or with the vectors of AVX512_BF16 or of Arm's BFMMLA.
 //
 // A tile has 16 rows of 64 bytes. One instruction multiplies a tile of A (16 rows, 32 numbers) with a tile of B (32
 // numbers, 16 columns), and adds the product to a tile of 16 x 16 floats. A is read as it lies in memory. In B, the
@@ -25,8 +25,9 @@
 //      | t5 |   | t2 | t3 |   C
 //      +----+   +----+----+
 //
-// Without AMX, 8 rows and 2 vectors of 16 columns are the 16 sums of a step. A register gets one word of A's row in all
-// lanes, and is multiplied with the 16 words of either half of a panel's row.
+// With AVX512_BF16 and no AMX, 8 rows and 2 vectors of 16 columns are the 16 sums of a step. A register gets one word of
+// A's row in all lanes, and is multiplied with the 16 words of either half of a panel's row. On Arm, `multiply_pairs`
+// makes blocks of 8 rows and 8 columns.
 //
 // The gradient of a weight is a sum over tokens, A^T B with two factors that are stored token by token. There each
 // thread makes a part of C alone, see `multiply_transposed`.
@@ -46,10 +47,10 @@
 
 namespace {
 
-#ifdef __AVX512BF16__
+#ifdef HAS_LARGE_PRODUCTS
 
-// Numbers of a row that one instruction multiplies.
-constexpr int64_t STEP = 32;
+// Numbers of a row that one instruction of AMX multiplies, and the words that they are.
+constexpr int64_t STEP = 32, STEP_WORDS = STEP / 2;
 #ifdef __AMX_BF16__
 // Bytes of the panels that stay in the second-level cache, which has 2 MB.
 constexpr int64_t CHUNK_BYTES = 1200000;
@@ -95,6 +96,7 @@ class Scratch {
 
 // The words of the rows x and x + stride (zeros if there is no second row): pairs of their first `count` numbers (at
 // most 32; zeros follow).
+#ifdef __AVX512BF16__
 inline void zip_rows(const bf16 *x, int64_t stride, bool has_second, int64_t count, word *y) {
     const __mmask32 mask = count >= 32 ? ~__mmask32(0) : (__mmask32(1) << count) - 1;
     __m512i first = _mm512_maskz_loadu_epi16(mask, x);
@@ -105,6 +107,15 @@ inline void zip_rows(const bf16 *x, int64_t stride, bool has_second, int64_t cou
     _mm512_store_si512(y, _mm512_permutex2var_epi64(low, front, high));
     _mm512_store_si512(y + 16, _mm512_permutex2var_epi64(low, back, high));
 }
+#else
+inline void zip_rows(const bf16 *x, int64_t stride, bool has_second, int64_t count, word *y) {
+    if (has_second)
+        pair_row(x, stride, y, std::min(count, BLOCK_COLS));
+    else
+        for (int64_t c = 0; c < count && c < BLOCK_COLS; c++) y[c] = x[c].bits;
+    std::fill(y + std::min(count, BLOCK_COLS), y + BLOCK_COLS, word(0));
+}
+#endif
 
 // The words `first` to `first + 16` of a right factor (inner, cols) for 32 columns from `begin` on: 16 rows of a panel.
 inline void zip_step(const bf16 *b, int64_t inner, int64_t cols, int64_t begin, int64_t first, word *y) {
@@ -133,7 +144,7 @@ inline void pack_transposed_panel(const bf16 *b, int64_t inner, int64_t cols, in
     }
 }
 
-// 32 rows of A: word k of row r is words[r * row + k * step]. Tiles need a step of 1.
+// 32 rows of A: word k of row r is words[r * row + k * step]. Tiles and BFMMLA need a step of 1.
 struct LeftRows {
     const word *words;
     int64_t row, step;
@@ -141,12 +152,12 @@ struct LeftRows {
 
 // Words k to k + 15 of a strip: 32 rows of A from `begin` on, where A is stored transposed, (inner, rows), and these words
 // are the words `first` to `first + 15` of A. Rows that are missing in A are zeros. `packed_rows` are the rows of a strip.
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) || defined(__aarch64__)
 inline void pack_left_step(const bf16 *a, int64_t inner, int64_t rows, int64_t begin, int64_t first, word *strip,
                            int64_t k, int64_t words) {
-    alignas(64) word pairs[W * BLOCK_ROWS];
+    alignas(64) word pairs[STEP_WORDS * BLOCK_ROWS];
     zip_step(a, inner, rows, begin, first, pairs);
-    exchange(pairs, BLOCK_ROWS, strip + k, words, W, BLOCK_ROWS);
+    exchange(pairs, BLOCK_ROWS, strip + k, words, STEP_WORDS, BLOCK_ROWS);
 }
 inline LeftRows packed_rows(const word *strip, int64_t words) { return {strip, words, 1}; }
 #else
@@ -213,6 +224,13 @@ inline void multiply_with_panel(const LeftRows &left, const word *panel, float *
     _tile_stored(2, lower, LINE);
     _tile_stored(3, lower + 16, LINE);
 }
+#elif defined(__aarch64__)
+inline void multiply_with_panel(const LeftRows &a, const word *panel, float *sums, int64_t words, bool adds,
+                                Rounding &before, const Rounding &after) {
+    for (int64_t row = 0; row < BLOCK_ROWS; row++) after.prefetch(row);
+    multiply_vectors<bf16>(a.words, a.row, panel, BLOCK_COLS, sums, BLOCK_COLS, BLOCK_ROWS, BLOCK_COLS, words, adds);
+    before.finish();
+}
 #else
 inline void multiply_with_panel(const LeftRows &a, const word *panel, float *sums, int64_t words, bool adds,
                                 Rounding &before, const Rounding &after) {
@@ -274,7 +292,7 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
         } else {
             // All columns of a few rows at a time: these rows are read from one end to the other.
 #pragma omp for schedule(static)
-            for (int64_t k = 0; k < words; k += W)
+            for (int64_t k = 0; k < words; k += STEP_WORDS)
                 for (int64_t p = 0; p < panels; p++)
                     zip_step(b, inner, cols, p * BLOCK_COLS, k, packed + (p * words + k) * BLOCK_COLS);
         }
@@ -316,7 +334,7 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
                 }
         }
         before.finish();
-        _mm_sfence();  // what was written past the caches is visible to the other threads from here on
+        finish_writes();
         if (of_columns) {
 #pragma omp barrier
 #pragma omp for schedule(static) nowait
@@ -405,7 +423,7 @@ bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, in
                     left_strips = memory + token / tokens * of_tokens + top / BLOCK_ROWS * strip;
                     right_strips = memory + token / tokens * of_tokens + (all_blocks + left / BLOCK_COLS) * strip;
                 } else {
-                    for (int64_t k = 0; k < count; k += W) {
+                    for (int64_t k = 0; k < count; k += STEP_WORDS) {
                         for (int64_t p = 0; p < last_panel; p++)
                             zip(left / BLOCK_COLS + p, token, k, right_strips + p * strip);
                         for (int64_t i = 0; i < last_block; i++)
@@ -425,13 +443,15 @@ bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, in
             }
             before.finish();
         }
-        _mm_sfence();
+        finish_writes();
     }
     return true;
 }
 
 #ifdef __AMX_BF16__
 const bool CAN_MULTIPLY = HAS_TILES;
+#elif defined(__aarch64__)
+const bool CAN_MULTIPLY = true;  // whether torch is faster is measured when it is used first
 #else
 // Not on AMD's CPUs from family 26 on (Zen 5), whose vectors multiply twice as fast: oneDNN reaches 91 % of that rate there,
 // and these products were not measured. CPUID has the family in bits 8 to 11 and 20 to 27.
@@ -451,7 +471,7 @@ void matrix_product(const T *a, const T *b, const T *bias, const T *factor, cons
                     T *slope, T *c, int64_t *done, int64_t rows, int64_t cols, int64_t inner, int64_t a_is_transposed,
                     int64_t b_is_transposed, int64_t has_gelu, int threads) {
     *done = 0;
-#ifdef __AVX512BF16__
+#ifdef HAS_LARGE_PRODUCTS
     if constexpr (sizeof(T) == 2) {
         if (!CAN_MULTIPLY || !rows || !cols || !inner) return;
         bool past_caches = b_is_transposed && writes_past_caches(c, slope, cols);

@@ -1,8 +1,10 @@
-"""Products of large matrices: cpuft's own kernel where it is faster than torch's, in bf16 with AMX or AVX512_BF16."""
+"""Products of large matrices in bf16: cpuft's own kernel where it is faster than torch's, on CPUs that multiply bf16."""
 
 from __future__ import annotations
 
 import functools
+import platform
+import time
 
 import torch
 from torch import Tensor
@@ -83,9 +85,10 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
 def can_multiply(x: Tensor, weight: Tensor, few: bool = False) -> bool:
     """Return whether the kernel computes the products of `x`, (tokens, inputs), with this weight, forward and backward.
 
-    It does with AMX or AVX512_BF16 (but not on Zen 5), in bf16, if inputs and outputs are multiples of 32, tokens *
-    inputs^2 is at least 2^22, and there are at least 1,024 tokens, or 16 if they are first tokens (`few`). What holds
-    for the first layer of a feed-forward block holds for its second, and for the attention before.
+    It does with AMX or AVX512_BF16 (but not on Zen 5), and with Arm's bf16 if it is measured to be faster than torch; in
+    bf16, if inputs and outputs are multiples of 32, tokens * inputs^2 is at least 2^22, and there are at least 1,024
+    tokens, or 16 if they are first tokens (`few`). What holds for the first layer of a feed-forward block holds for its
+    second, and for the attention before.
     """
     tokens, inputs = x.shape
     large = tokens >= (_MIN_FEW_ROWS if few else _MIN_ROWS) and tokens * inputs * inputs >= _MIN_WORK
@@ -128,9 +131,29 @@ def _run(
 
 @functools.cache
 def _has_products(kernels: Kernels) -> bool:
-    """Return whether these kernels have products of large matrices for this CPU: a small one is tried."""
+    """Return whether these kernels have products of large matrices for this CPU, which a small one tells. On Arm, where
+    torch multiplies with the Compute Library or with slow code, depending on its build, they must also be faster.
+    """
     one = torch.ones(1, _STEP, dtype=torch.bfloat16)
-    return _is_done(kernels, (one, one, *(None,) * 5, one.new_empty(1, 1)), (1, 1, _STEP, 0, 1, 0))
+    is_done = _is_done(kernels, (one, one, *(None,) * 5, one.new_empty(1, 1)), (1, 1, _STEP, 0, 1, 0))
+    return is_done and (platform.machine() == "x86_64" or _is_faster(kernels))
+
+
+def _is_faster(kernels: Kernels) -> bool:
+    """Return whether the kernel multiplies the tokens of a small batch and a weight of MiniLM's size faster than torch:
+    the shortest of three times each, in turn.
+    """
+    left, right = (torch.ones(size, 384, dtype=torch.bfloat16) for size in (2 * _MIN_ROWS, 384))
+    out = torch.empty_like(left)
+    own, of_torch = list[float](), list[float]()
+    for _ in range(3):
+        start = time.perf_counter()
+        _is_done(kernels, (left, right, *(None,) * 5, out), (*out.shape, 384, 0, 1, 0))
+        middle = time.perf_counter()
+        torch.mm(left, right.t(), out=out)
+        own.append(middle - start)
+        of_torch.append(time.perf_counter() - middle)
+    return min(own) < min(of_torch)
 
 
 def _is_done(kernels: Kernels, arrays: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> bool:

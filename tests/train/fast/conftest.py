@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cpuft.kernels import kernel_status, kernels_for, plain_torch
+from cpuft.train.fast import products
 
 
 def need_kernels() -> None:
@@ -23,3 +24,9 @@ def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
         need_kernels()
     with plain_torch() if request.param == "torch" else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Arm, products of the kernel also where torch is faster."""
+    monkeypatch.setattr(products, "_is_faster", lambda kernels: True)

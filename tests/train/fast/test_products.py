@@ -1,8 +1,9 @@
-"""Products of large matrices against those in fp64: by the kernel with tiles, where the CPU has them, and by torch."""
+"""Products of large matrices against those in fp64: by the kernel, where the CPU multiplies bf16, and by torch."""
 
 from __future__ import annotations
 
 import platform
+import time
 
 import pytest
 import torch
@@ -75,7 +76,9 @@ def test_products_and_what_follows_them_are_those_of_fp64(
     value, slope = gelu_product(left, weight, bias, True)
     assert slope is not None
     for found, what in ((value, wanted.detach()), (slope, wanted_slope)):
-        torch.testing.assert_close(found.double(), what, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(
+            found.double(), what, rtol=2e-2, atol=1e-2 if MOST_ERROR < 1e-2 or not limit else 5e-2
+        )
         assert relative_error(found, what) < 8e-3
     assert torch.equal(gelu_product(left, weight, bias, False)[0], value)
     assert gelu_product(left, weight, bias, False)[1] is None
@@ -128,3 +131,11 @@ def test_a_large_layer_and_its_gradients_are_those_of_fp64() -> None:
     assert relative_error(y, x.detach().double() @ weight.t() + bias) < MOST_ERROR
     assert relative_error(dx, grad.double() @ weight) < MOST_ERROR
     assert relative_error(dweight, grad.double().t() @ x.detach().double()) < MOST_ERROR
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_on_arm_the_faster_library_multiplies(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of what conftest.py sets
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(products, "_is_done", lambda *given: time.sleep(seconds) is None)
+    assert products._has_products.__wrapped__(None) == (seconds == 0.0)
