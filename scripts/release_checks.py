@@ -116,6 +116,10 @@ def find_obstacles(folder: Path, root: Path = ROOT) -> list[str]:
         return [*obstacles, f"{folder} was not checked to the end: run scripts/release"]
     lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
     sums = {name: digest for digest, name in map(str.split, lines)}
+    for machine in MACHINES:
+        if not any(name.endswith(f"_{machine}.whl") for name in sums):
+            package = f"g++-{machine.replace('_', '-')}-linux-gnu"
+            obstacles.append(f"no wheel for {machine}: apt-get install {package}, and run scripts/release again")
     for name in sorted({*sums, *(path.name for path in folder.iterdir())} - {SUMS}):
         if not name.startswith(f"cpuft-{version}") or not (folder / name).exists():
             obstacles.append(f"{name} is not of version {version}, or missing: run scripts/release again")

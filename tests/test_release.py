@@ -21,7 +21,7 @@ from typing import ClassVar
 import pytest
 
 import cpuft
-from cpuft.compiler import choose_target, read_cpu_flags
+from cpuft.compiler import MACHINES, choose_target, read_cpu_flags
 from scripts.release_checks import (
     ELF_MACHINES,
     MAX_BYTES,
@@ -219,12 +219,15 @@ def copy_checkout(folder: Path, *names: str) -> Path:
 def write_release(folder: Path, root: Path) -> None:
     """Write what scripts/release leaves in its folder, without any content."""
     folder.mkdir()
-    archive = folder / f"cpuft-{cpuft.__version__}.tar.gz"
-    archive.write_text("")
+    wheels = [f"-py3-none-manylinux_2_28_{machine}.whl" for machine in MACHINES]
+    archives = [folder / f"cpuft-{cpuft.__version__}{end}" for end in (*wheels, ".tar.gz")]
+    for archive in archives:
+        archive.write_text("")
     bill = folder / f"cpuft-{cpuft.__version__}.cdx.json"
     bill.write_text('{"components": [{"name": "cpuft"}, {"name": "torch"}], "metadata": {}}')
-    complete_bill(bill, archive, root=root)
-    sums = subprocess.run(["sha256sum", archive.name, bill.name], cwd=folder, capture_output=True, check=True)
+    complete_bill(bill, *archives, root=root)
+    names = [path.name for path in (*archives, bill)]
+    sums = subprocess.run(["sha256sum", *names], cwd=folder, capture_output=True, check=True)
     (folder / SUMS).write_bytes(sums.stdout)
 
 
@@ -251,6 +254,18 @@ def test_only_what_was_checked_is_published(tmp_path: Path) -> None:
         "the checkout has changes: commit them, and run scripts/release again",
         f"CHANGELOG.md has no heading with the date of version {version}: write it",
         f"{dist} was not checked to the end: run scripts/release",
+    ]
+
+
+def test_nothing_is_published_without_a_wheel_for_each_architecture(tmp_path: Path) -> None:
+    root, dist = copy_checkout(tmp_path / "root", "CHANGELOG.md"), tmp_path / "dist"
+    write_release(dist, root)
+    (wheel,) = dist.glob("*_aarch64.whl")
+    wheel.unlink()
+    sums = (dist / SUMS).read_text().splitlines(keepends=True)
+    (dist / SUMS).write_text("".join(line for line in sums if wheel.name not in line))
+    assert find_obstacles(dist, root) == [
+        "no wheel for aarch64: apt-get install g++-aarch64-linux-gnu, and run scripts/release again"
     ]
 
 
@@ -291,7 +306,7 @@ def test_a_release_is_built_checked_used_elsewhere_and_published(tmp_path: Path)
     done = release()
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     uploaded = sorted(path.name for path in (root / "dist").iterdir() if path.suffix in (".whl", ".gz"))
-    assert len(uploaded) == 2 + (shutil.which("aarch64-linux-gnu-g++") is not None)
+    assert len(uploaded) == len(MACHINES) + 1
     bill = json.loads((root / f"dist/cpuft-{cpuft.__version__}.cdx.json").read_text(encoding="utf-8"))
     assert {"torch", "transformers", "impi-rt"} <= {one["name"] for one in bill["components"]}
     assert str(tmp_path) not in str(bill)
