@@ -1,4 +1,5 @@
-"""What scripts/release checks: `files SDIST WHEEL...`, and `publish FOLDER` before an upload.
+"""What scripts/release checks: `files SDIST WHEEL...`, `report FILE WHEEL` on what pip would install, and `publish
+FOLDER` before an upload.
 
 Each prints what it found, and ends with exit code 1 if it is not as it should be. `bill FILE ARCHIVE...` completes the
 list of packages that cyclonedx-py has made.
@@ -87,6 +88,16 @@ def check_files(sdist: Path, *wheels: Path) -> list[str]:
     return faults
 
 
+def check_report(report: Path, wheel: Path) -> list[str]:
+    """Return a line for each fault of what pip would install (--report): another cpuft than `wheel`, or CUDA."""
+    found = json.loads(report.read_text(encoding="utf-8"))["install"]
+    chosen = {one["metadata"]["name"]: one["download_info"] for one in found}
+    faults = [f"CUDA would be installed: {name}" for name in chosen if name.startswith(("nvidia", "cuda"))]
+    if chosen["cpuft"]["archive_info"]["hashes"]["sha256"] != hash_file(wheel):
+        faults.append(f"pip chose {chosen['cpuft']['url']} instead of {wheel.name}")
+    return faults
+
+
 def complete_bill(bill: Path, *archives: Path, root: Path = ROOT) -> None:
     """Make cpuft the subject of a list of installed packages (CycloneDX), with its archives' hashes and its commit."""
     content = json.loads(bill.read_text(encoding="utf-8"))
@@ -140,6 +151,7 @@ if __name__ == "__main__":
     checks: dict[str, Callable[..., list[str] | None]] = {
         "files": check_files,
         "bill": complete_bill,
+        "report": check_report,
         "publish": find_obstacles,
     }
     sys.exit("\n".join(checks[kind](*map(Path, paths)) or ()) or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import hashlib
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from scripts.release_checks import (
     MAX_BYTES,
     ROOT,
     SUMS,
+    check_report,
     check_wheel,
     complete_bill,
     find_faults,
@@ -201,6 +203,30 @@ def test_a_wheel_is_for_its_architecture_and_older_systems(
             archive.writestr(name, header)
     found = "\n".join(check_wheel(path))
     assert re.fullmatch(f"{re.escape(path.name)}: {fault}" if fault else "", found)
+
+
+def test_pip_must_choose_the_wheel_that_was_built_and_no_cuda(tmp_path: Path) -> None:
+    wheel, report = tmp_path / "cpuft-1-py3-none-any.whl", tmp_path / "report.json"
+    wheel.write_text("built")
+    names = {"torch": "1", "cpuft": hashlib.sha256(b"built").hexdigest()}
+
+    def check(hashes: dict[str, str]) -> list[str]:
+        """The fields that pip's report has of each package."""
+        packages = [
+            {
+                "metadata": {"name": name},
+                "download_info": {"url": f"http://a/{name}.whl", "archive_info": {"hashes": {"sha256": sha256}}},
+            }
+            for name, sha256 in hashes.items()
+        ]
+        report.write_text(json.dumps({"install": packages}))
+        return check_report(report, wheel)
+
+    assert check(names) == []
+    assert check(names | {"nvidia-nccl-cu13": "2", "cpuft": "3"}) == [
+        "CUDA would be installed: nvidia-nccl-cu13",
+        "pip chose http://a/cpuft.whl instead of cpuft-1-py3-none-any.whl",
+    ]
 
 
 def copy_checkout(folder: Path, *names: str) -> Path:
