@@ -23,7 +23,7 @@ IO_ERROR = 74
 """Exit code for a disk that became full, and for results that this machine could not store (EX_IOERR of sysexits.h)."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Package index with PyTorch for CPUs; PyPI's x86 packages install several GB of CUDA libraries."""
+"""Package index with PyTorch for CPUs; PyPI's newest packages install several GB of CUDA libraries."""
 
 
 def escape_controls(text: str, kept: str = "") -> str:

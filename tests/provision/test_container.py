@@ -250,4 +250,4 @@ def test_an_image_trains_as_any_user(builder: Builder, tmp_path: Path) -> None:
     print(f"{size / 1e9:.2f} GB of files, {sum(one for _, one in layers) / 1e9:.2f} GB travel, of which an upgrade")
     print("moves", *(f"{one / 1e6:.1f} MB" for _, one in moved), "of", *(f"{one / 1e6:.1f}" for _, one in layers))
     assert size < 1.5e9
-    assert sum(one for _, one in moved) < 6e6
+    assert sum(one for _, one in moved) < 5e6
