@@ -229,6 +229,15 @@ def test_pip_must_choose_the_wheel_that_was_built_and_no_cuda(tmp_path: Path) ->
     ]
 
 
+def test_without_a_wheel_for_arm_the_trial_of_it_names_the_next_step(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()  # no place in which the script may work
+    environ = os.environ | {"WHEEL": str(tmp_path / "none.whl"), "PLACE": str(tmp_path)}
+    command = [str(ROOT / "scripts/prove-arm"), "package"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "no wheel for Arm: build it (TRAIN=0 scripts/release), or name its file: WHEEL=PATH" in done.stderr
+
+
 def copy_checkout(folder: Path, *names: str) -> Path:
     """Return a repository with these files of this checkout in one commit; the change log has the version's date."""
     for name in names:
