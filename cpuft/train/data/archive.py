@@ -181,8 +181,8 @@ def write_prepared(
 
 @contextmanager
 def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Iterator[None]:
-    """Raise any OSError of the block, which writes `what` to the cache folder, as a CpuftError that says what to do. The
-    block may also read files elsewhere.
+    """Raise any OSError of the block, which writes `what` to the cache folder and may read files elsewhere, as a
+    CpuftError that says what to do.
     """
     try:
         yield

@@ -123,7 +123,8 @@ class FileExamples:
 
     def _list_rows(self) -> Iterator[Row]:
         found = 0
-        for found, row in enumerate(islice(self.table.rows, self.count), 1):
+        for row in islice(self.table.rows, self.count):
+            found += 1
             yield row
         if found != self.count:
             raise CpuftError(f"{self.table.source} had {counted(self.count, 'row')}, and has {found} now: start again")

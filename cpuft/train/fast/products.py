@@ -1,4 +1,4 @@
-"""Products of large matrices in bf16: cpuft's own kernel where it is faster than torch's, on CPUs that multiply bf16."""
+"""Products of large matrices in bf16: by cpuft's kernel where it is faster than torch, on CPUs that multiply bf16."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
 def can_multiply(x: Tensor, weight: Tensor, few: bool = False) -> bool:
     """Return whether the kernel computes the products of `x`, (tokens, inputs), with this weight, forward and backward.
 
-    It does with AMX or AVX512_BF16 (but not on Zen 5), and with Arm's bf16 if it is measured to be faster than torch; in
-    bf16, if inputs and outputs are multiples of 32, tokens * inputs^2 is at least 2^22, and there are at least 1,024
-    tokens, or 16 if they are first tokens (`few`). What holds for the first layer of a feed-forward block holds for its
+    It does with AMX or AVX512_BF16 (but not on Zen 5), and with Arm's bf16 if it is measured to be faster than torch.
+    The factors must be bf16, inputs and outputs multiples of 32, tokens * inputs^2 at least 2^22, and tokens at least
+    1,024, or 16 if they are first tokens (`few`). What holds for the first layer of a feed-forward block holds for its
     second, and for the attention before.
     """
     tokens, inputs = x.shape
