@@ -76,9 +76,8 @@ def test_products_and_what_follows_them_are_those_of_fp64(
     value, slope = gelu_product(left, weight, bias, True)
     assert slope is not None
     for found, what in ((value, wanted.detach()), (slope, wanted_slope)):
-        torch.testing.assert_close(
-            found.double(), what, rtol=2e-2, atol=1e-2 if MOST_ERROR < 1e-2 or not limit else 5e-2
-        )
+        largest = 1e-2 if platform.machine() == "x86_64" or not limit else 5e-2
+        torch.testing.assert_close(found.double(), what, rtol=2e-2, atol=largest)
         assert relative_error(found, what) < 8e-3
     assert torch.equal(gelu_product(left, weight, bias, False)[0], value)
     assert gelu_product(left, weight, bias, False)[1] is None
