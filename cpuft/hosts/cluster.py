@@ -319,7 +319,7 @@ def gather_cluster(
         assignments,
         used,
         mpi=find_mpi(hosts[0], config.mpirun, access.python, access.transport),
-        as_root=os.geteuid() == 0,
+        as_root=used[0].uid == 0,
         access=access,
         works_remotely=works_remotely,
         on_login_node=on_login_node,

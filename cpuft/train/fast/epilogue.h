@@ -19,12 +19,10 @@ constexpr int64_t PARTS = BLOCK_COLS / W;
 struct Line {
     vec parts[PARTS];
 };
-// The line of which part i is make(i).
-template <class Make> [[gnu::always_inline]] inline Line make_line(const Make &make) {
-    Line line;
+// Calls f(0) to f(PARTS - 1).
+template <class Function> [[gnu::always_inline]] inline void for_parts(const Function &f) {
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < PARTS; i++) line.parts[i] = make(i);
-    return line;
+    for (int64_t i = 0; i < PARTS; i++) f(i);
 }
 #ifdef __AVX512BF16__
 inline __mmask32 first_of_line(int64_t n) { return n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1; }
@@ -45,7 +43,9 @@ inline void put_line(bf16 *p, const Line &x, int64_t n, bool past_caches) {
 }
 #else
 inline Line get_line(const bf16 *p, int64_t n) {
-    return make_line([&](int64_t i) { return n > i * W ? get(p + i * W, n - i * W) : vec{}; });
+    Line x{};
+    for (int64_t i = 0; i * W < n; i++) x.parts[i] = get(p + i * W, n - i * W);
+    return x;
 }
 inline void put_line(bf16 *p, const Line &x, int64_t n, bool) {
     for (int64_t i = 0; i * W < n; i++) put(p + i * W, x.parts[i], n - i * W);
@@ -73,32 +73,30 @@ struct Epilogue {
                 past_caches};
     }
     // `number` is that of the line's first number, `count` how many of its 32 numbers C has.
-    Line apply(Line x, int64_t number, int64_t count) const {
+    [[gnu::always_inline]] void apply(Line &x, int64_t number, int64_t count) const {
         if (bias) {
             Line b = get_line(bias, count);
-            x = make_line([&](int64_t i) { return x.parts[i] + b.parts[i]; });
+            for_parts([&](int64_t i) { x.parts[i] += b.parts[i]; });
         }
         if (factor) {
             Line f = get_line(factor + number, count);
-            x = make_line([&](int64_t i) { return x.parts[i] * f.parts[i]; });
+            for_parts([&](int64_t i) { x.parts[i] *= f.parts[i]; });
         }
         if (addend) {
             Line a = get_line(addend + number, count);
-            x = make_line([&](int64_t i) { return x.parts[i] + a.parts[i]; });
+            for_parts([&](int64_t i) { x.parts[i] += a.parts[i]; });
         }
         if (column_sums)
-#pragma GCC unroll 8
-            for (int64_t i = 0; i < PARTS; i++)
+            for_parts([&](int64_t i) {
                 put(column_sums + i * W, read<vec>(column_sums + i * W) + x.parts[i], W);
-        if (!has_gelu) return x;
+            });
+        if (!has_gelu) return;
         Line slopes;
-        x = make_line([&](int64_t i) {
+        for_parts([&](int64_t i) {
             Activation found = gelu<bf16>(x.parts[i]);
-            slopes.parts[i] = found.slope;
-            return found.value;
+            x.parts[i] = found.value, slopes.parts[i] = found.slope;
         });
         if (slope) put_line(slope + number, slopes, count, past_caches);
-        return x;
     }
 };
 
@@ -128,9 +126,10 @@ struct Rounding {
     }
     void write_row() {
         const float *from = sums + next * BLOCK_COLS;
-        Line sums_of_row = make_line([&](int64_t i) { return read<vec>(from + i * W); });
-        Line result = epilogue.apply(sums_of_row, next * stride, cols);
-        put_line(to + next * stride, result, cols, epilogue.past_caches);
+        Line x;
+        for_parts([&](int64_t i) { x.parts[i] = read<vec>(from + i * W); });
+        epilogue.apply(x, next * stride, cols);
+        put_line(to + next * stride, x, cols, epilogue.past_caches);
         next++;
     }
     void finish() {
