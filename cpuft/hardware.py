@@ -21,7 +21,8 @@ CLASSES = {
     "avx512_vnni": "AVX-512 with VNNI, no bf16",
     "avx2": "AVX2 only",
 }
-"""Flag -> description of a class of CPUs, the fastest first."""
+"""Flag -> description of a class of x86 CPUs, the fastest first."""
+_ARM_CLASSES = ("bf16", "asimd")
 _OLD = ("amx_", "avx512")
 _ISAS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "SSE41": (("amx_", "avx", "f16c", "fma"), "x86-64", "sse2"),
@@ -85,8 +86,9 @@ def list_deciding(flags: Collection[str]) -> list[str]:
 
 
 def cpu_class(flags: tuple[str, ...]) -> str:
-    """Return the key of CLASSES, such as "avx2", for the fastest class of a CPU with these flags; "" for none."""
-    return next((flag for flag in CLASSES if flag in flags), "")
+    """Return the key of CLASSES, such as "avx2", for the fastest class of a CPU with these flags; for Arm "bf16", or
+    "asimd" without it; "" for none."""
+    return next((flag for flag in (*CLASSES, *_ARM_CLASSES) if flag in flags), "")
 
 
 def bf16_hardware(flags: tuple[str, ...]) -> str:

@@ -76,7 +76,7 @@ def test_bf16_hardware(flags: tuple[str, ...], limit: str, hardware: str) -> Non
 def test_classes_of_cpus(limit: str, name: str, target: str) -> None:
     flags = ("sse2", "avx", "avx2", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
     assert (cpu_class(effective_flags(flags, limit)), compiler_target(limit, flags)) == (name, target)
-    assert cpu_class(("asimd", "bf16")) == ""
+    assert [cpu_class(arm) for arm in (("asimd", "bf16"), ("asimd",), ("fp",))] == ["bf16", "asimd", ""]
 
 
 @pytest.mark.parametrize("limit", ["AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])

@@ -26,7 +26,7 @@ from typing import Any
 from cpuft import __version__
 from cpuft.errors import CpuftError, counted
 from cpuft.files import write_text
-from cpuft.hardware import cpu_class
+from cpuft.hardware import cpu_class, list_deciding
 from cpuft.hosts.facts import gather
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.record import Record, read_record
@@ -234,6 +234,7 @@ def measure(is_short: bool, say: Callable[[str], None]) -> dict[str, Any]:
         "time": time.time(),
         "cpu": facts.cpu_model,
         "class": cpu_class(facts.cpu_flags),
+        "cpu_flags": list_deciding(facts.cpu_flags),
         "machine": platform.machine(),
         "kernel": facts.kernel,
         "cores": len(cpus),

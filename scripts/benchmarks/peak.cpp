@@ -6,6 +6,8 @@
 #include <cstring>
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #include <omp.h>
 #ifdef __linux__
@@ -86,6 +88,30 @@ double multiply_vectors() {
             asm volatile("" : "+x"(one));
         }
     return 12.0 * 2 * 8 * ROUNDS;
+}
+#elif defined(__aarch64__)
+double multiply_vectors() {
+    float32x4_t sums[24]; // Four pipes with a latency of six cycles need as many.
+    for (auto &one : sums) one = vdupq_n_f32(1.0f);
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    // Not 1, which GCC 12 takes for a number of 16 bits in another format.
+    bfloat16x8_t a = vreinterpretq_bf16_u16(vdupq_n_u16(0x3f7f)), b = a;
+    constexpr double PRODUCTS = 2 * 2 * 4; // of 2 x 4 numbers and 4 x 2 numbers
+#else
+    float32x4_t a = vdupq_n_f32(1.0f), b = vdupq_n_f32(0.5f);
+    constexpr double PRODUCTS = 4;
+#endif
+    for (int64_t i = 0; i < ROUNDS; i++)
+#pragma GCC unroll 24
+        for (auto &one : sums) {
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+            one = vbfmmlaq_f32(one, a, b);
+#else
+            one = vfmaq_f32(one, a, b);
+#endif
+            asm volatile("" : "+w"(one));
+        }
+    return 24.0 * 2 * PRODUCTS * ROUNDS;
 }
 #else
 double multiply_vectors() { return 0.0; }
