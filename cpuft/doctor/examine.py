@@ -30,8 +30,9 @@ _LOGINS = 32
 """Most hosts to which this machine logs in at the same time."""
 _FATAL = ("CPUFT-022", "CPUFT-034")
 """Checks (/dev/shm, open files) whose findings stop even a run on a single host: its ranks would die or hang."""
-_TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032", "CPUFT-038")
-"""Checks whose findings can differ from run to run: also memory, disk, load, stolen CPU time, leftovers, NUMA nodes."""
+_ALONE = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032", "CPUFT-038", "CPUFT-040")
+"""Checks that a single host needs, too: those whose findings can differ from run to run (also memory, disk, load,
+stolen CPU time, leftovers, NUMA nodes), and that of pages, for which cpuft was not tried."""
 _EXAMINE = "{'facts': gather_facts(order), 'health': examine(order)}"
 
 
@@ -68,14 +69,14 @@ def examine_hosts(
 def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     """Examine a run's hosts. Raises CpuftError with all errors, or tells `say` a line for each check with findings.
 
-    On a single host, only what differs from run to run is told, such as load, memory and disk, and only too little
-    /dev/shm and too few open files are errors.
+    On a single host, only what differs from run to run is told, such as load, memory and disk, and pages of another
+    size than 4 KB. Only too little /dev/shm and too few open files are errors there.
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     hosts = tuple(one.host for one in cluster.assignments)
     found = find_all(examine_hosts(hosts, cluster.access, ranks, known=cluster.facts))
     is_single = len(cluster.assignments) < 2
-    findings = [one for one in found if one.code in _TRANSIENT or not is_single]
+    findings = [one for one in found if one.code in _ALONE or not is_single]
     if errors := describe_errors([finding for finding in findings if not is_single or finding.code in _FATAL]):
         raise CpuftError(f"{errors} (details: cpuft doctor; to launch nevertheless: --no-check)")
     for code in sorted({finding.code for finding in findings}):

@@ -58,6 +58,11 @@ def test_a_single_busy_host_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
     assert line == "CPUFT-026 on node1: 7.5 of 8 cores are busy before the run starts. (details: cpuft doctor)"
 
 
+def test_pages_of_another_size_are_told_on_a_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = check(monkeypatch, 1, page_size=65536)
+    assert line == "CPUFT-040 on node1: A page of memory has 64 KB. (details: cpuft doctor)"
+
+
 def test_a_full_disk_stops_a_run_on_several_hosts_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line[:9] for line in check(monkeypatch, 1, disk_free=0)] == ["CPUFT-023"]
     with pytest.raises(CpuftError, match="CPUFT-023"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,14 @@ def test_hosts_of_both_architectures_are_refused_in_one_line() -> None:
         "a is x86_64 and c is aarch64, and the ranks of a run need hosts of one architecture: "
         "name them with --only-hosts"
     )
+
+
+def test_a_launch_on_hosts_of_both_architectures_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"127.0.0.2": "x86_64", "127.0.0.3": "aarch64"}
+    facts = [replace(make_facts(number), machine=kind) for number, kind in enumerate(kinds.values())]
+    monkeypatch.setattr("cpuft.hosts.cluster.gather_facts", lambda hosts, access: facts)
+    with pytest.raises(CpuftError, match=r"127\.0\.0\.2 is x86_64 and 127\.0\.0\.3 is aarch64"):
+        gather_cluster(LaunchConfig(np=2), tuple(map(Host, kinds)), Access())
 
 
 @pytest.mark.parametrize(
