@@ -477,7 +477,7 @@ def _describe_cpu(facts: HostFacts, health: Health) -> str:
     "Intel CPUs have bf16 since Cooper Lake and AMX since Sapphire Rapids. Compared with CPUs without bf16, training "
     "was 1.1 to 2 times as fast with AVX512_BF16, and 2.6 to 5 times as fast with AMX. Arm's Neoverse CPUs have bf16 "
     "since V1 and N2; no speed was measured there.",
-    "Use newer hosts (on AWS: m7i, c7i, m7g, c7g or later), or continue in fp32.",
+    "Use newer hosts (on AWS: m7i, c7i, m8g, c8g or later), or continue in fp32.",
 )
 def _check_bf16(state: ClusterState) -> Iterator[Finding]:
     flags = [bf16_hardware(facts.cpu_flags) for _, facts, _ in state.answering]

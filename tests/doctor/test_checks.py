@@ -1,6 +1,7 @@
 """For every check, a fault is planted in the facts of a host; the doctor finds it, and nothing else."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_ker
 from cpuft.doctor.finding import describe_errors, findings_to_json, format_findings
 from cpuft.doctor.probe import UNFETCHED
 from cpuft.hosts import transport
+from cpuft.instance_types import read_instance_types
 from cpuft.record import Link
 from tests.doctor.planted import healthy, plant
 
@@ -102,9 +104,13 @@ def test_two_lines_for_the_same_host_are_found() -> None:
 
 def test_a_cluster_without_bf16_is_found_once() -> None:
     state = healthy(2)
-    for index in (1, 2):
-        state = plant(state, index, cpu_flags=("avx2",))
-    assert [f.code for f in find_all(state)] == ["CPUFT-019"]
+    for flags, missing in ((("avx2",), "neither AMX nor AVX512_BF16"), (("asimd",), "no bf16 instructions of Arm")):
+        for index in (1, 2):
+            state = plant(state, index, cpu_flags=flags)
+        (finding,) = find_all(state)
+        assert (finding.code, finding.evidence) == ("CPUFT-019", f"The CPU, Xeon, has {missing}.")
+    known = {name.partition(".")[0] for name in read_instance_types()}
+    assert set(re.findall(r"\b[a-z]\d[gi]\b", finding.next_step)) == {"m7i", "c7i", "m8g", "c8g"} <= known
 
 
 def test_a_slow_link_is_found_at_both_ends() -> None:

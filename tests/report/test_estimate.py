@@ -32,8 +32,12 @@ from tests.records import make_record, make_steps
 def test_the_table_of_instances_is_whole() -> None:
     found = read_instance_types()
     assert found["c6i.16xlarge"].cores == 32
-    kinds = {name: found[name].cpu for name in ("c6i.16xlarge", "c7i.8xlarge", "c8g.4xlarge", "c4a-highcpu-16")}
-    assert kinds == {"c6i.16xlarge": "x86", "c7i.8xlarge": "amx", "c8g.4xlarge": "arm", "c4a-highcpu-16": "arm"}
+    assert (found["c6i.16xlarge"].cpu, found["c7i.8xlarge"].cpu) == ("x86", "amx")
+    sizes = {"c8g.4xlarge": 16, "m8g.8xlarge": 32, "r8g.48xlarge": 192, "c4a-highcpu-72": 72, "Standard_D64pls_v6": 64}
+    assert {name: (found[name].cores, found[name].cpu) for name in sizes} == {
+        name: (cores, "arm")
+        for name, cores in sizes.items()  # a core of Arm is one vCPU
+    }
     assert {one.cpu for one in found.values()} == {"amx", "x86", "arm"}
     assert all(one.cores > 0 < one.gbits_per_second < 1e4 for one in found.values())
     assert all(0 < one.dollars_per_hour < 1e3 and one.dated.isdecimal() for one in found.values())

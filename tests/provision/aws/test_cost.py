@@ -15,6 +15,8 @@ def test_an_unknown_price_is_said_to_be_unknown() -> None:
     zones = {"us-east-1a": 0.7, "us-east-1b": 0.6}
     known = find_price("m7i.8xlarge", "us-east-1", {})
     spot = find_price("m7i.8xlarge", "us-east-1", zones)
+    arm = {kind: find_price(f"{kind}.4xlarge", "us-east-1", {}) for kind in ("c8g", "m8g", "r8g")}
+    assert arm == {"c8g": Price(0.63808, "2025"), "m8g": Price(0.71808, "2025"), "r8g": Price(0.94256, "2025")}
     assert known == Price(1.6128, "2025")
     assert spot == Price(1.6128, "2025", {"us-east-1a": 0.7, "us-east-1b": 0.6})
     unknown = find_price("m7i.8xlarge", "eu-north-1", {})
