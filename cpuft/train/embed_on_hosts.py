@@ -52,14 +52,13 @@ def _embed_as_rank(request: PredictConfig, world: World) -> None:
     """Compute embeddings as one of the ranks; rank 0, which alone needs --file, writes them. Collective."""
     import torch.distributed as dist
 
-    from cpuft.hardware import choose_precision
-    from cpuft.train.precision import read_cpu
+    from cpuft.train.precision import find_precision
     from cpuft.train.ranks import check_ranks, checksum_parameters, gather, join_process_group
 
     with join_process_group(world, "gloo", _TIMEOUT_SECONDS):
         check_ranks(world)
-        # Hosts with and without bf16 compute in the same format, as in a training.
-        precisions = set(gather(choose_precision(request.precision, False, read_cpu().flags).name))
+        # Hosts with and without bf16, or with a slow one, compute in the same format, as in a training.
+        precisions = set(gather(find_precision(request.precision)))
         precision = precisions.pop() if len(precisions) == 1 else "fp32"
         embedder = make_embedder(replace(request, precision=precision))
         refuse_other_models(gather((checksum_parameters(embedder.model), repr(embedder.form), socket.gethostname())))

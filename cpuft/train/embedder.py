@@ -13,14 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
-from cpuft.hardware import choose_precision
 from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.fast.acceleration import patch_model
 from cpuft.train.fast.master_weights import MASTERS_ATTRIBUTE
 from cpuft.train.fast.packed_weights import PackedWeights
 from cpuft.train.model import count_positions, describe_load_failure, load_weights, read_config
-from cpuft.train.precision import autocast, read_cpu
+from cpuft.train.precision import autocast, find_precision
 
 Embeddings = NDArray[np.float32]
 """Embeddings of texts, fp32, shape (texts, dimensions)."""
@@ -92,7 +91,7 @@ class Embedder:
         self.tokenizer = load_tokenizer(self.source)
         self.model, settings = load_encoder(self.source)
         self.max_length = self.form.max_length or count_positions(settings) or 512
-        self.precision = choose_precision(precision, False, read_cpu().flags).name
+        self.precision = find_precision(precision)
         # Otherwise the fast layers would compute what only a backward pass needs.
         self.model.requires_grad_(False)
         patch_model(self.model, self.precision, first_token=False)

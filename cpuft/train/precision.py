@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cpuft.hardware import Cpu, Precision, effective_flags, parse_cpuinfo
+from cpuft.hardware import Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 
 # A square product of this size takes some milliseconds on two cores, and is large enough to occupy some dozens.
 _SIZE = 1024
@@ -53,6 +54,21 @@ def drop_slow_bf16(chosen: Precision, teraflops: float, fp32_teraflops: float, e
         return chosen
     why = f"bf16 is slower with this torch ({teraflops:.2f} TFLOP/s measured)"
     return Precision("fp32", "as when the run began" if earlier else why)
+
+
+def find_precision(wanted: str) -> str:
+    """Return the name of what `choose_precision` chooses on this host without emulation, and raise the same. On Arm,
+    where some builds of torch are slow in bf16, "auto" measures that once in a process. Ranks may measure differently.
+    """
+    flags = read_cpu().flags
+    chosen = choose_precision(wanted, False, flags)
+    if wanted == "auto" and "asimd" in flags and chosen.name == "bf16":
+        products = _measure_once(chosen.name)
+        chosen = drop_slow_bf16(chosen, products["teraflops"], products["fp32_teraflops"])
+    return chosen.name
+
+
+_measure_once = functools.cache(measure_products)
 
 
 def format_products(products: dict[str, float]) -> str:

@@ -206,6 +206,8 @@ def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
             return pool.submit(_embed, request, texts).result
 
         try:
+            # One process chooses for all: on Arm, they may measure differently.
+            request = replace(request, precision=pool.submit(_find_precision, request.precision).result())
             dimensions, *_ = pool.map(_count_dimensions, [request] * processes)
             yield dimensions, lambda windows: compute_in_turn(windows, [submit], processes)
         except BrokenProcessPool:
@@ -223,6 +225,12 @@ def _pin_process(places: Any) -> None:
 
 
 _load_embedder = functools.cache(make_embedder)
+
+
+def _find_precision(wanted: str) -> str:
+    from cpuft.train.precision import find_precision  # imports torch
+
+    return find_precision(wanted)
 
 
 def _count_dimensions(request: PredictConfig) -> int:

@@ -45,7 +45,10 @@ def test_a_table_of_hosts_with_a_verdict(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "flags, rented, told",
     [
-        *((("asimd", "bf16"), name, "") for name in ("c8g.4xlarge", "m8g.4xlarge", "r8g.4xlarge", "Standard_D16pls_v6")),
+        (("asimd", "bf16"), "c8g.4xlarge", ""),
+        (("asimd", "bf16"), "m8g.4xlarge", ""),
+        (("asimd", "bf16"), "r8g.4xlarge", ""),
+        (("asimd", "bf16"), "Standard_D16pls_v6", ""),
         (("asimd", "bf16"), "c7i.8xlarge", "it lacks an Arm CPU, unlike the recorded CPU"),
         (("avx2", "amx_bf16"), "c8g.4xlarge", "it has an Arm CPU, unlike the recorded CPU"),
         (("avx2", "amx_bf16"), "c6i.16xlarge", "it lacks AMX, unlike the recorded CPU"),

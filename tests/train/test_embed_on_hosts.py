@@ -58,6 +58,13 @@ def test_two_ranks_write_the_file_of_one_process(request_: PredictConfig) -> Non
     assert os.listdir("ranks") == ["vectors.npy"]
 
 
+def test_all_ranks_compute_in_fp32_if_one_measures_a_slow_bf16(request_: PredictConfig) -> None:
+    done = run_ranks(replace(request_, precision="auto"), 2, SLOW_RANK="1")
+    assert done.returncode == 0, done.stdout
+    write_in_one_process(request_, "one.npy")
+    assert Path("ranks/vectors.npy").read_bytes() == Path("one.npy").read_bytes()
+
+
 @pytest.mark.parametrize("ranks, id_column", [(2, "name"), (1, "")])
 def test_a_parquet_file_has_the_ids_in_their_order(ranks: int, id_column: str, request_: PredictConfig) -> None:
     request = replace(request_, output="ranks.parquet", id_column=id_column, dimensions=8)

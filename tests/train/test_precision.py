@@ -4,12 +4,16 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from cpuft.hardware import Precision, choose_precision
+from cpuft.hardware import Cpu, Precision, choose_precision
+from cpuft.train.embedder import Embedder
+from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.precision import drop_slow_bf16, format_products, measure_products
+from tests.train.tiny import save_tiny
 
 
 @pytest.mark.parametrize(
@@ -49,3 +53,22 @@ def test_a_bf16_that_torch_multiplies_slowly_is_dropped() -> None:
     assert drop_slow_bf16(slow, 0.2, 0.2) == slow
     assert drop_slow_bf16(bf16, 0.02, 0.2, earlier="bf16") == bf16
     assert drop_slow_bf16(bf16, 0.5, 0.2, earlier="fp32") == Precision("fp32", "as when the run began")
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted", "chosen"),
+    [
+        (("asimd", "bf16"), "auto", "fp32"),
+        (("asimd", "bf16"), "bf16", "bf16"),
+        (("asimd",), "auto", "fp32"),
+        (("amx_bf16",), "auto", "bf16"),
+    ],
+)
+def test_embeddings_are_not_computed_in_a_slow_bf16_on_arm(
+    flags: tuple[str, ...], wanted: str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = {"teraflops": 0.02, "fp32_teraflops": 0.2}
+    monkeypatch.setattr("cpuft.train.precision.read_cpu", lambda: Cpu("one", flags))
+    monkeypatch.setattr("cpuft.train.precision._measure_once", lambda precision: speeds)
+    write_form(Path(save_tiny(tmp_path / "tiny")), EmbeddingForm(), 32)
+    assert Embedder(str(tmp_path / "tiny"), wanted).precision == chosen

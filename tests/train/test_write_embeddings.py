@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,10 @@ def test_parquet_has_ids(request_: PredictConfig, monkeypatch: pytest.MonkeyPatc
         write_embeddings(replace(request_, file="v.parquet", output="./v.parquet", text_columns="id", overwrite=True))
 
 
-def test_processes_return_the_windows_in_their_order(request_: PredictConfig) -> None:
-    """More windows than processes, each with one text."""
-    request = replace(request_, np=min(2, len(list_cores())))
+def test_processes_return_the_windows_in_their_order(request_: PredictConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More windows than processes, each with one text. One process chooses the precision, here fp32, for all."""
+    monkeypatch.setattr("cpuft.train.write_embeddings._find_precision", partial(dict.get, {"auto": "fp32"}))
+    request = replace(request_, np=min(2, len(list_cores())), precision="auto")
     windows = [Window([text], [text]) for text in TEXTS[:5]]
     with start_computing(request) as (dimensions, compute):
         found = list(compute(iter(windows)))

@@ -34,6 +34,8 @@ _TOP_PAD_BYTES = 64 << 20
 
 def has_bf16_products() -> bool:
     """Return whether this CPU multiplies bf16 in hardware, and the variable ONEDNN_MAX_CPU_ISA does not hide that."""
+    # Nothing is measured as `find_precision` does: ranks of a loop that is not ours may measure differently, and
+    # DistributedDataParallel cannot sum bf16 gradients of one with fp32 gradients of another.
     return bool(bf16_hardware(read_cpu_flags(os.environ)))
 
 
