@@ -103,6 +103,7 @@ def test_a_short_run(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     record = read_host(tmp_path / "bench-host.json")
+    assert record["class"] in record["cpu_flags"]
     assert [one["cores"] for one in record["limits"]] == count_cores(record["cores"])
     assert [(one["ranks"], one["cores"]) for one in record["points"]] == [
         (point.ranks, point.cores) for point in plan_points(["short"], record["cores"])

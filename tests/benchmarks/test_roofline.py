@@ -24,7 +24,7 @@ def test_registers_and_memory_have_rates(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("scripts.benchmarks.roofline.BLOCK_MEGABYTES", (5,))
     monkeypatch.setattr("scripts.benchmarks.roofline.TOTAL_BYTES", 20_000_000)
     limits = measure_limits(1)
-    assert limits.peak > 1e7  # an emulated CPU reaches 5e7, any other one more than 1e9
+    assert limits.peak > 1e6  # on a busy machine, an emulated Arm CPU reached 2e7; any other CPU reaches more than 1e9
     # Rates of any memory of this century. A loop that the compiler has left out would be faster.
     assert 1e8 < limits.read < 1e12
     assert 1e8 < limits.written < 1e12
