@@ -121,6 +121,6 @@ def mpirun_settings(
         name, value = ("I_MPI_HYDRA_BRANCH_COUNT", str(hosts)) if mpi.name == "intel" else _NO_TREE
         settings += (Setting(name, value, "only the head host has to be able to log in to the other hosts"),)
     if mpi.name == "openmpi" and as_root:
-        settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT", "1", "you run cpuft as root"),)
+        settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT", "1", "you are root on the head host"),)
         settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", "Open MPI requires both variables"),)
     return settings

@@ -4,7 +4,7 @@ echo 'cpuft: start' >&2
 (
 # options with which mpirun's ssh reaches the other hosts
 export OMPI_MCA_plm_rsh_args='-F /etc/ssh_config'
-# you run cpuft as root
+# you are root on the head host
 export OMPI_ALLOW_RUN_AS_ROOT=1
 # Open MPI requires both variables
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

@@ -173,6 +173,12 @@ def test_a_run_on_the_disk_of_a_host_stays_there_if_only_this_machine_remains() 
     assert (cluster.works_remotely, cluster.command_prefixes) == (True, {"localhost": ()})
 
 
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_mpirun_runs_as_root_if_the_user_on_the_head_host_is_root(uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpuft.hosts.cluster.gather_facts", lambda hosts, access: [replace(make_facts(), uid=uid)])
+    assert gather_cluster(LaunchConfig(), (LOCAL,), Access()).as_root == (uid == 0)
+
+
 def test_every_host_that_fails_is_named() -> None:
     hosts = (Host("localhost"), Host("127.0.0.2", port=9), Host("127.0.0.3", port=9))
     with pytest.raises(CpuftError, match=r"host 127\.0\.0\.2 cannot be used.*host 127\.0\.0\.3 cannot be used"):
