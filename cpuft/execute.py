@@ -326,9 +326,11 @@ def _wait(processes: Sequence[Process], watch: Callable[[], None], seconds: floa
 
 
 def stop_processes(processes: Sequence[Process]) -> None:
-    """End processes and the groups that they lead by SIGTERM, and 3 s later by SIGKILL; return when all have ended."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        left = [process for process in processes if _signal(process, signal_number)]
+    """End processes and the groups that they lead by SIGTERM, and 3 s later by SIGKILL; return when all have ended.
+    On Windows, only the processes are ended, and at once.
+    """
+    for name in ("SIGTERM", "SIGKILL"):
+        left = [process for process in processes if _signal(process, name)]
         end = time.monotonic() + _GRACE_SECONDS
         for process in left:
             with suppress(subprocess.TimeoutExpired):
@@ -337,9 +339,12 @@ def stop_processes(processes: Sequence[Process]) -> None:
         process.wait()
 
 
-def _signal(process: Process, signal_number: int) -> bool:
+def _signal(process: Process, name: str) -> bool:
+    if sys.platform == "win32":
+        process.terminate()
+        return True
     try:
-        os.killpg(process.pid, signal_number)
+        os.killpg(process.pid, getattr(signal, name))
     except ProcessLookupError:
         return False
     return True

@@ -69,6 +69,14 @@ def test_what_trains_comes_without_cuda_and_with_exact_versions(monkeypatch: pyt
     assert shlex.split(install_command("aws"))[4:] == ["-c", pins, f"cpuft[aws]=={cpuft.__version__}"]
 
 
+def test_the_install_command_has_the_quotation_marks_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(sys, "executable", r"C:\a b\python.exe")
+    assert install_command("hub").startswith(r'"C:\a b\python.exe" -m pip install -c /')
+    monkeypatch.setattr(sys, "executable", r"C:\a\python.exe")
+    assert install_command("hub").startswith(r"C:\a\python.exe -m pip install -c /")
+
+
 def test_no_hint_has_an_install_command_of_its_own() -> None:
     found = [path for path in PACKAGE.rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")]
     assert found == []

@@ -48,8 +48,8 @@ VERBS = {
     "submit": "Submit a launch to Slurm, Kubernetes or a cloud, as a job that resumes after interruptions.",
 }
 """Each verb's first sentence of help, so that `cpuft --help` imports no verb. NAME is in the module cpuft.cli.NAME."""
-_ON_WINDOWS = ("errors", "estimate", "report", "runs", "stop")
-"""Verbs that need neither a shell, nor locks, nor OpenSSH's client on this machine."""
+_ON_WINDOWS = ("errors", "estimate", "logs", "push", "report", "runs", "stop", "submit")
+"""Verbs that need neither ranks, nor a shell, nor locks on this machine."""
 
 
 class _LazyGroup(click.Group):
@@ -66,8 +66,11 @@ class _LazyGroup(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0] not in VERBS and not ctx.resilient_parsing:
             raise click.UsageError(f"there is no command cpuft {args[0][:60]}: {suggest_names(args[0], VERBS)}", ctx)
-        if args[0] not in _ON_WINDOWS and sys.platform == "win32":
-            refuse_other_systems(f"cpuft {args[0]}", "install WSL2 with `wsl --install`, and cpuft in it")
+        if sys.platform == "win32":
+            # Windows would run an ssh or a scheduler's client that is in the working folder rather than that of PATH.
+            os.environ["NODEFAULTCURRENTDIRECTORYINEXEPATH"] = "1"
+            if args[0] not in _ON_WINDOWS:
+                refuse_other_systems(f"cpuft {args[0]}", "install WSL2 with `wsl --install`, and cpuft in it")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

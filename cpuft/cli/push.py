@@ -73,11 +73,13 @@ def push(run: str, name: str, public: bool, dry_run: bool, config: str) -> None:
 
 def _list_upload(folder: Path) -> tuple[list[str], list[str]]:
     """Return which files of a model's folder are uploaded, regular ones with the names of _FILES, and the others."""
-    paths = list[Path]()
+    paths, here = list[Path](), folder.resolve()
     for path in sorted(folder.iterdir()):
-        has_settings = path.name in (POOLING_FOLDER, NORMALIZE_FOLDER) and path.is_dir() and not path.is_symlink()
+        # is_symlink is False for a junction of Windows, which leads elsewhere as a link does
+        is_own = path.is_dir() and path.resolve() == here / path.name
+        has_settings = is_own and path.name in (POOLING_FOLDER, NORMALIZE_FOLDER)
         paths += sorted(path.iterdir()) if has_settings else [path]
-    regular = {str(path.relative_to(folder)): path.is_file() and not path.is_symlink() for path in paths}
+    regular = {path.relative_to(folder).as_posix(): path.is_file() and not path.is_symlink() for path in paths}
     names = list(regular)
     files = [name for name in names if regular[name] and any(fnmatchcase(name, one) for one in _FILES)]
     if not any(name.endswith(".safetensors") for name in files):

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.cli.sweep import list_options_for_resume
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, refuse_other_systems
 from cpuft.schedulers import SCHEDULERS, parse_job
 from cpuft.schedulers.base import JobLaunch, JobSweep, follow_job
 from cpuft.serialization import is_count
@@ -39,6 +39,8 @@ def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: s
     if wait and values.get("array"):
         raise CpuftError("--wait follows one job: leave it out with --array")
     scheduler_class = SCHEDULERS[kind]
+    if scheduler_class.has_submitters_files:  # the hosts run the cpuft of this machine
+        refuse_other_systems(f"cpuft submit {kind}", "run it on a login node")
     launch: JobLaunch
     if argv[:1] == ("sweep",):
         if not scheduler_class.takes_sweeps:

@@ -12,7 +12,6 @@ import glob
 import importlib.metadata
 import os
 import re
-import resource
 import select
 import shutil
 import socket
@@ -53,6 +52,8 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
     `order` has `port`, `peers` and `seconds` for `try_ports`, `ssh_options` and `ssh_peers` for `try_ssh`,
     and `kernels`: whether to find out which build of the kernels training uses.
     """
+    import resource  # which Windows does not have
+
     now = time.time()
     busy_cores, steal = sample_cpu()  # first, so that it does not measure the work of this probe itself
     with ThreadPoolExecutor(max_workers=2) as pool:

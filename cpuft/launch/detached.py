@@ -360,7 +360,13 @@ class Detached:
         """Yield each event from a position on, with the position behind it, until the connection or the run ends."""
         words = ("follow", self.order.id, str(position), *(["past"] if only_past else []))
         command = self.head.from_here(self.head.action(*words))
-        with execute.start_process(command, os.environ, execute.PIPE) as process:
+        try:
+            started = execute.start_process(command, os.environ, execute.PIPE)
+        except FileNotFoundError:
+            raise CpuftError(
+                f"run {self.order.id} is shown through {command[0]}, which this machine does not have: install it"
+            ) from None
+        with started as process:
             assert process.stdout
             try:
                 for line in process.stdout:  # one that the connection has cut is read again from its begin

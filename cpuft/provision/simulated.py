@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pwd
 import re
 import socket
 import sys
@@ -425,6 +424,8 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
 
     def _make_entry(self, image_python: str) -> Entry:
         """Return the record. Without an image, the hosts see this machine's files and run this cpuft."""
+        import pwd  # which Windows does not have
+
         options = {key: str(value) for key, value in vars(self.config).items()}
         entry = Entry(self.name, self.kind, self.hostfile, f"{self.directory}/ssh_config", options=options)
         if self.config.image:

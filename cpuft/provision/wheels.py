@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib
 import importlib.metadata
@@ -42,6 +41,7 @@ from cpuft.files import (
 )
 from cpuft.hosts.registry import refuse_untrusted
 from cpuft.plans import Step
+from cpuft.transfer import lock_file
 
 EXTRAS = ("train", "mpi", "ccl", "demo", "sweep")
 """Extras of cpuft that every host gets, because a run may need each of them."""
@@ -243,7 +243,7 @@ def download_wheels(python: str, machine: str, environ: Mapping[str, str]) -> No
     folder.parent.mkdir(exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         with suppress(OSError):  # not every shared file system has locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_file(lock, waits=True)
             for unfinished in folder.parent.glob(f"{folder.name}.*.new"):  # of a process that was killed
                 shutil.rmtree(unfinished, ignore_errors=True)
         if folder.exists():

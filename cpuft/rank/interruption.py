@@ -27,7 +27,7 @@ HEARTBEAT_FILE = "logs/mpirun.log"
 sees by its time that some rank is alive."""
 NOTICE_VARIABLE = "CPUFT_NOTICE"
 """Environment variable with the file or URL of --interruption-notice."""
-SIGNAL = signal.SIGUSR1
+SIGNAL = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows, which has no ranks, lacks it
 """Signal by which `cpuft.rank` tells its worker to stop."""
 _POLL_SECONDS = 1.0
 _FEWER_POLLS = 5

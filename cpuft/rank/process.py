@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import glob
 import os
 import re
-import resource
 import signal
 import socket
 import stat
 import struct
 import sys
-import termios
 import time
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
@@ -46,8 +43,8 @@ OWNER_VARIABLE = "CPUFT_OWNER"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent dies. The setting survives exec, but not fork."""
+def end_with_parent(signal_number: int = 9) -> None:
+    """Let the kernel send this process a signal, SIGKILL, when its parent dies. This survives exec, but not fork."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
@@ -117,6 +114,9 @@ def _wait_until_read(pipes: Collection[int], seconds: float = 5.0) -> None:
 
 def _count_unread(descriptor: int) -> int:
     """Return the number of bytes that wait in a pipe; 0 for a file, a terminal, or a closed descriptor."""
+    import fcntl  # the launcher imports this file on Windows, too
+    import termios
+
     try:
         if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             return 0
@@ -187,6 +187,8 @@ def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> 
 
 def raise_open_files_limit(most: int = 65536) -> None:
     """Raise the soft limit of open files to `most`, or to the hard limit if that is lower; a higher one stays."""
+    import resource  # as above
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if 0 <= hard < most else max(soft, most), hard))
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import pytest
 
+from cpuft.cli.push import _list_upload
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from tests.conftest import run_cpuft
 from tests.records import make_record
@@ -174,6 +176,18 @@ def test_no_file_is_uploaded_from_a_linked_folder(run: Path, hub: Hub, settings:
     (run / "model/1_Pooling").symlink_to(run / "elsewhere")
     done = run_cpuft("push", "run", "team/model", settings=settings)
     assert (done.returncode, sorted(hub.files)) == (0, sorted(MODEL)), done.stderr
+
+
+def test_files_of_windows_have_the_names_of_the_hub(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("1_Pooling", "elsewhere"):
+        (run / "model" / name).mkdir()
+        (run / "model" / name / "config.json").write_text("{}")
+    (run / "model/2_Normalize").symlink_to(run / "model/elsewhere")
+    monkeypatch.setattr(Path, "relative_to", lambda path, folder: PureWindowsPath(os.path.relpath(path, folder)))
+    monkeypatch.setattr(Path, "is_symlink", lambda path: False)  # as of a junction
+    files, others = _list_upload(run / "model")
+    assert [name for name in files if "Pool" in name or "Norm" in name] == ["1_Pooling/config.json"]
+    assert {"2_Normalize", "elsewhere"} <= {*others}
 
 
 def test_it_is_public_only_if_that_is_asked_for(hub: Hub, settings: dict[str, str]) -> None:
