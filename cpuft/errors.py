@@ -102,12 +102,9 @@ def install_command(*extras: str) -> str:
     what = ("-e", f"{package.parent}{names}") if is_checkout else (f"cpuft{names}=={cpuft.__version__}",)
     index = ("--extra-index-url", CPU_INDEX) if "train" in extras else ()
     words = (sys.executable, "-m", "pip", "install", "-c", str(package / "constraints.txt"), *index, *what)
-    # The shells of Windows take a backslash as it is, and only PowerShell knows single quotation marks.
-    return (
-        " ".join(f'"{word}"' if " " in word else word for word in words)
-        if sys.platform == "win32"
-        else shlex.join(words)
-    )
+    if sys.platform == "win32":  # whose shells take a backslash as it is; only PowerShell knows single quotation marks
+        return " ".join(f'"{word}"' if " " in word else word for word in words)
+    return shlex.join(words)
 
 
 @contextmanager

@@ -160,7 +160,7 @@ def test_windows_shows_logs_through_an_ssh_client(tmp_path: Path, monkeypatch: p
     events = """'7 {"kind": "output", "text": "step 1"}' '9 {"kind": "past"}'"""
     with_program(tmp_path, monkeypatch, "ssh", f"printf '%s\\n' {events}; echo $$ > process; exec sleep 30")
     done = run_there("win32", tmp_path, "-c", SHOW_PAST)
-    assert (done.returncode, done.stdout) == (0, "step 1"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "step 1", "")
     assert not Path("/proc", (tmp_path / "process").read_text().strip()).exists()
     monkeypatch.setenv("PATH", str(tmp_path))
     without = run_there("win32", tmp_path, "-c", SHOW_PAST)
