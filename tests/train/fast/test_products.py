@@ -140,4 +140,4 @@ def test_on_arm_the_faster_library_multiplies(own: float, is_own: bool, monkeypa
     monkeypatch.setattr(products, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(products, "_is_done", lambda *given: True)
-    assert products._has_products.__wrapped__(None) == is_own  # type: ignore[arg-type]
+    assert products._has_products.__wrapped__(None) == is_own
