@@ -326,8 +326,8 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     new_heads = {name: model.get_parameter(name).clone() for name in mismatched}
     for folder in reversed(chain):
         model = merge_adapters(model, folder)
-    is_new = any(head.equal(model.get_parameter(name)) for name, head in new_heads.items())
-    if is_new and os.environ.get("RANK", "0") == "0":
+    is_new = all(head.equal(model.get_parameter(name)) for name, head in new_heads.items())
+    if mismatched and is_new and os.environ.get("RANK", "0") == "0":
         message = f"the head of {source} was trained for other labels: the model gets a new, untrained head"
         print(message, file=sys.stderr, flush=True)
     return model, missing | mismatched
