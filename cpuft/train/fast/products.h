@@ -35,8 +35,9 @@ template <class T> constexpr int64_t ROWS = sizeof(T) == 2 ? 32 : HIGH;
 template <class T> constexpr int64_t COLS = sizeof(T) == 2 ? 32 : W;
 #else
 template <class T> constexpr int64_t ROWS = HIGH;
-template <class T> constexpr int64_t COLS = W;
+template <class T> constexpr int64_t COLS = W > HIGH ? W : HIGH;
 #endif
+static_assert(COLS<float> % ROWS<float> == 0, "the columns of one product are the rows of another one");
 inline int64_t filled_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // sums + left * right, where left is one word and right a vector of words.
