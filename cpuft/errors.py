@@ -102,7 +102,7 @@ def install_command(*extras: str) -> str:
     what = ("-e", f"{package.parent}{names}") if is_checkout else (f"cpuft{names}=={cpuft.__version__}",)
     index = ("--extra-index-url", CPU_INDEX) if "train" in extras else ()
     words = (sys.executable, "-m", "pip", "install", "-c", str(package / "constraints.txt"), *index, *what)
-    if sys.platform == "win32":  # whose shells take a backslash as it is; only PowerShell knows single quotation marks
+    if sys.platform == "win32":  # cmd knows no single quotation marks; PowerShell needs "& " before a quoted path
         return " ".join(f'"{word}"' if " " in word else word for word in words)
     return shlex.join(words)
 

@@ -323,7 +323,7 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
             f"the weights in {source} are not for {type(model).__name__}{f' (they are named {names})' * bool(names)}: "
             f"copy config.json and the weights from the same model, or save both with save_pretrained"
         )
-    new_heads = {name: model.get_parameter(name).clone() for name in mismatched}
+    new_heads = {name: one.clone() for name, one in model.named_parameters() if name in mismatched}
     for folder in reversed(chain):
         model = merge_adapters(model, folder)
     is_new = all(head.equal(model.get_parameter(name)) for name, head in new_heads.items())

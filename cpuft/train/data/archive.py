@@ -187,7 +187,7 @@ def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Ite
     try:
         yield
     except OSError as error:
-        if error.filename and not Path(error.filename).is_relative_to(folder):
+        if isinstance(error.filename, str) and not Path(error.filename).is_relative_to(folder):
             raise CpuftError(f"{error.filename} cannot be read ({error.strerror}): start again when it can") from None
         raise CpuftError(
             f"{what} cannot be written to the cache folder {folder} ({error.strerror}): free space "

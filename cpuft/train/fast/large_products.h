@@ -175,8 +175,8 @@ inline void copy_rows(const bf16 *a, int64_t inner, int64_t rows, int64_t begin,
         std::memcpy(y, reinterpret_cast<const word *>(a + i * inner) + first, size_t(count) * sizeof(word));
 }
 
-// sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. Meanwhile, the sums of the block `before` are rounded
-// and written, and memory is asked for those of this block, which `after` writes.
+// sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. Before these sums are written, which may be where
+// those of the block `before` are, the latter are rounded and written to C. Memory is asked for what `after` will write.
 #ifdef __AMX_BF16__
 // At most a row is written behind each product of tiles, because the tile unit waits where several rows follow each other.
 inline void multiply_with_panel(const LeftRows &left, const word *panel, float *sums, int64_t words, bool adds,
@@ -227,13 +227,14 @@ inline void multiply_with_panel(const LeftRows &left, const word *panel, float *
 #elif defined(__aarch64__)
 inline void multiply_with_panel(const LeftRows &a, const word *panel, float *sums, int64_t words, bool adds,
                                 Rounding &before, const Rounding &after) {
+    before.finish();
     for (int64_t row = 0; row < BLOCK_ROWS; row++) after.prefetch(row);
     multiply_vectors<bf16>(a.words, a.row, panel, BLOCK_COLS, sums, BLOCK_COLS, BLOCK_ROWS, BLOCK_COLS, words, adds);
-    before.finish();
 }
 #else
 inline void multiply_with_panel(const LeftRows &a, const word *panel, float *sums, int64_t words, bool adds,
                                 Rounding &before, const Rounding &after) {
+    before.finish();
     for (int64_t first = 0; first < BLOCK_ROWS; first += HIGH) {
         for (int64_t row = first; row < first + HIGH; row++) after.prefetch(row);
         vec block[HIGH][2]{};
@@ -257,7 +258,6 @@ inline void multiply_with_panel(const LeftRows &a, const word *panel, float *sum
 #pragma GCC unroll 2
             for (int64_t n = 0; n < 2; n++) std::memcpy(to + r * BLOCK_COLS + n * W, &block[r][n], sizeof(vec));
     }
-    before.finish();
 }
 #endif
 

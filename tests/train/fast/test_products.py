@@ -18,9 +18,12 @@ from tests.train.fast.encoders import relative_error
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
-SIZES = [(1, 1, 32), (33, 31, 64), (100, 80, 1088), (70, 420, 416), (1030, 96, 384), (270, 550, 2400), (40, 33, 45)]
-"""Rows, columns and numbers to sum over: with and without whole tiles, and with sums that are split; for the sixth, not
-all columns of the right factor fit into the second-level cache."""
+SIZES = [
+    *((1, 1, 32), (33, 31, 64), (100, 80, 1088), (70, 420, 416), (1030, 96, 384), (270, 550, 2400), (40, 33, 45)),
+    (1030, 20, 4128),
+]
+"""Rows, columns and numbers to sum over: with and without whole tiles; for the sixth, not all columns of the right
+factor fit into the second-level cache; sums of the last are split on all CPUs, with AMX also those of others."""
 
 
 MOST_ERROR = 4e-3 if platform.machine() == "x86_64" else 1e-2
