@@ -23,7 +23,8 @@ send)
             exit 213
         }
         end_watch
-        mkdir -p "${4%/*}" && printf '%s\n' "$state" >"$4.new" && mv "$4.new" "$4" || exit 1
+        new=$4.${5##*/}.new # hosts may share a disk, but no file has the name of another one
+        mkdir -p "${4%/*}" && printf '%s\n' "$state" >"$new" && mv "$new" "$4" || exit 1
     fi
     for old in "$folder"/*.sent; do
         [ ! -d "$old" ] || [ "$old" = "$sent" ] || [ -n "$(new "$old")" ] || remove "$folder" "$old"

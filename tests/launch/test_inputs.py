@@ -634,6 +634,14 @@ def test_a_host_knows_the_last_start_of_a_run_and_refuses_earlier_ones(cluster: 
     assert (path.parent.exists(), (begun / "state.json").exists()) == (False, True)
 
 
+def test_hosts_that_share_a_disk_write_the_state_beside_each_other(cluster: Cluster) -> None:
+    begun = Path(cluster.folder, "0123456789ab")
+    Path(cluster.folder).mkdir(mode=0o700)
+    (begun / "state.json.new").mkdir(parents=True)  # as if another host wrote
+    with sent(cluster):
+        assert read_state(str(begun)) == make_state()
+
+
 def test_a_host_that_is_silent_while_it_gets_its_files_is_not_asked_again() -> None:
     asked = list[tuple[str, str]]()
 
