@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import IO, Any, TextIO
 
@@ -22,6 +24,9 @@ from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted, TransientEr
 from cpuft.plans import Plan, Step
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_EXTENDED_LIMITS, _JOB_LIMITS, _KILL_ON_CLOSE = 9, 144, (16, 0x2000)
+"""JobObjectExtendedLimitInformation of winnt.h, the bytes of its structure, and the place and value of the flag
+JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE."""
 SSH_FAILED = 255
 """Exit code of ssh itself, when the connection failed."""
 _DROPPED = "_exchange_identification: "
@@ -223,13 +228,18 @@ def _describe(step: Step, output: str) -> str:
     return f"{where}{step.why}: failed ({join_last_lines(output)})"
 
 
-def open_memory_file() -> IO[bytes]:
-    """Return an empty binary file, open for reading and writing. On Linux it is in memory: a disk may be full."""
+@contextmanager
+def open_memory_file() -> Iterator[IO[bytes]]:
+    """Open an empty binary file for reading and writing. On Linux it is in memory: a disk may be full."""
     if sys.platform == "linux":
-        return open(os.memfd_create("cpuft"), "w+b")
-    import tempfile
+        with open(os.memfd_create("cpuft"), "w+b") as file:
+            yield file
+    else:
+        import tempfile
 
-    return tempfile.NamedTemporaryFile()
+        # Windows opens no NamedTemporaryFile by its name.
+        with tempfile.TemporaryDirectory() as folder, open(f"{folder}/file", "w+b") as file:
+            yield file
 
 
 def path_of(file: IO[bytes]) -> str:
@@ -297,6 +307,9 @@ def start_with_log(
 
 def _open_process(command: Sequence[str], environ: Mapping[str, str], stays: bool = False, **options: Any) -> Process:
     end = None if stays or sys.platform != "linux" else _end_with_parent
+    if sys.platform == "win32":
+        _end_children_with_this()
+        options["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP  # Ctrl-C is for this process alone
     return subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **options)
 
 
@@ -313,6 +326,19 @@ def exit_code_of(process: Process) -> int:
 
 def _end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@cache
+def _end_children_with_this() -> None:
+    """Put this process into a job of Windows that ends all of its processes with the last handle to it: our own."""
+    windows = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined]
+    windows.CreateJobObjectW.restype = windows.GetCurrentProcess.restype = ctypes.c_void_p
+    job = ctypes.c_void_p(windows.CreateJobObjectW(None, None))
+    limits = bytearray(_JOB_LIMITS)
+    struct.pack_into("=I", limits, *_KILL_ON_CLOSE)
+    structure = (ctypes.c_char * len(limits)).from_buffer(limits)
+    windows.SetInformationJobObject(job, _EXTENDED_LIMITS, structure, len(limits))
+    windows.AssignProcessToJobObject(job, ctypes.c_void_p(windows.GetCurrentProcess()))
 
 
 def _wait(processes: Sequence[Process], watch: Callable[[], None], seconds: float) -> None:
@@ -364,8 +390,9 @@ def signals_raise(takes: Callable[[int], bool] = lambda signal_number: False) ->
             received.append(signal_number)
             raise Interrupted(signal_number)
 
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # Windows has the first two, and Ctrl-Break
+    numbers = [int(getattr(signal, name)) for name in names if hasattr(signal, name)]
+    numbers = [one for one in numbers if one != getattr(signal, "SIGHUP", 0) or signal.getsignal(one) != signal.SIG_IGN]
     previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield

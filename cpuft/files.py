@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.transfer import FILE, TransferError, lock_file, walk
+from cpuft.transfer import FILE, NO_WAIT, TransferError, lock_file, walk
 
 _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 _HERE = Path(__file__)
@@ -103,7 +103,7 @@ def refuse_input(path: Path, *inputs: str) -> None:
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Return a descriptor, with `flags` of os.open, of a regular file, or raise OSError; never wait at a named pipe."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, flags | NO_WAIT, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -197,7 +197,7 @@ def cache_path(environ: Mapping[str, str]) -> Path:
         raise CpuftError(f"the cache folder {home} is a relative path: {_ELSEWHERE}")
     folder = Path(home, "cpuft")
     lowest = next(one for one in (folder, *folder.parents) if os.path.exists(one))
-    if environ.get("XDG_CACHE_HOME") or os.access(lowest, os.W_OK):
+    if environ.get("XDG_CACHE_HOME") or os.access(lowest, os.W_OK) or sys.platform == "win32":
         return folder
     return Path(f"/var/tmp/cpuft-cache-{os.geteuid()}")
 

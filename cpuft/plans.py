@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from cpuft.argv import make_shell_line
+
+_LOCAL_FILES = Path(__file__).with_name("local_files.py")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Step:
     """A file of this machine to use as standard input instead."""
     part: str = ""
     """The larger task of this and many similar steps, such as pushing all wheels, whose progress the user sees."""
+
+
+def local_step(why: str, role: str, *arguments: str, stdin: str = "") -> Step:
+    """Return a step of this machine, whatever system it has: a role of `cpuft.local_files` with its arguments."""
+    return Step(why, (sys.executable, "-IS", str(_LOCAL_FILES), role, *arguments), stdin=stdin)
 
 
 Stages = tuple[tuple[Step, ...], ...]

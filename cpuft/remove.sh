@@ -2,14 +2,12 @@ remove() {
     root=$(readlink -f -- "$1") || root=/
     home=$(readlink -f -- "${HOME:-/}") || home=/
     shift
-    alone="--one-file-system --preserve-root=all"
-    [ "$(uname)" != Darwin ] || alone=-x
     for path; do
         [ -e "$path" ] || [ -L "$path" ] || continue
         real=$(readlink -f -- "$path") || real=/
         case "$home/" in "$real"/*) real=/ ;; esac
         case "$real" in
-            "$root"/?*) rm -rf $alone -- "$path" || failed=1 ;;
+            "$root"/?*) rm -rf --one-file-system --preserve-root=all -- "$path" || failed=1 ;;
             *) echo "$path is not below $root, or holds a home: it stays" >&2; return 1 ;;
         esac
     done

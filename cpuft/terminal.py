@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import math
@@ -10,12 +11,26 @@ import select
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 from cpuft.errors import CpuftError, escape_controls
 
 _READER_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
 """Errors of a write when the reader of a pipe, a terminal or a socket is gone, so that nobody misses the output."""
+
+
+_PLAIN = "cpuft.plain"
+
+
+def _write_plainly(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replace the lines of tables by hyphens where the encoding lacks them, as Windows' does, and escape the rest."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return ("-" * len(text), error.end) if {*text} == {"\u2500"} else codecs.backslashreplace_errors(error)
+
+
+codecs.register_error(_PLAIN, _write_plainly)
 
 
 class _ProtectedFile(io.FileIO):
@@ -56,7 +71,7 @@ def _make_protected(stream: TextIO | None, number: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(_ProtectedFile(number, "w", closefd=False)),
         encoding=stream.encoding if stream else "utf-8",
-        errors="backslashreplace",
+        errors=_PLAIN,
         line_buffering=number == 2 or os.isatty(number) or getattr(stream, "write_through", False),
     )
 
@@ -87,7 +102,8 @@ def detect_dead_peer(connection: socket.socket, seconds: float = DEAD_PEER_SECON
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in limits:
         if option := getattr(socket, f"TCP_{name}", 0):  # Linux has them all
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            with suppress(OSError):  # Windows, before 2017
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 WIDTH = 120

@@ -60,6 +60,12 @@ print so many bytes before the command begins."""
 _KINDS = {"-": FILE, "d": FOLDER, "l": "symbolic link", "p": "pipe", "s": "socket"}
 _BUNDLE = re.compile(r"[0-9a-f]{24}(\.[A-Za-z0-9_]{6,8})?")
 _CHECKPOINT = re.compile(r"[0-9]+\.[0-9]+")
+_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Flags with which every system opens files alike: Windows translates the ends of lines without."""
+NO_WAIT, NO_LINK = _FLAGS | getattr(os, "O_NONBLOCK", 0), _FLAGS | getattr(os, "O_NOFOLLOW", 0)
+"""The same flags, and that opening does not wait at a named pipe, or fails at a link. Windows has neither."""
+_LOCKED_BYTE = 1 << 30
+"""Windows locks bytes, which nobody else can read then, rather than a file: one behind all that a lock file has."""
 
 
 class TransferError(Exception):
@@ -134,7 +140,7 @@ def walk(
             )
         for inner in sorted(os.listdir(path)):
             if not follow or inner != "__pycache__":
-                below = os.path.join(name, inner)
+                below = f"{name}/{inner}" if name else inner
                 yield from walk(os.path.join(path, inner), below, follow, (*above, folder))
 
 
@@ -186,8 +192,9 @@ def _list_batches(entries: "Sequence[FileEntry]") -> "Iterator[list[Block]]":
 
 def _read_block(block: Block) -> bytes:
     entry = block.entry
-    with os.fdopen(os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", 0) as file:
-        data = os.pread(file.fileno(), block.size, block.place * BLOCK)
+    with os.fdopen(os.open(entry.path, os.O_RDONLY | NO_WAIT), "rb", 0) as file:
+        file.seek(block.place * BLOCK)
+        data = file.read(block.size)
         state = os.fstat(file.fileno())
     if len(data) != block.size or (state.st_size, state.st_mtime_ns) != (entry.size, entry.time):
         raise TransferError(f"{entry.path} has changed while it was read: try again when no program writes to it")
@@ -213,9 +220,11 @@ class Stream:
     lost, or nothing moves.
     """
 
-    def __init__(self, source: int, target: int) -> None:
+    def __init__(self, source: int, target: int, stop: "Callable[[], None]" = lambda: None) -> None:
+        """`stop` ends the other side if nothing moves on Windows."""
+        pipes = [_WaitingPipe(one, stop) if sys.platform == "win32" else _Pipe(one) for one in (source, target)]
         # No BufferedWriter, which would write at its end, perhaps to another file with the same descriptor.
-        self._source, self._target = io.BufferedReader(_Pipe(source), _SMALL), _Pipe(target)
+        self._source, self._target = io.BufferedReader(pipes[0], _SMALL), pipes[1]
         self._written, self._flushed_at = bytearray(), time.monotonic()
 
     def read(self, size: int) -> bytes:
@@ -294,6 +303,36 @@ class _Pipe(io.RawIOBase):
             raise LostError(f"the other side has {verb} nothing for {STALLED_SECONDS:.0f} s")
 
 
+class _WaitingPipe(io.RawIOBase):
+    """The same on Windows, where no call waits for a pipe with a limit: a thread waits and ends with the other side."""
+
+    def __init__(self, file: int, stop: "Callable[[], None]") -> None:
+        import concurrent.futures
+
+        self._file, self._stop, self._pool = file, stop, concurrent.futures.ThreadPoolExecutor(1)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, place: "Any") -> int:
+        data = self._wait("sent", os.read, len(place))
+        place[: len(data)] = data
+        return len(data)
+
+    def write(self, data: "Any") -> int:
+        return self._wait("taken", os.write, data)
+
+    def _wait(self, verb: str, function: "Callable[..., T]", argument: "Any") -> "T":
+        import concurrent.futures
+
+        try:
+            with _raise_lost():
+                return self._pool.submit(function, self._file, argument).result(STALLED_SECONDS)
+        except concurrent.futures.TimeoutError:
+            self._stop()
+            raise LostError(f"the other side has {verb} nothing for {STALLED_SECONDS:.0f} s") from None
+
+
 @contextlib.contextmanager
 def connect(command: "Sequence[str]") -> "Iterator[Stream]":
     """Start a command that runs FROM_STREAM on a host, yield the stream to it, and wait for its end. Raises
@@ -308,7 +347,7 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
     assert process.stdout
     problem, seconds = None, _END_SECONDS
     try:
-        stream = Stream(process.stdout.fileno(), process.stdin.fileno())
+        stream = Stream(process.stdout.fileno(), process.stdin.fileno(), process.kill)
         stream.write(b"%d\n%b" % (len(program), program))
         stream.flush()
         stream.skip_noise()
@@ -390,18 +429,40 @@ def open_part(folder: str) -> "Iterator[str]":
     finally:
         if lock >= 0:
             os.close(lock)
+            if sys.platform == "win32" and not os.path.exists(files):
+                _remove(folder)  # Windows removes no file that is open
 
 
 def lock_file(file: "Any", is_shared: bool = False, waits: bool = False) -> None:
-    """Lock an open file until it is closed, exclusively unless `is_shared`. Raises BlockingIOError: another process has
-    the lock, and this one does not wait (`waits`). Raises another OSError: the file system has no locks, or this is
-    Windows.
+    """Lock an open file until it is closed, exclusively unless `is_shared` (on Windows always). Raises BlockingIOError:
+    another process has the lock, and this one does not wait (`waits`). Raises another OSError: the file system has no
+    locks.
     """
+    if sys.platform == "win32":
+        _lock_byte(file if isinstance(file, int) else file.fileno(), waits)
+    else:
+        import fcntl  # Windows has none
+
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+
+
+def _lock_byte(file: int, waits: bool) -> None:
+    import importlib
+
+    windows: Any = importlib.import_module("msvcrt")  # as which mypy knows none on other systems
+    place = os.lseek(file, 0, os.SEEK_CUR)
+    os.lseek(file, _LOCKED_BYTE, os.SEEK_SET)
     try:
-        import fcntl
-    except ImportError:
-        raise OSError("this system has no locks of files") from None
-    fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+        while True:
+            try:
+                windows.locking(file, windows.LK_NBLCK, 1)
+                return
+            except PermissionError:
+                if not waits:
+                    raise BlockingIOError("another process has the lock") from None
+            time.sleep(0.1)
+    finally:
+        os.lseek(file, place, os.SEEK_SET)
 
 
 def open_locked(path: str, seconds: float = 0.0) -> int:
@@ -410,7 +471,7 @@ def open_locked(path: str, seconds: float = 0.0) -> int:
     """
     end = time.monotonic() + seconds
     while True:
-        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        held = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
         try:
             lock_file(held)
         except BlockingIOError:
@@ -508,7 +569,7 @@ def _check_names(entries: "Sequence[FileEntry]") -> "dict[str, str]":
     named: set[str] = set()
     for entry in entries:
         parts = entry.name.split("/")
-        if "" in parts or "." in parts or ".." in parts or "\0" in entry.name:
+        if "" in parts or "." in parts or ".." in parts or "\0" in entry.name or _is_special(entry.name):
             raise RefusedError(
                 f"the other side sent a file named {entry.name!r}, which is outside the folder: "
                 "cpuft never does that, so check the host before you use it again"
@@ -523,11 +584,16 @@ def _check_names(entries: "Sequence[FileEntry]") -> "dict[str, str]":
     return kinds
 
 
+def _is_special(name: str) -> bool:
+    """Return whether Windows would take a name for a path, a drive or a stream."""
+    return sys.platform == "win32" and any(character in name for character in "\\:")
+
+
 def _prune(part: str, kinds: "dict[str, str]") -> None:
     for folder, folders, files in os.walk(part, topdown=False):
         for name, kind in (*((name, FILE) for name in files), *((name, FOLDER) for name in folders)):
             path = os.path.join(folder, name)
-            if kinds.get(os.path.relpath(path, part)) != kind:
+            if kinds.get(os.path.relpath(path, part).replace(os.sep, "/")) != kind:
                 (os.rmdir if kind == FOLDER else os.unlink)(path)
 
 
@@ -550,16 +616,17 @@ def _write_blocks(batch: "list[tuple[Block, bytes, bytes]]") -> "list[bytes]":
             raise TransferError(f"{block.entry.name} was damaged on its way")
         digests.append(digest)
         if data:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(block.entry.path, flags, 0o600), "wb") as file:
+            with os.fdopen(os.open(block.entry.path, os.O_WRONLY | os.O_CREAT | NO_LINK, 0o600), "wb") as file:
                 file.seek(block.place * BLOCK)
                 file.write(data)
     return digests
 
 
 def sync(path: str) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Bring a file, or the names in a folder, to the disk. Windows does not do the latter."""
+    if sys.platform == "win32" and os.path.isdir(path):
+        return
+    held = os.open(path, (os.O_RDWR if sys.platform == "win32" else os.O_RDONLY) | _FLAGS)
     try:
         os.fsync(held)
     finally:

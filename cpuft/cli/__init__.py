@@ -18,7 +18,6 @@ from cpuft.errors import (
     CpuftError,
     Interrupted,
     explain_os_error,
-    refuse_other_systems,
     suggest_names,
 )
 from cpuft.terminal import check_stdout, protect_streams
@@ -48,8 +47,6 @@ VERBS = {
     "submit": "Submit a launch to Slurm, Kubernetes or a cloud, as a job that resumes after interruptions.",
 }
 """Each verb's first sentence of help, so that `cpuft --help` imports no verb. NAME is in the module cpuft.cli.NAME."""
-_ON_WINDOWS = ("errors", "estimate", "logs", "push", "report", "runs", "stop", "submit")
-"""Verbs that need neither ranks, nor a shell, nor locks on this machine."""
 
 
 class _LazyGroup(click.Group):
@@ -69,8 +66,6 @@ class _LazyGroup(click.Group):
         if sys.platform == "win32":
             # Windows would run an ssh or a scheduler's client that is in the working folder rather than that of PATH.
             os.environ["NODEFAULTCURRENTDIRECTORYINEXEPATH"] = "1"
-            if args[0] not in _ON_WINDOWS:
-                refuse_other_systems(f"cpuft {args[0]}", "install WSL2 with `wsl --install`, and cpuft in it")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

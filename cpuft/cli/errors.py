@@ -8,6 +8,7 @@ import click
 
 from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs, make_options
 from cpuft.config.fields import option
+from cpuft.errors import requires
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +35,11 @@ def errors(run: str, most: int, json: bool, config: str) -> None:
     metric. Pairs of equal or near-identical texts that have different labels follow, and other examples whose labels
     may be wrong, found by confident learning, the method of cleanlab. Texts are shown up to 500 characters.
     """
-    from cpuft.judge.model_errors import format_errors, list_errors
-    from cpuft.judge.predictions import read_predictions
     from cpuft.serialization import format_json
+
+    with requires("train", "the examples are read with NumPy and PyArrow"):
+        from cpuft.judge.model_errors import format_errors, list_errors
+        from cpuft.judge.predictions import read_predictions
 
     found = list_errors(run, read_predictions(run), most)
     click.echo(format_json(dataclasses.asdict(found)) if json else format_errors(found).rstrip("\n"))

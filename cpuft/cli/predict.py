@@ -35,11 +35,6 @@ _RUN_DIR = (
     "Folder of the run that computes embeddings on several hosts; it must not exist yet (default: a new folder in "
     "runs/)"
 )
-_STORE = (
-    'mkdir -p "$(dirname "$1")" && part=$(mktemp "$1.XXXXXX") && '
-    '{ mv -f "$0" "$part" && [ ! -d "$1" ] && mv -f "$part" "$1" || { rm -f "$part"; exit 1; }; }'
-)
-"""Shell program that moves a file, perhaps from another disk, so that its new name never stands for a part of it."""
 
 
 @click.command(
@@ -106,14 +101,14 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
     from cpuft.launch.plan import plan_embedding
     from cpuft.launch.results import NotStoredError
     from cpuft.launch.run_folder import choose_run_dir
-    from cpuft.plans import RunPlan, Step
+    from cpuft.plans import RunPlan, local_step
 
     path = name_embeddings(asked)
     run_dir = choose_run_dir(config.run_dir, f"embeddings-np{config.np}")
     result = Path(run_dir, f"embeddings{path.suffix}")
     cluster = gather_cluster(config)
     plan = plan_embedding(cluster, config, replace(asked, output=result.name), run_dir, os.environ)
-    store = Step(f"move the embeddings to {path}", ("sh", "-c", _STORE, str(result), str(path.absolute())))
+    store = local_step(f"move the embeddings to {path}", "move", str(result), str(path.absolute()))
     if dry_run:
         print_plans([plan, RunPlan(results=((store,),))])
         return

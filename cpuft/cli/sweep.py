@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -212,7 +211,7 @@ def _carry_out(folder: str, config: SweepConfig, options: list[str], places: lis
             failed = queue.run(stack.enter_context(show_status(found, len(places))))
         except Interrupted as stopped:
             say(f"cpuft: the sweep was stopped by {stopped}: continue it with cpuft sweep --resume {folder}")
-            sys.exit(RESUMABLE if stopped.exit_code == 128 + signal.SIGUSR1 else stopped.exit_code)
+            sys.exit(RESUMABLE if str(stopped) == "SIGUSR1" else stopped.exit_code)
     click.echo(format_sweep(found), nl=False)
     click.echo(f"sweep: {folder}")
     sys.exit(1 if failed else 0)

@@ -316,6 +316,8 @@ def _check_line(option: str, value: str, refused: str = "") -> str:
 def _quote(option: str, value: str) -> str:
     """Return `value` as one word of ssh_config, in quotation marks where it has spaces or could begin a comment."""
     _check_line(option, value, '"')
+    if sys.platform == "win32" and os.path.isabs(value):
+        value = value.replace("\\", "/")  # which ssh would take for an escape
     return f'"{value}"' if " " in value or value.startswith("#") else value
 
 

@@ -7,6 +7,7 @@ the run folder here, where `cpuft launch --resume` finds it if the head host is 
 from __future__ import annotations
 
 import os
+import posixpath
 import shutil
 import sys
 import threading
@@ -51,7 +52,7 @@ def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Ite
         if folder := find_checkpoint_here(run_dir, part):
             files = sorted(folder.iterdir(), reverse=True)
             nbytes = sum(file.stat().st_size for file in files)
-            bundles.append(Bundle(tuple(files), os.path.join(work, CHECKPOINTS, part, folder.name), nbytes, True))
+            bundles.append(Bundle(tuple(files), posixpath.join(work, CHECKPOINTS, part, folder.name), nbytes, True))
     return tuple(bundles)
 
 

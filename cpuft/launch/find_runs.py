@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -32,13 +33,15 @@ def list_heads(config: LaunchConfig) -> list[Head]:
 
 def list_known_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
     """Return [`config`] if it names a cluster or hostfile; else, sorted, a config for each that was named when a noted
-    detached run was started, and still exists, or if there is none [`config`].
+    detached run was started, and still exists, or if there is none [`config`] on Linux, whose machine may have runs.
     """
     if config.cluster or config.hostfile:
         return [config]
     clusters = {"", *(name for root in search_roots(environ) for name in list_names(root))}
     places = sorted({_find_place(note) for note in list_detached(environ)}, key=str)
-    return [one for one in places if one.cluster in clusters and os.path.exists(one.hostfile or "/")] or [config]
+    return [one for one in places if one.cluster in clusters and os.path.exists(one.hostfile or "/")] or (
+        [config] if sys.platform == "linux" else []
+    )
 
 
 def _find_place(note: LaunchNote) -> LaunchConfig:

@@ -202,7 +202,7 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
         # Python looks for modules where a link to a script leads. abspath is without "..", unlike Path.absolute.
         path = Path((os.path.realpath if is_script else os.path.abspath)(value))
         # The bare name of a program is looked up in the host's own PATH.
-        is_name = index == 0 and "/" not in value
+        is_name = index == 0 and not os.path.dirname(value)
         is_sendable = os.path.isfile(path) or os.path.isdir(path)  # unlike a device such as /dev/null, or a pipe
         if is_name or not value or not is_sendable or path in (Path.cwd(), *Path.cwd().parents):
             argv.append(argument)

@@ -16,7 +16,7 @@ from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run_locks import lock_run
 from cpuft.launch.run_state import RunState, format_state
-from cpuft.plans import Step
+from cpuft.plans import Step, local_step
 
 LEAST_FREE_BYTES = 256 << 20
 """Free bytes that the disk of a new run folder must have. A trained encoder takes a few hundred MB."""
@@ -86,8 +86,6 @@ def plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None) 
 
 def plan_claim(run_dir: str, state: RunState, is_resumed: bool) -> Step:
     """Return the step that makes the run folder here and writes the state to it; fails if a new run's folder exists."""
-    make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}/" && mkdir "$1"'
-    script = f'{make} && cat >"$2.new" && mv "$2.new" "$2"'
-    words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{STATE_FILE}")
+    words = ("claim", run_dir, f"{run_dir}/{STATE_FILE}", "1" if is_resumed else "")
     # No argument may be longer than 128 KiB, and the state names the host of each rank.
-    return Step("make the run folder on this machine", words, stdin=format_state(state))
+    return local_step("make the run folder on this machine", *words, stdin=format_state(state))

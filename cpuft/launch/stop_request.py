@@ -56,7 +56,7 @@ class StopRequest:
             seconds = self.ctrl_c_seconds
         if seconds > 0:
             self.deadline = time.monotonic() + seconds
-        if seconds > 0 or signal_number == signal.SIGUSR1:
+        if seconds > 0 or signal.Signals(signal_number).name == "SIGUSR1":
             self.signal_number = self.signal_number or signal_number
             return True
         return False

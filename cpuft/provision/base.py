@@ -68,7 +68,7 @@ class Provider(ABC, Generic[C, F]):
         self.environ = environ
         self.root = registry.state_root(environ)
         self.directory = self.root / self.name
-        self.hostfile = entry.hostfile if entry else str(Path(registry.HOSTFILES, self.name).absolute())
+        self.hostfile = entry.hostfile if entry else Path(registry.HOSTFILES, self.name).absolute().as_posix()
 
     @classmethod
     def from_entry(cls, entry: Entry, environ: Mapping[str, str]) -> Provider[C, F]:
@@ -124,7 +124,7 @@ class Provider(ABC, Generic[C, F]):
                 f"{self.name} is a cluster of kind {entry.kind} already: choose another --name, or cpuft provision "
                 f"down {self.name}"
             )
-        check_places(str(self.directory), self.hostfile)
+        check_places(self.directory.as_posix(), self.hostfile)
 
     def find_record(self) -> Entry | None:
         """Return the record of this name, perhaps of another kind or region; None without a readable one."""

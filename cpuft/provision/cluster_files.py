@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.files import REMOVE, read_raw
+from cpuft.files import read_raw
 from cpuft.hosts.registry import FILE_NAME, carries_mark
-from cpuft.plans import Step
+from cpuft.plans import Step, local_step
 
 KEY_MARK = "cpuft"
 """Comment of the keys that cpuft makes: the last word of their .pub files."""
 _PRIVATE = ("host_key", "id_ed25519")
-_REMOVAL = REMOVE + Path(__file__).with_name("cluster_removal.sh").read_text(encoding="utf-8")
-"""Removes the directory last, because the record in it is how a second attempt finds the rest."""
 _KEYGEN = """set -eu
 umask 077
 mkdir -p "$(dirname "$1")"
@@ -34,8 +32,8 @@ def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
     file is "".
     """
     paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
-    texts = {str(path): "private" if path.name in _PRIVATE else read_raw(path) for path in paths}
-    return texts | ({str(hostfile): read_raw(hostfile)} if hostfile.exists() else {})
+    texts = {path.as_posix(): "private" if path.name in _PRIVATE else read_raw(path) for path in paths}
+    return texts | ({hostfile.as_posix(): read_raw(hostfile)} if hostfile.exists() else {})
 
 
 def check_prefix(prefix: str) -> None:
@@ -71,16 +69,20 @@ def plan_removal(files: Mapping[str, str], directory: str, hostfile: str) -> tup
     if not is_ours(files, directory):
         return ()
     mine = (hostfile,) if carries_mark(files.get(hostfile, "")) else ()
-    return (Step("remove its keys, files and hostfile", ("sh", "-c", _REMOVAL, "remove", directory, *mine)),)
+    return (local_step("remove its keys, files and hostfile", "remove_cluster", directory, *mine),)
 
 
 def plan_key(path: str, why: str, comment: str = KEY_MARK, host: str = "") -> Step:
     """Return the step on `host` ("": here) that makes or replaces an ed25519 key, `path` and `path`.pub."""
+    if not host:
+        return local_step(why, "make_key", path, comment)
     return Step(why, ("sh", "-c", _KEYGEN, "keygen", path, comment), host=host)
 
 
 def plan_file(path: str, text: str, why: str, host: str = "") -> Step:
     """Return the step on `host` ("": here) that makes a file's folder, and writes or replaces the file atomically."""
+    if not host:
+        return local_step(why, "write", path, stdin=text)
     # A new folder is writable by its owner only, because cpuft trusts no record in a folder that others can write to.
     script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod 644 "$1.new"; '
     script += 'mv -f "$1.new" "$1"'

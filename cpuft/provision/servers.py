@@ -182,7 +182,7 @@ class ClusterFacts:
     @property
     def directory(self) -> str:
         """Directory of the cluster's files on this machine; only the hostfile is elsewhere."""
-        return str(Path(self.entry.ssh_config).parent)
+        return Path(self.entry.ssh_config).parent.as_posix()
 
     @property
     def head_hosts(self) -> tuple[tuple[Member, ServerFacts], ...]:
@@ -424,7 +424,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
             yield SshTransport(path_of(config), here=self.here)
 
     def _make_transport(self) -> SshTransport:
-        return SshTransport(str(self.directory / "ssh_config"), here=self.here)
+        return SshTransport((self.directory / "ssh_config").as_posix(), here=self.here)
 
     def _list_members(self) -> tuple[Member, ...]:
         return tuple(replace(member, key=self.keys.get(member.known_name, "")) for member in self.members)
@@ -472,7 +472,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         surveys = map_hosts(partial(self._survey, transport), self.members)
         files = read_files(self.directory, Path(self.hostfile))
         # The plan must use the configuration that will be in the cluster's directory, not one in memory.
-        permanent = {transport.config: str(self.directory / "ssh_config")}
+        permanent = {transport.config: (self.directory / "ssh_config").as_posix()}
         command_prefixes = {
             member.address: tuple(permanent.get(word, word) for word in transport.command_prefix(Host(member.address)))
             for member in self.members
@@ -483,7 +483,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     def _make_entry(self) -> Entry:
         # --accept-host-keys applies to one run only.
         options = {key: str(value) for key, value in asdict(replace(self.config, accept_host_keys=False)).items()}
-        here, there = str(self.directory / "ssh_config"), f"{_cluster_dir(self.config)}/ssh_config"
+        here, there = (self.directory / "ssh_config").as_posix(), f"{_cluster_dir(self.config)}/ssh_config"
         python = f"{self.config.prefix}/env/bin/python"
         return Entry(self.name, self.kind, self.hostfile, here, python, {}, options, there)
 
@@ -512,4 +512,4 @@ def _split_hosts(text: str) -> list[str]:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if path else ""
+    return Path(path).expanduser().absolute().as_posix() if path else ""

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-SIGNAL = signal.SIGURG
+SIGNAL = getattr(signal, "SIGURG", signal.SIGTERM)  # the launcher imports this file on Windows, too
 """Requests the stacks. A process without a handler ignores this signal, so that none is ended by mistake."""
 STACK_FILE, REPORT_FILE = "cpuft-stack", "cpuft-report"
 _POLL_SECONDS = 0.02

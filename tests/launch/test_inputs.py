@@ -498,17 +498,6 @@ def test_prepared_examples_are_copied_to_the_other_hosts() -> None:
     assert add_transfers(plan, (), {}, one, "/runs/run").prepare == plan.prepare
 
 
-def test_a_run_folder_may_lie_in_the_root_folder(tmp_path: Path) -> None:
-    (tmp_path / "mkdir").write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
-    (tmp_path / "mkdir").chmod(0o755)
-    made = add_transfers(RunPlan(make=((Step("make", ("make",)),),)), (), {}, AWAY, "/run-of-a-test")
-    ((step,),) = made.claim
-    done = subprocess.run(
-        step.command, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True
-    )
-    assert done.stdout == "<-p></></run-of-a-test>"
-
-
 def make_cluster(hosts: int) -> Cluster:
     """A cluster whose hosts have told their facts."""
     names = [f"n{number}" for number in range(1, hosts + 1)]

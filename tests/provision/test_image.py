@@ -126,7 +126,8 @@ WHEELS = (
 def test_an_image_is_built_beside_its_place_without_host_keys() -> None:
     plan = plan_image(RECIPE, "/images/a", replace(FACTS, supply=Supply(WHEELS)))
     steps = [stage[0] for stage in plan.stages]
-    programs = ["sh", "sh", "debootstrap", sys.executable, "install", "chroot", "sh", "unshare", "sh", sys.executable]
+    here = sys.executable
+    programs = ["sh", here, "debootstrap", here, "install", "chroot", here, "unshare", "sh", here]
     assert [step.command[0] for step in steps] == programs
     assert steps[2].command[-2:] == ("bookworm", "/images/a.new")
     assert steps[4].command[-2:] == ("/w/pip-26.whl", "/w/a.whl")

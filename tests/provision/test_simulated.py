@@ -205,7 +205,7 @@ def test_down_removes_files_last() -> None:
 def removals(files: dict[str, str], bridge: bool = False) -> list[tuple[str, ...]]:
     """Return what the last step of `down` removes, given these files by path."""
     stages = plan_cluster_down(CONFIG, replace(EMPTY, bridge=bridge, files=files)).stages
-    return [step.command[4:] for stage in stages for step in stage if step.command[3] == "remove"]
+    return [step.command[4:] for stage in stages for step in stage if step.command[3] == "remove_cluster"]
 
 
 @pytest.mark.parametrize("bridge", [False, True])

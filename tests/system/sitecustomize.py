@@ -34,11 +34,11 @@ LINUX: dict[ModuleType, str] = {
     socket: "TCP_USER_TIMEOUT AF_NETLINK AF_PACKET",
 }
 UNIX: dict[ModuleType, str] = {
-    os: "getuid geteuid getgid getegid getgroups fork openpty killpg setsid getpgid getsid uname sysconf statvfs "
-    "getloadavg chown lchown mkfifo nice pread pwrite readv writev preadv pwritev O_NOFOLLOW O_CLOEXEC O_NONBLOCK "
-    "O_DIRECTORY O_SYNC",
-    signal: "SIGKILL SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGALRM SIGCHLD SIGPIPE SIGTSTP SIGCONT SIGSTOP pthread_sigmask "
-    "pthread_kill sigwait setitimer alarm siginterrupt",
+    os: "getuid geteuid getgid getegid getgroups fork openpty killpg setsid getpgid getsid uname sysconf "
+    "getloadavg chown lchown mkfifo nice pread pwrite readv writev preadv pwritev set_blocking O_NOFOLLOW O_CLOEXEC "
+    "O_NONBLOCK O_DIRECTORY O_SYNC",
+    signal: "SIGKILL SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGURG SIGALRM SIGCHLD SIGPIPE SIGTSTP SIGCONT SIGSTOP "
+    "pthread_sigmask pthread_kill sigwait setitimer alarm siginterrupt",
     select: "poll",
     socket: "AF_UNIX",
 }
@@ -51,6 +51,34 @@ class _NoUnixModules(importlib.abc.MetaPathFinder):
         if name in UNIX_MODULES:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return None
+
+
+class _Library:
+    """A library of Windows, all of whose functions return 1."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*arguments: Any) -> int:
+            return 1
+
+        setattr(self, name, function)
+        return function
+
+
+def _make_locks() -> ModuleType:
+    """Return msvcrt with the locks of this machine, of which a process has its own."""
+    windows, lock = ModuleType("msvcrt"), fcntl.flock
+
+    def locking(file: int, mode: int, size: int) -> None:
+        try:
+            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PermissionError(error.errno, error.strerror) from None
+
+    vars(windows).update(LK_NBLCK=2, locking=locking)
+    return windows
 
 
 def _remove(names: dict[ModuleType, str]) -> None:
@@ -122,6 +150,9 @@ else:
     # These choose by the system when they are imported, and would look for Windows itself.
     for name in ("click", "click.shell_completion", "paramiko", "rich.console", "rich.table", "numpy", "subprocess"):
         importlib.import_module(name)
+    sys.modules["msvcrt"] = _make_locks()
+    vars(ctypes)["WinDLL"] = _Library
+    vars(sys.modules["subprocess"])["CREATE_NEW_PROCESS_GROUP"] = 0
     for name in UNIX_MODULES:
         sys.modules.pop(name, None)
     sys.meta_path.insert(0, _NoUnixModules())

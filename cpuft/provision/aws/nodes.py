@@ -43,7 +43,7 @@ class Nodes(Servers):
         servers_config = HostsConfig(hosts, config.name, "root", prefix=config.prefix, wheels=config.wheels)
         super().__init__(servers_config, environ)
         self.hostfile = hostfile
-        self.config = replace(self.config, key=str(self.directory / "id_ed25519"))
+        self.config = replace(self.config, key=(self.directory / "id_ed25519").as_posix())
         self.members = tuple(
             Member(one.private, one.private, "root", reached=one.public, mark=one.id) for one in instances
         )
@@ -55,7 +55,7 @@ class Nodes(Servers):
         self._until, self._limit = group.until, max(group.until, group.limit)
 
     def _make_entry(self) -> Entry:
-        return make_entry(self._aws_config, str(self.directory), self.hostfile, self._until, self._has_spot)
+        return make_entry(self._aws_config, self.directory.as_posix(), self.hostfile, self._until, self._has_spot)
 
     def secure_lease(self, say: Callable[[str], None]) -> None:
         """Verify over ssh that all instances terminate themselves when their lease ends, or make them do so.

@@ -95,7 +95,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
         parse_limit(config.lease_limit, parse_lease(config.lease))
         self.services = services or Services()
         self.client = self.services.open_client(config.region)
-        wheels = str(Path(config.wheels).absolute()) if config.wheels else ""
+        wheels = Path(config.wheels).absolute().as_posix() if config.wheels else ""
         self.config = replace(config, region=self.client.region, wheels=wheels)
         self.summary = f"{config.nodes} x {config.type}"
         self._refused: dict[tuple[str, str], str] = {}
@@ -165,7 +165,7 @@ class Aws(Provider[AwsConfig, RentalFacts]):
             self._find_resources(),
             # The directory belongs to the cluster in its record. This one is then as on another machine.
             {} if self._find_other() else read_files(self.directory, Path(self.hostfile)),
-            str(self.directory),
+            self.directory.as_posix(),
             self.hostfile,
             self.client.region,
             refused=self._refused,
