@@ -101,7 +101,13 @@ def install_command(*extras: str) -> str:
     is_checkout = (package.parent / "setup.cfg").is_file()
     what = ("-e", f"{package.parent}{names}") if is_checkout else (f"cpuft{names}=={cpuft.__version__}",)
     index = ("--extra-index-url", CPU_INDEX) if "train" in extras else ()
-    words = (sys.executable, "-m", "pip", "install", "-c", str(package / "constraints.txt"), *index, *what)
+    return format_command(
+        (sys.executable, "-m", "pip", "install", "-c", str(package / "constraints.txt"), *index, *what)
+    )
+
+
+def format_command(words: Sequence[str]) -> str:
+    """Return a command line that the user can type on this machine."""
     if sys.platform == "win32":  # cmd knows no single quotation marks; PowerShell needs "& " before a quoted path
         return " ".join(f'"{word}"' if " " in word else word for word in words)
     return shlex.join(words)

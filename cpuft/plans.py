@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cpuft.argv import make_shell_line
+from cpuft.errors import format_command
 
 _LOCAL_FILES = Path(__file__).with_name("local_files.py")
 
@@ -116,7 +117,7 @@ class RunPlan:
 
     def format_resume(self, run_dir: str) -> str:
         """Return the shell line that resumes the run with this folder; it names no hosts, which are noted elsewhere."""
-        return shlex.join(("cpuft", "launch", "--resume", run_dir, *self.script_words))
+        return format_command(("cpuft", "launch", "--resume", run_dir, *self.script_words))
 
     def for_head_host(self) -> RunPlan:
         """Return `prepare` and `ranks`, which the head host executes by itself, and the notes; no command prefixes."""

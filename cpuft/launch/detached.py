@@ -26,7 +26,7 @@ from cpuft.argv import make_shell_line, module_command
 from cpuft.config.fields import format_flag
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TRAINING_INPUTS, TrainConfig
-from cpuft.errors import RESUMABLE, CpuftError, last_line
+from cpuft.errors import RESUMABLE, CpuftError, format_command, last_line
 from cpuft.execute import Say
 from cpuft.hosts.cluster import (
     DETACHED,
@@ -308,7 +308,7 @@ class Detached:
 
     def describe_commands(self) -> str:
         """Return "cpuft attach ID shows it and fetches its results; cpuft stop ID ends it", with the host's options."""
-        words = shlex.join((self.order.id, *self.head.options))
+        words = format_command((self.order.id, *self.head.options))
         return f"cpuft attach {words} shows it and fetches its results; cpuft stop {words} ends it"
 
     def show(self, until_begun: bool = False, only_past: bool = False) -> int:
@@ -349,7 +349,7 @@ class Detached:
 
     def _advise(self) -> str:
         command = ("cpuft", "launch", "--resume", self.run_dir or "RUN_FOLDER", *self.head.options)
-        return f"continue it with {shlex.join(command)}"
+        return f"continue it with {format_command(command)}"
 
     def _translate(self, text: str) -> str:
         for path, name in {self.order.run_dir: self.run_dir or self.order.run_dir, **self.order.names}.items():

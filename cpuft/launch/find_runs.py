@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 from cpuft.config.launch import LaunchConfig
-from cpuft.errors import CpuftError, escape_controls
+from cpuft.errors import CpuftError, escape_controls, format_command
 from cpuft.hosts.cluster import find_access, read_host_folder, read_hosts
 from cpuft.hosts.registry import list_names, search_roots
 from cpuft.hosts.transport import try_hosts
@@ -129,7 +128,7 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
     """
     return [
         f"the head host of run {note.id} may be lost, and nobody restarts the run then: continue it with cpuft launch "
-        f"--resume {shlex.quote(note.run_dir)}"
+        f"--resume {format_command((note.run_dir,))}"
         for note in list_detached(environ)
         if errors and note.id not in seen and read_host_folder(note.run_dir) and not has_begun(note.run_dir)
     ]

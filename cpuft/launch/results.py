@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from cpuft import execute, transfer
 from cpuft.argv import module_command
-from cpuft.errors import IO_ERROR, CpuftError, Interrupted, join_last_lines, list_names
+from cpuft.errors import IO_ERROR, CpuftError, Interrupted, format_command, join_last_lines, list_names
 from cpuft.execute import Say
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
@@ -144,7 +143,7 @@ def fetch_and_clean_up(plan: RunPlan, run_dir: str, cluster: Cluster, is_finishe
 def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> None:
     """Fetch a run that has finished, and try again for a while: training it again would cost more."""
     name = ("--cluster", cluster.access.entry.name) if cluster.access.entry.name else ()
-    command = shlex.join(("cpuft", "launch", "--resume", run_dir, *name))
+    command = format_command(("cpuft", "launch", "--resume", run_dir, *name))
     where = f"Its results are in {cluster.work_dir(run_dir)} on {cluster.head}, and {command} fetches them"
 
     def fetch_now() -> None:

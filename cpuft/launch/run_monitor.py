@@ -131,8 +131,7 @@ class RunMonitor:
         if self.started < ranks:
             self.started = 0
             for log in list_error_logs(self.logs):
-                with log.open("rb") as file:
-                    self.started += STARTED_MARK.encode() in file.read(_MARK_BYTES)
+                self.started += _has_mark([_read_begin(log)], STARTED_MARK)
             if self.started < ranks and now - self.begun > _STARTS_SECONDS + _STARTS_SECONDS_PER_RANK * ranks:
                 return f"{ranks - self.started} of {ranks} ranks have not started"
             return ""
@@ -142,6 +141,14 @@ class RunMonitor:
             if now - self.ended_at > _ENDS_SECONDS:
                 return f"{ranks - ended} of {ranks} ranks have not ended"
         return ""
+
+    def find_cut_off(self) -> str:
+        """Return a line on the ranks that began and have not ended although mpirun reports success; "" for none."""
+        begun = [log for log in list_error_logs(self.logs) if _has_mark([_read_begin(log)], STARTED_MARK)]
+        ended = (any(_has_mark([read(log)], ENDED_MARK) for read in (_read_end, Path.read_bytes)) for log in begun)
+        cut_off = [log for log, has_ended in zip(begun, ended) if not has_ended]
+        said = f"mpirun reports success, and {len(cut_off)} of {len(self.hosts)} ranks were killed before their end"
+        return f"{said}: see {cut_off[0]}" if cut_off else ""
 
     def _diagnose(self, say: Say, least_seconds: float = 0.0) -> tuple[str, set[str]]:
         return diagnose_run(str(self.logs.parent), self.hosts, self.transport, say, least_seconds)
@@ -184,6 +191,11 @@ def _start_thread(function: Callable[[], set[str]]) -> Future[set[str]]:
 
     threading.Thread(target=call, daemon=True).start()
     return future
+
+
+def _read_begin(log: Path) -> bytes:
+    with log.open("rb") as file:
+        return file.read(_MARK_BYTES)
 
 
 def _read_end(log: Path) -> bytes:

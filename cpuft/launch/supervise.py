@@ -146,7 +146,10 @@ def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit:
                 f"the run was stopped at its time limit ({error}): raise --time-limit, or train for less"
             ) from None
     if not code:
-        return 0
+        monitor.diagnosis = monitor.find_cut_off()
+        if not monitor.diagnosis:
+            return 0
+        code = 1
     failures = read_failures(logs, hosts)
     if ended_to_be_resumed(failures):
         line = find_interruption(str(logs.parent))

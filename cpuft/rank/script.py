@@ -48,7 +48,7 @@ from cpuft.rank.connection_check import (
 )
 from cpuft.rank.diagnostics import RECORDER, start_reporting, wait_for_stack_dump
 from cpuft.rank.interruption import handle_interruption
-from cpuft.rank.process import format_failure
+from cpuft.rank.process import format_failure, leave_job
 from cpuft.rank.world import parse_world
 
 _POLL_SECONDS = 0.01
@@ -260,6 +260,8 @@ def _finalize_mpi() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and sys.modules["mpi4py"].rc.finalize is not False and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
+    if mpi and "cpuft.comm.backends.mpi" not in sys.modules:  # which has done so
+        leave_job(mpi, os.environ)
 
 
 def flush_and_exit(code: int) -> NoReturn:

@@ -33,7 +33,7 @@ from cpuft.launch.run_state import FAILED, INTERRUPTED, LATER_START, LaterStartE
 from cpuft.launch.supervise import run_as_head_host
 from cpuft.plans import Plan, RunPlan, Setting, Step
 from cpuft.rank import kill
-from cpuft.rank.process import format_failure
+from cpuft.rank.process import ENDED_MARK, STARTED_MARK, format_failure
 from cpuft.rank.world import World
 from cpuft.transfer import open_locked
 from tests.records import make_state
@@ -46,6 +46,19 @@ class Lost(SshTransport):
 
     def find_unreachable(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return {"b"}.intersection(names)
+
+
+def test_a_killed_rank_is_no_success_whatever_mpirun_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
+    begun, ended = f"{STARTED_MARK} rank N on a", f"{ENDED_MARK} rank N on a"
+    write = (
+        f"cd {run}/logs; (echo '{begun}'; seq 9999; echo '{ended}'; seq 9999) >rank-0.err; echo '{begun}' >rank-1.err"
+    )
+    plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", write)),),))
+    assert run_as_head_host(plan, str(run), make_state("localhost", "localhost"), 0.0, SshTransport()) == 1
+    said = "cpuft: mpirun reports success, and 1 of 2 ranks were killed before their end: see "
+    assert capfd.readouterr().err.splitlines()[-1] == f"{said}{run}/logs/rank-1.err"
 
 
 def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +17,7 @@ from cpuft.errors import CpuftError
 from cpuft.rank.process import (
     FAILED_MARK,
     abort_job,
+    leave_job,
     parse_cores,
     parse_failure,
     parse_missing_ranks,
@@ -118,6 +122,26 @@ def test_hydra_is_told_to_abort_and_srun_is_not(launcher: dict[str, str], messag
     os.close(writing)
     with open(reading, "rb") as file:
         assert file.read() == message
+
+
+@pytest.mark.parametrize(
+    ("library", "is_finalized", "message"),
+    [
+        ("MPICH Version:      5.0.2", True, b"cmd=finalize\n"),
+        ("MPICH Version:      5.0.2", False, b""),
+        ("Intel(R) MPI Library 2021.18", True, b""),
+    ],
+)
+def test_hydra_is_told_that_mpich_is_finalized(library: str, is_finalized: bool, message: bytes) -> None:
+    mpi = SimpleNamespace(Is_finalized=lambda: is_finalized, Get_library_version=lambda: library)
+    hydra, rank = socket.socketpair()
+    with hydra, rank:
+        hydra.sendall(b"cmd=finalize_ack rc=0\n")
+        leave_job(mpi, {"PMI_FD": str(rank.fileno())})
+        rank.setblocking(False)
+        assert select.select([rank], [], [], 0)[0] == ([] if message else [rank])  # whether the answer is still there
+        rank.shutdown(socket.SHUT_WR)
+        assert hydra.recv(100) == message
 
 
 @pytest.mark.parametrize("text", ["rank {} on a exit code 1", "rank 0 on a exit code {}", "rank 0 on a exit code 1 {}"])
