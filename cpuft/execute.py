@@ -238,7 +238,7 @@ def open_memory_file() -> Iterator[IO[bytes]]:
         import tempfile
 
         # Windows opens no NamedTemporaryFile by its name.
-        with tempfile.TemporaryDirectory() as folder, open(f"{folder}/file", "w+b") as file:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, open(f"{folder}/file", "w+b") as file:
             yield file
 
 
@@ -313,6 +313,14 @@ def _open_process(command: Sequence[str], environ: Mapping[str, str], stays: boo
     return subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **options)
 
 
+def ask_to_end(process: Process) -> None:
+    """Send a process of `start_process` what Ctrl-C sends; on Windows Ctrl-Break, which alone reaches other groups."""
+    if sys.platform == "win32":
+        process.send_signal(signal.CTRL_BREAK_EVENT)
+    else:
+        process.send_signal(signal.SIGINT)
+
+
 def wait_for_exit(process: Process, seconds: float) -> None:
     """Wait for the end of a process, at most `seconds`: it then runs on."""
     with suppress(subprocess.TimeoutExpired):
@@ -384,6 +392,8 @@ def signals_raise(takes: Callable[[int], bool] = lambda signal_number: False) ->
     received: list[int] = []
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
+        if signal_number == getattr(signal, "SIGBREAK", 0):
+            signal_number = signal.SIGINT  # of `ask_to_end`
         if _held is not None:
             _held.append(signal_number)
         elif not received and not takes(signal_number):

@@ -40,7 +40,11 @@ def move(source: str, path: str) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=os.path.basename(path), dir=os.path.dirname(path)) as beside:
         shutil.move(source, f"{beside}/file")
-        os.replace(f"{beside}/file", path)
+        try:
+            os.replace(f"{beside}/file", path)
+        except OSError:
+            shutil.move(f"{beside}/file", source)
+            raise
 
 
 def make_key(path: str, comment: str) -> None:
@@ -59,8 +63,8 @@ def remove_cluster(directory: str, *files: str) -> None:
     Folders around these that are empty then are removed, too. A link, a folder with the user's home in it and what is
     on another disk stay.
     """
-    home = os.path.realpath(os.path.expanduser("~"))
-    if os.path.islink(directory) or f"{home}{os.sep}".startswith(f"{os.path.realpath(directory)}{os.sep}"):
+    home, real = os.path.realpath(os.path.expanduser("~")), os.path.realpath(directory)
+    if os.path.islink(directory) or f"{home}{os.sep}".startswith(os.path.join(real, "")):
         sys.exit(f"{directory} is a link or holds a home: it stays")
     for file in files:
         with contextlib.suppress(FileNotFoundError):
@@ -68,7 +72,7 @@ def remove_cluster(directory: str, *files: str) -> None:
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(file))
     if os.path.lexists(directory):
-        disk = os.lstat(directory).st_dev
+        disk = os.lstat(os.path.dirname(directory)).st_dev
         for folder, _, _ in os.walk(directory):
             if os.lstat(folder).st_dev != disk:
                 sys.exit(f"{folder} is on another disk: unmount it, and try again")

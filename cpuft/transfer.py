@@ -60,6 +60,8 @@ print so many bytes before the command begins."""
 _KINDS = {"-": FILE, "d": FOLDER, "l": "symbolic link", "p": "pipe", "s": "socket"}
 _BUNDLE = re.compile(r"[0-9a-f]{24}(\.[A-Za-z0-9_]{6,8})?")
 _CHECKPOINT = re.compile(r"[0-9]+\.[0-9]+")
+_SPECIAL = re.compile(r'[\\:*?"<>|]|[. ]$|^(con|prn|aux|nul|(com|lpt)[0-9])(\.|$)', re.IGNORECASE)
+"""In names that Windows takes for paths, drives, streams or devices, or does not hold."""
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """Flags with which every system opens files alike: Windows translates the ends of lines without."""
 NO_WAIT, NO_LINK = _FLAGS | getattr(os, "O_NONBLOCK", 0), _FLAGS | getattr(os, "O_NOFOLLOW", 0)
@@ -130,7 +132,8 @@ def walk(
     if follow and kind not in (FILE, FOLDER):
         return
     if name:
-        yield FileEntry(name, kind, state.st_size if kind == FILE else 0, state.st_mode, state.st_mtime_ns, path)
+        mode = state.st_mode | (0o111 if sys.platform == "win32" else 0)  # which has no bit for programs
+        yield FileEntry(name, kind, state.st_size if kind == FILE else 0, mode, state.st_mtime_ns, path)
     if kind == FOLDER:
         folder = (state.st_dev, state.st_ino)
         if folder in above:
@@ -325,12 +328,12 @@ class _WaitingPipe(io.RawIOBase):
     def _wait(self, verb: str, function: "Callable[..., T]", argument: "Any") -> "T":
         import concurrent.futures
 
-        try:
-            with _raise_lost():
+        with _raise_lost():
+            try:
                 return self._pool.submit(function, self._file, argument).result(STALLED_SECONDS)
-        except concurrent.futures.TimeoutError:
-            self._stop()
-            raise LostError(f"the other side has {verb} nothing for {STALLED_SECONDS:.0f} s") from None
+            except concurrent.futures.TimeoutError:  # an OSError from Python 3.11 on
+                self._stop()
+                raise LostError(f"the other side has {verb} nothing for {STALLED_SECONDS:.0f} s") from None
 
 
 @contextlib.contextmanager
@@ -569,11 +572,13 @@ def _check_names(entries: "Sequence[FileEntry]") -> "dict[str, str]":
     named: set[str] = set()
     for entry in entries:
         parts = entry.name.split("/")
-        if "" in parts or "." in parts or ".." in parts or "\0" in entry.name or _is_special(entry.name):
+        if "" in parts or "." in parts or ".." in parts or "\0" in entry.name:
             raise RefusedError(
                 f"the other side sent a file named {entry.name!r}, which is outside the folder: "
                 "cpuft never does that, so check the host before you use it again"
             )
+        if sys.platform == "win32":
+            _refuse_windows_name(parts, named)
         above = ["/".join(parts[:count]) for count in range(1, len(parts))]
         for name, kind in (*((name, FOLDER) for name in above), (entry.name, entry.kind)):
             if kinds.setdefault(name, kind) != kind:
@@ -584,9 +589,13 @@ def _check_names(entries: "Sequence[FileEntry]") -> "dict[str, str]":
     return kinds
 
 
-def _is_special(name: str) -> bool:
-    """Return whether Windows would take a name for a path, a drive or a stream."""
-    return sys.platform == "win32" and any(character in name for character in "\\:")
+def _refuse_windows_name(parts: "list[str]", named: "set[str]") -> None:
+    name = "/".join(parts)
+    is_taken = any(one != name and one.casefold() == name.casefold() for one in named)
+    is_special = any(_SPECIAL.search(part) for part in parts)
+    if is_taken or is_special:
+        why = "differs only in its letters' case from another one" if is_taken else "is none that Windows can hold"
+        raise RefusedError(f"the name {name!r} {why}: rename the file on the host, or fetch the run with WSL2")
 
 
 def _prune(part: str, kinds: "dict[str, str]") -> None:

@@ -43,6 +43,7 @@ def test_a_moved_file_replaces_a_file_but_no_folder(tmp_path: Path, is_folder: b
     target.mkdir() if is_folder else target.write_text("old")
     assert run("move", tmp_path / "from", target).returncode == int(is_folder)
     assert [one.name for one in target.parent.iterdir()] == ["to"]
+    assert (tmp_path / "from").exists() == is_folder
     assert is_folder or target.read_text() == "new"
 
 

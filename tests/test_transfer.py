@@ -231,6 +231,38 @@ def test_a_list_that_cpuft_would_not_send_is_refused(root: Path, names: list[str
 
 
 @pytest.mark.parametrize(
+    "names, problem",
+    [
+        (["a/..\\..\\x"], "is none that Windows can hold"),
+        (["c:x"], "is none that Windows can hold"),
+        (["a/NUL"], "is none that Windows can hold"),
+        (["com1.txt"], "is none that Windows can hold"),
+        (["a/b."], "is none that Windows can hold"),
+        (["a/x", "A/x"], "differs only in its letters' case"),
+    ],
+)
+def test_windows_refuses_names_that_it_cannot_hold(
+    root: Path, names: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(transfer, "lock_file", lambda file: None)
+    entries = [FileEntry(name, transfer.FILE, 0, 0o644, 0) for name in names]
+    with pytest.raises(RefusedError, match=problem):
+        move(entries, root / "to", Link())
+    assert read_tree(root) == {}
+
+
+def test_windows_ends_the_other_side_when_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(transfer, "STALLED_SECONDS", 0.1)
+    (source, away), (there, target) = os.pipe(), os.pipe()
+    with pytest.raises(LostError, match=r"the other side has sent nothing for 0 s"):
+        Stream(source, target, lambda: os.close(away)).read(1)  # which ends the thread that waits, too
+    for descriptor in (source, there, target):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
     "sent",
     [
         b"GET / HTTP/1.1\r\n",

@@ -37,6 +37,7 @@ _FAILURE_SECONDS = 0.5
 _NEXT_CHECK_SECONDS = 10.0
 """Time until the hosts are asked again after all of them have answered."""
 _MARK_BYTES = 4096
+_LOOKS_FOR_ENDS = 20
 
 
 class StuckError(Exception):
@@ -143,10 +144,15 @@ class RunMonitor:
         return ""
 
     def find_cut_off(self) -> str:
-        """Return a line on the ranks that began and have not ended although mpirun reports success; "" for none."""
-        begun = [log for log in list_error_logs(self.logs) if _has_mark([_read_begin(log)], STARTED_MARK)]
-        ended = (any(_has_mark([read(log)], ENDED_MARK) for read in (_read_end, Path.read_bytes)) for log in begun)
-        cut_off = [log for log, has_ended in zip(begun, ended) if not has_ended]
+        """Return a line on the ranks that began and have not ended although mpirun reports success; "" for none. What
+        other hosts have written may take some seconds to be seen here.
+        """
+        cut_off = [log for log in list_error_logs(self.logs) if _has_mark([_read_begin(log)], STARTED_MARK)]
+        for _ in range(_LOOKS_FOR_ENDS):
+            cut_off = [log for log in cut_off if not _has_ended(log)]
+            if not cut_off:
+                break
+            time.sleep(_CHECK_SECONDS)
         said = f"mpirun reports success, and {len(cut_off)} of {len(self.hosts)} ranks were killed before their end"
         return f"{said}: see {cut_off[0]}" if cut_off else ""
 
@@ -191,6 +197,10 @@ def _start_thread(function: Callable[[], set[str]]) -> Future[set[str]]:
 
     threading.Thread(target=call, daemon=True).start()
     return future
+
+
+def _has_ended(log: Path) -> bool:
+    return any(_has_mark([read(log)], ENDED_MARK, FAILED_MARK) for read in (_read_end, Path.read_bytes))
 
 
 def _read_begin(log: Path) -> bytes:

@@ -43,6 +43,8 @@ OWNER_VARIABLE = "CPUFT_OWNER"
 """Environment variable with the number of the start of the run, which all of its processes have."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ANSWER_SECONDS = 5.0
+_LATE_FINALIZE = (4, 2)
+"""The first version of MPICH that leaves Hydra in an exit handler."""
 
 
 def end_with_parent(signal_number: int = 9) -> None:
@@ -111,16 +113,19 @@ def abort_job(environ: Mapping[str, str], code: int) -> None:
 def leave_job(mpi: Any, environ: Mapping[str, str]) -> None:
     """Tell Hydra that this process has finalized MPICH, if it has, and wait for its answer, at most 5 s. MPICH does so
     in an exit handler of C; without it, Hydra kills all ranks that have not ended and reports success. `mpi` is
-    mpi4py.MPI. Nothing happens with another MPI or without Hydra. Source as for `abort_job`.
+    mpi4py.MPI. Nothing happens with another MPI, without Hydra, or with MPICH before 4.2, whose MPI_Finalize does it.
+    Source as for `abort_job`.
     """
-    if not mpi.Is_finalized() or not mpi.Get_library_version().startswith("MPICH"):
+    version = re.match(r"MPICH Version:\s*(\d+)\.(\d+)", mpi.Get_library_version())
+    if not mpi.Is_finalized() or not version or (int(version[1]), int(version[2])) < _LATE_FINALIZE:
         return
     if environ.get("PMI_FD", "").isdecimal() and not is_started_by_srun(environ):
         with contextlib.suppress(OSError):
             hydra = int(environ["PMI_FD"])
-            os.write(hydra, b"cmd=finalize\n")
-            if select.select([hydra], [], [], _ANSWER_SECONDS)[0]:
-                os.read(hydra, 4096)
+            if stat.S_ISSOCK(os.fstat(hydra).st_mode):
+                os.write(hydra, b"cmd=finalize\n")
+                if select.select([hydra], [], [], _ANSWER_SECONDS)[0]:
+                    os.read(hydra, 4096)
 
 
 def _wait_until_read(pipes: Collection[int], seconds: float = 5.0) -> None:

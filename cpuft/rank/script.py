@@ -260,8 +260,6 @@ def _finalize_mpi() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and sys.modules["mpi4py"].rc.finalize is not False and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-    if mpi and "cpuft.comm.backends.mpi" not in sys.modules:  # which has done so
-        leave_job(mpi, os.environ)
 
 
 def flush_and_exit(code: int) -> NoReturn:
@@ -270,6 +268,8 @@ def flush_and_exit(code: int) -> NoReturn:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, a broken one, or a closed one
             stream.flush()
     ctypes.CDLL(None).fflush(None)
+    if code == 0 and (mpi := sys.modules.get("mpi4py.MPI")):
+        leave_job(mpi, os.environ)
     os._exit(code)
 
 

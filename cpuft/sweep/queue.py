@@ -345,7 +345,7 @@ class SweepQueue:
         end = time.monotonic() + _STOP_SECONDS
         with suppress(Interrupted), execute.signals_raise():
             for one in active:
-                one.process.send_signal(signal.SIGINT)
+                execute.ask_to_end(one.process)
             for one in active:
                 execute.wait_for_exit(one.process, max(0.0, end - time.monotonic()))
         execute.stop_processes([one.process for one in self._active])

@@ -30,7 +30,8 @@ if sys.argv[1] == "cpuft":
 else:
     from mpi4py import MPI
     import torch.distributed as dist
-    dist.init_process_group("gloo")
+    from cpuft import comm
+    comm.start("gloo")
     dist.destroy_process_group()
     MPI.Finalize()
     last()

@@ -129,6 +129,7 @@ def test_hydra_is_told_to_abort_and_srun_is_not(launcher: dict[str, str], messag
     [
         ("MPICH Version:      5.0.2", True, b"cmd=finalize\n"),
         ("MPICH Version:      5.0.2", False, b""),
+        ("MPICH Version:      4.1.2", True, b""),
         ("Intel(R) MPI Library 2021.18", True, b""),
     ],
 )

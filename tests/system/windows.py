@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import socketserver
@@ -192,7 +193,7 @@ def _make_handler(windows: Windows) -> type[socketserver.BaseRequestHandler]:
 def _translate_file(windows: Windows, path: str) -> str:
     """Return the path of a copy of a client configuration that has this machine's paths."""
     there = Path(windows.to_unix(path))
-    copy = there.with_name(f"{there.name}.unix")
+    copy = there.with_name(f"{there.name}.{secrets.token_hex(4)}")
     copy.write_text("\n".join(map(windows.to_unix, there.read_text().splitlines())) + "\n")
     return str(copy)
 

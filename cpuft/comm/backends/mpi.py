@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import Store
 from cpuft.comm.backends.base import Backend
 from cpuft.comm.watchdog import stop_watchdog
 from cpuft.errors import CpuftError, install_command
-from cpuft.rank.process import leave_job
 from cpuft.rank.world import parse_world
 
 FINALIZE_SECONDS = 5.0
@@ -77,7 +76,6 @@ def _finalize(mpi: Any) -> None:
     thread = threading.Thread(target=ctypes.CDLL(mpi.__file__).MPI_Finalize, daemon=True)
     thread.start()
     thread.join(FINALIZE_SECONDS)
-    leave_job(mpi, os.environ)
 
 
 def _sums_correctly(mpi: Any, handle: Any, dtype: torch.dtype) -> bool:
