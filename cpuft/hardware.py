@@ -20,9 +20,10 @@ CLASSES = {
     "avx512_bf16": "AVX512_BF16, no AMX",
     "avx512_vnni": "AVX-512 with VNNI, no bf16",
     "avx2": "AVX2 only",
+    "bf16": "bf16 of Arm",
+    "asimd": "NEON of Arm, no bf16",
 }
-"""Flag -> description of a class of x86 CPUs, the fastest first."""
-_ARM_CLASSES = ("bf16", "asimd")
+"""Flag -> description of a class of CPUs, the fastest first, Arm's behind those of x86."""
 _OLD = ("amx_", "avx512")
 _ISAS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "SSE41": (("amx_", "avx", "f16c", "fma"), "x86-64", "sse2"),
@@ -86,9 +87,8 @@ def list_deciding(flags: Collection[str]) -> list[str]:
 
 
 def cpu_class(flags: tuple[str, ...]) -> str:
-    """Return the key of CLASSES, such as "avx2", for the fastest class of a CPU with these flags; for Arm "bf16", or
-    "asimd" without it; "" for none."""
-    return next((flag for flag in (*CLASSES, *_ARM_CLASSES) if flag in flags), "")
+    """Return the key of CLASSES, such as "avx2", for the fastest class of a CPU with these flags; "" for none."""
+    return next((flag for flag in CLASSES if flag in flags), "")
 
 
 def bf16_hardware(flags: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ from cpuft.hosts.registry import FILE_NAME
 from cpuft.record import read_record
 from tests.conftest import wait_until
 from tests.provision.simulated import Simulated, needs_root, simulate, simulate_servers
-from tests.system.windows import Windows, open_windows
+from tests.system.windows import USER, Windows, open_windows
 from tests.train.tiny import save_tiny, write_rows
 
 pytestmark = [pytest.mark.proof, needs_root]
@@ -43,13 +43,14 @@ def hosts(windows: Windows, tmp_path: Path) -> Iterator[Simulated]:
         here.mkdir(parents=True)
         for name in ("known_hosts", "id_ed25519"):
             shutil.copy(there / name, here)
-        config, inside = (there / "ssh_config").read_text(), f"C:/users/{windows.user}/.local/state/cpuft/clusters/away"
-        (here / "ssh_config").write_text(config.replace(str(there), inside))
+        inside = f"C:/users/{USER}/.local/state/cpuft/clusters/away"
+        config = re.sub(rf"{there}(/\w+)", rf'"{inside}\1"', (there / "ssh_config").read_text())
+        (here / "ssh_config").write_text(config)
         (windows.home / "hostfiles").mkdir(exist_ok=True)
         text = "".join(f"{host.name}\n" for host in made.hosts)
         (windows.home / "hostfiles/away").write_text(f"# Cluster away, made by cpuft provision.\n{text}")
         entry = json.loads((there / FILE_NAME).read_text()) | {"name": "away", "kind": "hosts", "options": {}}
-        entry |= {"hostfile": f"C:/users/{windows.user}/hostfiles/away", "ssh_config": f"{inside}/ssh_config"}
+        entry |= {"hostfile": f"C:/users/{USER}/hostfiles/away", "ssh_config": f"{inside}/ssh_config"}
         entry |= {"shares_files": False, "ssh_config_there": str(there / "ssh_config")}
         (here / FILE_NAME).write_text(json.dumps(entry))
         yield made
@@ -114,7 +115,7 @@ def test_it_starts_shows_stops_resumes_and_fetches_runs(windows: Windows, hosts:
     assert [step.loss for step in records[0].steps] == [step.loss for step in records[1].steps]
     assert len({rank.host for rank in records[0].header.ranks}) == 2
     assert "step 20/20" in windows.cpuft("logs", begun.stdout.split()[-1]).stderr
-    assert re.search(r"launch +detached .* ended, exit code 0 +\S+detached\n", windows.cpuft("runs").stdout)
+    assert re.search(r"launch +detached .* ended, exit code 0 +.+detached\n", windows.cpuft("runs").stdout)
     reported = windows.cpuft("report", "attended", "detached")
     assert (reported.returncode, "2 ranks on 2 simulated hosts" in reported.stdout) == (0, True), reported.stderr
     started = windows.cpuft("launch", *TRAINING, "--max-steps", "4000", "--detach", "--run-dir", "stopped")

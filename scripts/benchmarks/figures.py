@@ -43,14 +43,14 @@ def _is_limited(found: dict[str, Any]) -> bool:
 
 
 def format_figures(kept: dict[str, dict[str, Any]]) -> str:
-    """Return the table of README: how much faster cpuft is than the fastest Trainer on each class of CPU."""
+    """Return the table of README: how much faster cpuft is than the fastest Trainer on each measured class of CPU."""
     lines = [["CPU with", *MODELS.values(), "measured on two cores of"], ["---"] * (2 + len(MODELS))]
-    for name, label in CLASSES.items():
-        found = kept.get(name, {})
+    for name in (one for one in CLASSES if one in kept):
+        found = kept[name]
         headers = [found[model]["header"] for model in MODELS if model in found]
         days = [time.strftime("%Y-%m-%d", time.gmtime(header["time"])) for header in headers]
         machines = dict.fromkeys(f"{header['cpu']}, {day}" for header, day in zip(headers, days))
-        lines.append([label, *(_format_ratio(found.get(model)) for model in MODELS), " and ".join(machines)])
+        lines.append([CLASSES[name], *(_format_ratio(found.get(model)) for model in MODELS), " and ".join(machines)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

