@@ -66,7 +66,9 @@ def protect_streams() -> None:
     sys.stderr = _make_protected(sys.stderr, 2) if sys.stderr is sys.__stderr__ else sys.stderr
 
 
-def _make_protected(stream: TextIO | None, number: int) -> io.TextIOWrapper:
+def _make_protected(stream: TextIO | None, number: int) -> TextIO:
+    if stream and sys.platform == "win32" and stream.isatty():
+        return stream  # a console shows Unicode, but takes bytes for those of an old encoding
     # A locale may lack a character of a message, which must not end a run.
     return io.TextIOWrapper(
         io.BufferedWriter(_ProtectedFile(number, "w", closefd=False)),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from cpuft.execute import run_step
 from cpuft.plans import Step
 from cpuft.record import Writer, read_record
-from cpuft.terminal import detect_dead_peer, format_table
+from cpuft.terminal import detect_dead_peer, format_table, protect_streams
 from tests.conftest import run_shell
 from tests.records import make_record
 from tests.train.tiny import save_tiny
@@ -67,12 +69,31 @@ def test_what_did_not_fit_is_said(verb: str) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("", said, 2)
 
 
+class Console(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_console_of_windows_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console()
+    monkeypatch.setattr(sys, "platform", "win32")
+    for name in ("stdout", "__stdout__"):
+        monkeypatch.setattr(sys, name, console)
+    protect_streams()
+    assert sys.stdout is console
+
+
 @pytest.mark.parametrize("locale", ["C", "POSIX", "de_DE.ISO-8859-1"])
 def test_a_name_that_the_locale_cannot_write_ends_nothing(locale: str) -> None:
     settings = {"LC_ALL": locale, "PYTHONIOENCODING": "latin-1"}
     done = run_shell("cpuft launch --dry-run --run-dir 'ran\u200b\u4e00'", **settings)
     assert done.returncode == 0, done.stderr
     assert "ran\\u200b\\u4e00" in done.stdout
+
+
+def test_lines_of_tables_are_hyphens_where_the_encoding_has_no_others() -> None:
+    done = run_shell("cpuft runs", PYTHONIOENCODING="cp1252")
+    assert (done.returncode, set(done.stdout.splitlines()[1])) == (0, {" ", "-"}), done.stdout
 
 
 def test_under_nohup_a_hangup_ends_nothing() -> None:
