@@ -43,6 +43,7 @@ from cpuft.launch.run_folder import choose_run_dir
 from cpuft.rank.call import CALL_FOLDER, CallHeader, compute_digest, pack_call, python_version, read_result
 from cpuft.record import Record, read_record
 from cpuft.serialization import find_control
+from cpuft.transfer import NO_LINK
 
 if TYPE_CHECKING:
     from cpuft.report.comparison import Comparison
@@ -366,7 +367,7 @@ def _launch_function(
     content = pack_call(header, pickled)
     # mkdtemp makes a folder that only this user can open. The file is copied into the run's folder, once that is made.
     with tempfile.TemporaryDirectory(prefix="cpuft-") as staging:
-        file = os.open(f"{staging}/call", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.open(f"{staging}/call", os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o600)
         with os.fdopen(file, "wb") as stream:
             stream.write(content)
         script = ("python", "-m", _CALL_MODULE, compute_digest(content))

