@@ -263,7 +263,9 @@ def _finalize_mpi() -> None:
 
 
 def flush_and_exit(code: int) -> NoReturn:
-    """Write the buffers of Python and C as far as possible, and end the process at once. No exit handlers run."""
+    """Write the buffers of Python and C as far as possible, and end the process at once. No exit handlers run, so that after
+    success, Hydra is told what MPICH's would tell it (`leave_job`).
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, a broken one, or a closed one
             stream.flush()
