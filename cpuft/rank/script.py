@@ -263,7 +263,7 @@ def _finalize_mpi() -> None:
 
 
 def flush_and_exit(code: int) -> NoReturn:
-    """Write the buffers of Python and C as far as possible, and end the process at once. No exit handlers run, so that after
+    """Write the buffers of Python and C as far as possible, and end the process at once. No exit handlers run: after
     success, Hydra is told what MPICH's would tell it (`leave_job`).
     """
     for stream in (sys.stdout, sys.stderr):
