@@ -58,6 +58,7 @@ _AVX2 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _NEON = frozenset(("asimd",))
+_ARM8_2 = _NEON | {"atomics", "asimdrdm", "crc32"}
 _AMX = ("-march=cooperlake", "-mamx-tile", "-mamx-int8", "-mamx-bf16", *_WIDE)
 MACHINES = {
     "x86_64": (
@@ -67,7 +68,8 @@ MACHINES = {
         Target("avx2", ("-march=haswell", *_WIDE), _AVX2),
     ),
     "aarch64": (
-        Target("bf16", ("-march=armv8.2-a+bf16",), _NEON | {"atomics", "asimdrdm", "crc32", "bf16"}),
+        Target("bf16", ("-march=armv8.2-a+bf16+i8mm",), _ARM8_2 | {"bf16", "i8mm"}),
+        Target("dotprod", ("-march=armv8.2-a+dotprod",), _ARM8_2 | {"asimddp"}),
         Target("neon", ("-march=armv8-a",), _NEON),
     ),
 }

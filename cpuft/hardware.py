@@ -13,7 +13,7 @@ ARCHITECTURES = ("x86_64", "aarch64")
 PRECISIONS = ("auto", "bf16", "fp32", "int8")
 DECIDING_FLAGS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"),
-    *("asimd", "sve", "bf16", "i8mm"),  # of Arm; only its CPUs have asimd, and all of them
+    *("asimd", "sve", "asimddp", "bf16", "i8mm"),  # of Arm; only its CPUs have asimd, and all of them
 )
 CLASSES = {
     "amx_bf16": "AMX",
@@ -135,6 +135,6 @@ def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> 
 def _describe_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:
     if bf16_flag:
         return f"warning: bf16, which this CPU multiplies ({bf16_flag}), is as fast or faster"
-    vnni = next((flag for flag in ("avx512_vnni", "avx_vnni") if flag in cpu_flags), "")
-    used = f"this CPU multiplies 8-bit numbers ({vnni})" if vnni else "torch has no instructions for it on this CPU"
+    flag = next((one for one in ("avx512_vnni", "avx_vnni", "i8mm", "asimddp") if one in cpu_flags), "")
+    used = f"this CPU multiplies 8-bit numbers ({flag})" if flag else "torch has no instructions for it on this CPU"
     return f"as you asked; {used}"

@@ -57,12 +57,15 @@ def test_a_cpu_gets_the_fastest_library_that_it_runs(
         assert slower is None or order.index(slower.stem.rpartition("-")[2]) > order.index(name)
     monkeypatch.setattr(compiler_module, "TARGETS", MACHINES["aarch64"])
     assert find_installed(flags | {"asimd"}, [tmp_path]) is None
-    bf16, neon = MACHINES["aarch64"]
-    for target in (bf16, neon):
+    bf16, dotprod, neon = MACHINES["aarch64"]
+    for target in (bf16, dotprod, neon):
         (tmp_path / name_library(target)).touch()
-    graviton2 = {"asimd", "atomics", "asimdrdm", "crc32"}
-    assert find_installed(graviton2, [tmp_path]) == tmp_path / name_library(neon)
-    assert find_installed(graviton2 | {"bf16"}, [tmp_path]) == tmp_path / name_library(bf16)
+    graviton1 = {"asimd", "crc32"}
+    graviton2 = graviton1 | {"atomics", "asimdrdm", "asimddp"}
+    assert find_installed(graviton1, [tmp_path]) == tmp_path / name_library(neon)
+    assert find_installed(graviton2, [tmp_path]) == tmp_path / name_library(dotprod)
+    assert find_installed(graviton2 | {"bf16"}, [tmp_path]) == tmp_path / name_library(dotprod)
+    assert find_installed(graviton2 | {"bf16", "i8mm"}, [tmp_path]) == tmp_path / name_library(bf16)
     assert find_installed(flags, [tmp_path]) is None
 
 

@@ -107,7 +107,9 @@ def test_precision(wanted: str, flags: tuple[str, ...], name: str) -> None:
         (("avx512_vnni", "amx_bf16"), "warning: bf16, which this CPU multiplies (amx_bf16), is as fast or faster"),
         (("avx512_vnni",), "as you asked; this CPU multiplies 8-bit numbers (avx512_vnni)"),
         (("avx2",), "as you asked; torch has no instructions for it on this CPU"),
-        (("asimd", "i8mm"), "as you asked; torch has no instructions for it on this CPU"),
+        (("asimd",), "as you asked; torch has no instructions for it on this CPU"),
+        (("asimd", "asimddp"), "as you asked; this CPU multiplies 8-bit numbers (asimddp)"),
+        (("asimd", "asimddp", "i8mm"), "as you asked; this CPU multiplies 8-bit numbers (i8mm)"),
     ],
 )
 def test_int8_says_what_it_is_worth(flags: tuple[str, ...], reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Matrix products of 8-bit integers in place of fp32 ones.
+"""Matrix products of 8-bit integers in place of fp32 ones: by torch, on Arm by cpuft's kernel where it is faster.
 
 As in SwitchBack (Wortsman and others 2023, arXiv 2304.13013), each row of the left operand has its own scale. So has
 each output of a weight; the output's gradient is multiplied by these before it is quantised, which saves a second
@@ -7,10 +7,13 @@ quantised weight.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from cpuft.kernels import kernels_for
+from cpuft.kernels import Kernels, kernels_for
+from cpuft.train.fast.products import is_faster
 
 MIN_ROWS = 128
 """Rows of the left operand from which products are 8-bit. With fewer, as in the last layer where only first tokens are
@@ -47,10 +50,49 @@ def multiply(
     """
     rounded, scales = x
     y = torch.empty(len(rounded), right.shape[1])
+    kernels = kernels_for(y)
+    if kernels and _has_products(kernels):
+        _is_done(kernels, rounded, right.t().contiguous(), scales, column_scales, bias, y)
+        return y
     torch._int_mm(rounded, right, out=y.view(torch.int32))
-    if kernels := kernels_for(y):
+    if kernels:
         kernels.run("dequantise", y.dtype, y, scales, column_scales, bias, y, *y.shape)
         return y
     result = y.view(torch.int32) * scales[:, None]
     result = result if column_scales is None else result * column_scales
     return result if bias is None else result + bias
+
+
+@functools.cache
+def _has_products(kernels: Kernels) -> bool:
+    """Return whether these kernels multiply in 8 bits on this CPU, of Arm with i8mm or dotprod, faster than torch."""
+    left, right = (torch.ones(size, 384, dtype=torch.int8) for size in (1024, 384))
+    scales, y = torch.ones(len(left)), torch.empty(len(left), len(right))
+    if not _is_done(kernels, left[:1], right[:1], scales, None, None, y):
+        return False
+    return is_faster(
+        lambda: _is_done(kernels, left, right, scales, None, None, y),
+        lambda: torch._int_mm(left, right.t(), out=y.view(torch.int32)),
+    )
+
+
+def _is_done(
+    kernels: Kernels,
+    left: Tensor,
+    right: Tensor,
+    scales: Tensor,
+    column_scales: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+) -> bool:
+    """Write the product of int8 rows and of a matrix given as (outputs, inner) to `y`; False: this CPU cannot."""
+    (rows, inner), outputs = left.shape, len(right)
+    room = torch.empty(_filled_up(rows, 8) + _filled_up(outputs, 8), _filled_up(inner, 16), dtype=torch.int8)
+    done = torch.zeros(1, dtype=torch.int64)
+    arrays = left, right, scales, column_scales, bias, y, room, done
+    kernels.run("int8_product", torch.float32, *arrays, rows, outputs, inner)
+    return bool(done.item())
+
+
+def _filled_up(count: int, step: int) -> int:
+    return -(-count // step) * step

@@ -11,6 +11,7 @@
 #include "disentangled.h"
 #include "encoder_layer.h"
 #include "first_token.h"
+#include "int8_products.h"
 #include "norms.h"
 #include "large_products.h"
 #include "../../comm/compression/blocks.h"
@@ -256,10 +257,7 @@ void dequantise(const int32_t *product, const float *scales, const float *column
         const float *pi = reinterpret_cast<const float *>(product) + i * cols;
         for (int64_t j = 0; j < cols; j += W) {
             int64_t m = lanes_of(j, cols);
-            vec v = __builtin_convertvector((ivec)get(pi + j, m), vec) * scales[i];
-            if (columns) v *= get(columns + j, m);
-            if (bias) v += get(bias + j, m);
-            put(y + i * cols + j, v, m);
+            put(y + i * cols + j, dequantised((ivec)get(pi + j, m), scales[i], columns, bias, j, m), m);
         }
     }
 }
@@ -517,6 +515,7 @@ Kernel cpuft_kernels[] = {
     KERNEL(first_token_half_backward),
     KERNEL(matrix_product),
     KERNEL(quantise_rows),
+    KERNEL(int8_product),
     KERNEL(dequantise),
     KERNEL(dequantise_rows),
     KERNEL(add_table_rows),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -135,25 +136,26 @@ def _has_products(kernels: Kernels) -> bool:
     torch multiplies with the Compute Library or with slow code, depending on its build, they must also be faster.
     """
     one = torch.ones(1, _STEP, dtype=torch.bfloat16)
-    is_done = _is_done(kernels, (one, one, *(None,) * 5, one.new_empty(1, 1)), (1, 1, _STEP, 0, 1, 0))
-    return is_done and (platform.machine() == "x86_64" or _is_faster(kernels))
-
-
-def _is_faster(kernels: Kernels) -> bool:
-    """Return whether the kernel multiplies the tokens of a small batch and a weight of MiniLM's size faster than torch:
-    the shortest of three times each, in turn.
-    """
+    if not _is_done(kernels, (one, one, *(None,) * 5, one.new_empty(1, 1)), (1, 1, _STEP, 0, 1, 0)):
+        return False
+    if platform.machine() == "x86_64":
+        return True
+    # The tokens of a small batch, and a weight of MiniLM's size.
     left, right = (torch.ones(size, 384, dtype=torch.bfloat16) for size in (2 * _MIN_ROWS, 384))
     out = torch.empty_like(left)
-    own, of_torch = list[float](), list[float]()
+    arrays, sizes = (left, right, *(None,) * 5, out), (*out.shape, 384, 0, 1, 0)
+    return is_faster(lambda: _is_done(kernels, arrays, sizes), lambda: torch.mm(left, right.t(), out=out))
+
+
+def is_faster(own: Callable[[], object], other: Callable[[], object]) -> bool:
+    """Return whether `own` takes less time than `other`: the shortest of three times each, in turn."""
+    seconds = list[float](), list[float]()
     for _ in range(3):
-        start = time.perf_counter()
-        _is_done(kernels, (left, right, *(None,) * 5, out), (*out.shape, 384, 0, 1, 0))
-        middle = time.perf_counter()
-        torch.mm(left, right.t(), out=out)
-        own.append(middle - start)
-        of_torch.append(time.perf_counter() - middle)
-    return min(own) < min(of_torch)
+        for times, function in zip(seconds, (own, other)):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+    return min(seconds[0]) < min(seconds[1])
 
 
 def _is_done(kernels: Kernels, arrays: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cpuft.kernels import kernel_status, kernels_for, plain_torch
-from cpuft.train.fast import products
+from cpuft.train.fast import int8_products, products
 
 
 def need_kernels() -> None:
@@ -28,5 +28,6 @@ def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Arm, products of the kernel also where torch is faster."""
-    monkeypatch.setattr(products, "_is_faster", lambda kernels: True)
+    """On Arm, products of the kernels also where torch is faster."""
+    for module in (products, int8_products):
+        monkeypatch.setattr(module, "is_faster", lambda own, other: True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from cpuft.train.fast import int8_products
 from cpuft.train.fast.int8_products import MIN_ROWS, multiply, quantise_rows
 from cpuft.train.fast.projection import linear
 from tests.train.fast.encoders import relative_error
@@ -47,6 +48,25 @@ def test_int8_products_are_those_of_rounded_numbers() -> None:
     assert relative_error(x.grad, int8_gradient(grad.double(), weight)) < 1e-3
     assert 1e-3 < relative_error(y, functional.linear(x, layer.weight, layer.bias)) < 2e-2
     torch.testing.assert_close(layer.weight.grad, grad.t() @ x.detach())
+
+
+@pytest.mark.parametrize("rows, columns, inner", [(1, 1, 1), (7, 9, 15), (8, 8, 16), (70, 66, 40), (33, 200, 130)])
+def test_sums_of_products_are_exact(rows: int, columns: int, inner: int) -> None:
+    torch.manual_seed(rows)
+    left, right = (torch.randint(-127, 128, size, dtype=torch.int8) for size in ((rows, inner), (columns, inner)))
+    expected = left.double() @ right.t().double()
+    scales, column_scales, bias = torch.rand(rows), torch.rand(columns), torch.randn(columns)
+    for given in (right.t(), right.t().contiguous()):
+        assert torch.equal(multiply((left, torch.ones(rows)), given).double(), expected)
+        scaled = multiply((left, scales), given, column_scales, bias)
+        assert relative_error(scaled, expected * scales[:, None] * column_scales + bias) < 1e-6
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_on_arm_the_faster_library_multiplies(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_products, "_is_done", lambda *given: True)
+    monkeypatch.setattr(int8_products, "is_faster", lambda own, other: own() is True and other() is not None and is_own)
+    assert int8_products._has_products.__wrapped__(None) == is_own
 
 
 @pytest.mark.parametrize("odd", [0.0, math.nan, math.inf])

@@ -47,7 +47,8 @@ PROCESSORS = {
     "sandybridge": "avx",
     "x86-64": "sse2",
     "armv8-a": "asimd",
-    "armv8.2-a+bf16": "bf16",
+    "armv8.2-a+dotprod": "asimddp",
+    "armv8.2-a+bf16+i8mm": "bf16",
 }
 """What the compiler is told, and the flag of a CPU that runs it. The host's own: every other test has it."""
 RUNNABLE = [name for name, flag in PROCESSORS.items() if flag in read_cpu_flags({})]

@@ -139,7 +139,7 @@ def test_a_large_layer_and_its_gradients_are_those_of_fp64() -> None:
 @pytest.mark.parametrize("own, is_own", [(0.9, True), (1.1, False)])
 def test_on_arm_the_faster_library_multiplies(own: float, is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # of what conftest.py sets
-    ticks = accumulate(cycle([0.0, own, 1.0]))  # torch takes a second
+    ticks = accumulate(cycle([0.0, own, 0.0, 1.0]))  # torch takes a second
     monkeypatch.setattr(products, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(products, "_is_done", lambda *given: True)
