@@ -122,9 +122,11 @@ def requires(extra: str, problem: str) -> Iterator[None]:
         raise CpuftError(f"{problem}: {install_command(extra)}") from None
 
 
-def refuse_other_systems(what: str, advice: str) -> None:
-    """Raise CpuftError on any system but Linux: `what` needs it, and `advice` helps. Nothing is refused on Linux."""
-    if sys.platform != "linux":
+def refuse_other_systems(what: str, advice: str, allows_macos: bool = False) -> None:
+    """Raise CpuftError on any system but Linux, or with `allows_macos` on any but these: `what` needs Linux, and
+    `advice` helps.
+    """
+    if sys.platform not in ("linux", *["darwin"] * allows_macos):
         name = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
         raise CpuftError(f"{what} needs Linux, and this machine has {name}: {advice}")
 

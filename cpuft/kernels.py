@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import subprocess
+import sys
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
@@ -117,6 +118,8 @@ def _load() -> tuple[Kernels | None, str]:
     setting = os.environ.get("CPUFT_KERNELS")
     if setting == "0":
         return None, "off: CPUFT_KERNELS=0"
+    if sys.platform != "linux":
+        return None, "off: cpuft has none for macOS"
     installed = None if setting == "compile" else find_installed(read_cpu_flags(os.environ))
     if installed is None:
         return _load_own()

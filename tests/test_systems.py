@@ -19,6 +19,7 @@ from tests.test_architecture import MODULES, folder_of
 ON_HOSTS = ("rank", "comm", "train", "kernels", "api", "__main__")
 """Folders and modules that are only for machines with ranks."""
 ON_A_MAC = sorted(name for name in MODULES if name != "cpuft" and folder_of(name) not in ON_HOSTS)
+MPIRUN = Path(sys.executable).with_name("mpirun")
 NOT_ON_WINDOWS = {"cpuft.hosts.mpijob": "only pods of Kubernetes import it, and they have Linux"}
 """Modules for a Mac that Windows cannot import, and why no verb needs them there."""
 
@@ -53,13 +54,24 @@ def test_what_a_head_imports_is_on_every_system(system: str, modules: list[str],
         ("provision", "local", "--name", "lab"),
     ],
 )
-@pytest.mark.parametrize("system, name", [("darwin", "macOS"), ("win32", "Windows")])
-def test_ranks_on_the_own_machine_are_refused_in_one_line(
-    words: tuple[str, ...], system: str, name: str, tmp_path: Path
-) -> None:
-    done = run_there(system, tmp_path, "-m", "cpuft", *words)
+def test_ranks_on_windows_are_refused_in_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_there("win32", tmp_path, "-m", "cpuft", *words)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert f" needs Linux, and this machine has {name}: " in done.stderr
+    assert " needs Linux, and this machine has Windows: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launch", "--np", "2", "--task", "demo", "--detach", "--no-check", f"--mpirun={MPIRUN}"),
+        ("provision", "local", "--name", "lab"),
+        ("doctor",),
+    ],
+)
+def test_a_mac_refuses_in_one_line_what_needs_linux(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_there("darwin", tmp_path, "-m", "cpuft", *words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert " needs Linux, and this machine has macOS: " in done.stderr
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])

@@ -95,6 +95,7 @@ def move(
     from cpuft.plans import format_comment, format_plan
     from cpuft.secret_variables import secrets_for_ranks
 
+    cluster.access.transport.refuse_here(cluster.assignments[0].host, f"cpuft {verb} --detach on this machine")
     config = pick(LaunchConfig, values)
     given = {name: values[name] for name in ("np", *given_options()) if name in values}
     head = Head(cluster.assignments[0].host, cluster.access, list_place_options(config))

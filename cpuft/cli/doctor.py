@@ -48,6 +48,8 @@ def doctor(json: bool, full: bool, bandwidth: bool, fix: bool, list_checks: bool
         return
     config = pick(LaunchConfig, values)
     hosts, access = read_hosts(config), find_access(config)
+    for host in hosts:
+        access.transport.refuse_here(host, "cpuft doctor of this machine")
     state = examine_hosts(hosts, access, full=full)
     # Hosts that do not answer have findings of their own; the links between the others can be measured.
     reachable = tuple(one.host for one, _, _ in state.answering)

@@ -26,7 +26,8 @@ def quickstart(options: tuple[str, ...]) -> None:
     --max-steps 20, and replace what this command chooses.
     """
     if not any(option.startswith(_RANKS) for option in options):
-        refuse_other_systems("cpuft quickstart", "name Linux hosts with --cluster, or run it in cpuft's container")
+        advice = "name Linux hosts with --cluster, or run it in cpuft's container"
+        refuse_other_systems("cpuft quickstart", advice, allows_macos=True)
     missing = [extra for extra, module in _EXTRAS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise CpuftError(f"cpuft quickstart needs more packages: {install_command(*missing)}")

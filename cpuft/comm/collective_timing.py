@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm.collectives import gather_single, scatter_single
+from cpuft.rank.world import list_allowed_cpus
 from cpuft.record import Measurement
 
 _TURN_SECONDS = 3.0
@@ -33,7 +33,7 @@ def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, re
     for _ in range(repeat // 5 - 2):
         call()
     found = torch.empty((2, repeat), dtype=torch.float64)
-    cores = len(os.sched_getaffinity(0))
+    cores = len(list_allowed_cpus())
     for repetition in range(repeat):
         dist.barrier()
         started, cpu_started = time.perf_counter(), time.process_time()

@@ -33,6 +33,10 @@ _FATAL = ("CPUFT-022", "CPUFT-034")
 _ALONE = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032", "CPUFT-038", "CPUFT-040")
 """Checks that a single host needs, too: those whose findings can differ from run to run (also memory, disk, load,
 stolen CPU time, leftovers, NUMA nodes), and that of pages, for which cpuft was not tried."""
+_MACOS = (
+    "cpuft: this machine has macOS, which trains for a try: without pinned cores, cpuft's kernels, bf16, stack dumps "
+    "and checks of the machine, so its speed says nothing about servers"
+)
 _EXAMINE = "{'facts': gather_facts(order), 'health': examine(order)}"
 
 
@@ -72,6 +76,9 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     On a single host, only what differs from run to run is told, such as load, memory and disk, and pages of another
     size than 4 KB. Only too little /dev/shm and too few open files are errors there.
     """
+    if cluster.facts[0].system != "linux":
+        say(_MACOS)
+        return
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     hosts = tuple(one.host for one in cluster.assignments)
     found = find_all(examine_hosts(hosts, cluster.access, ranks, known=cluster.facts))

@@ -303,6 +303,7 @@ def gather_cluster(
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
     _refuse_twins(wanted, [(one.boot_id, one.hostname, sorted(one.interfaces.items())) for one in found.values()])
     refuse_both_architectures({name: one.machine for name, one in found.items()})
+    _refuse_macos(found)
     assignments = choose_ranks(wanted, config.np, config.ppn, found)
     used = tuple(found[assignment.host.name] for assignment in assignments)
     head_is_here = access.transport.is_here(hosts[0])
@@ -344,6 +345,12 @@ def refuse_both_architectures(machines: Mapping[str, str]) -> None:
                 f"{first} is {own} and {name} is {machine}, and the ranks of a run need hosts of one architecture: "
                 "name them with --only-hosts"
             )
+
+
+def _refuse_macos(found: Mapping[str, HostFacts]) -> None:
+    name = next((name for name, one in found.items() if one.system != "linux"), "")
+    if name and len(found) > 1:
+        raise CpuftError(f"host {name} has macOS, which trains alone for a try: name the other hosts with --only-hosts")
 
 
 def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ...]:

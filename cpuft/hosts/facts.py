@@ -21,7 +21,9 @@ _PRELOADS = ("tcmalloc", "tcmalloc_minimal", "jemalloc", "iomp5")
 
 
 def read_interfaces() -> dict[str, str]:
-    """Return {"lo": "127.0.0.1", ...}, interfaces that have an IPv4 address; {} on other systems than Linux."""
+    """Return {"lo": "127.0.0.1", ...}, interfaces that have an IPv4 address; on macOS only lo0, on Windows {}."""
+    if sys.platform == "darwin":
+        return {name: "127.0.0.1" for _, name in socket.if_nameindex() if name.startswith("lo")}
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -135,9 +137,12 @@ def gather(targets: list[str]) -> dict[str, object]:
         "kernel": platform.release(),
         "boot_id": _read_text("/proc/sys/kernel/random/boot_id"),
         "machine": platform.machine(),
+        "system": sys.platform,
         "cpuinfo": _read_text("/proc/cpuinfo").partition("\n\n")[0],
         "lscpu": _lscpu(),
-        "allowed_cpus": sorted(os.sched_getaffinity(0)),
+        "allowed_cpus": sorted(os.sched_getaffinity(0))
+        if sys.platform == "linux"
+        else list(range(os.cpu_count() or 1)),
         "cpu_quota": _cpu_quota(),
         "memory_free": read_free_memory(),
         "memory_left": read_memory_left(),

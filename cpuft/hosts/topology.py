@@ -62,6 +62,8 @@ class HostFacts:
     """Bytes of memory that the limits of control groups leave; -1: no limit."""
     machine: str = "x86_64"
     """Architecture, as in uname -m."""
+    system: str = "linux"
+    """Operating system, as in `sys.platform`; "darwin" for macOS, where a single host trains for a try."""
 
     @property
     def seen_cores(self) -> tuple[Core, ...]:

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import socket
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,12 +146,17 @@ class Transport(ABC):
 
         Raises CpuftError (over ssh HostError, with its kind): another host cannot be reached, its host key is unknown
         or has changed, it refuses the login, or the command takes longer than `seconds`; or the host is this machine,
-        which has another system than Linux.
+        which has Windows.
         """
         if self.is_here(host):
-            refuse_other_systems("a host of cpuft", _NAME_HOSTS)
+            refuse_other_systems("a host of cpuft", _NAME_HOSTS, allows_macos=True)
             return execute.run_command(argv, seconds, stdin)
         return self._run_remotely(host, argv, stdin, seconds)
+
+    def refuse_here(self, host: Host, what: str) -> None:
+        """Raise CpuftError if a host is this machine and that has another system than Linux, which `what` needs."""
+        if sys.platform != "linux" and self.is_here(host):
+            refuse_other_systems(what, _NAME_HOSTS)
 
     def find_unreachable(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
         """Return the names of the hosts that do not answer within `seconds`, or cannot be asked; raise no CpuftError.

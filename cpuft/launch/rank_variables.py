@@ -39,6 +39,7 @@ _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SET_BY_OPERATOR = ("I_MPI_HYDRA_", "I_MPI_PERHOST")
 """Prefixes of variables that the operator of an MPIJob sets for an mpirun on the launcher. Ours starts on a worker."""
 _EXPORTED = "CPUFT_EXPORTED"
+_ONLY_LINUX = ("CCL_", "CPUFT_PIN", "FI_", "GLIBC_", "I_MPI_", "KMP_", "LD_PRELOAD", "MALLOC_", "THP_")
 
 
 def plan_settings(
@@ -83,7 +84,8 @@ def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
     "lo" for a single host. Raises CpuftError: a host has no such interface with an IPv4 address.
     """
     if len(cluster.facts) == 1 and not wanted:
-        return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)
+        name = next((name for name, address in cluster.facts[0].interfaces.items() if address == "127.0.0.1"), "lo")
+        return (Interface(name, "127.0.0.1", "all ranks are on one host"),)
     return tuple(choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
 
 
@@ -95,7 +97,7 @@ def shared_settings(
     """
     hydra = ("hydra", "oneCCL reads the rank numbers that mpirun provides")
     ranks = ("none", "the backend passes the rank numbers to oneCCL") if by_srun else hydra
-    return (
+    settings = (
         Setting("MASTER_ADDR", head.address, f"address of the head host: {head.reason}"),
         Setting("MASTER_PORT", str(port), "a free port on the head host"),
         Setting("CPUFT_WORLD_SIZE", str(world_size), "number of ranks; every rank checks that it finds as many"),
@@ -111,6 +113,14 @@ def shared_settings(
         ),
         Setting("TOKENIZERS_PARALLELISM", "false", "examples are tokenized before the ranks start"),
     )
+    return _keep_usable(settings, hosts[0])
+
+
+def _keep_usable(settings: tuple[Setting, ...], facts: HostFacts) -> tuple[Setting, ...]:
+    """Return the settings without those of libraries that the host's system lacks: macOS has no Intel MPI and no
+    oneCCL, pins nothing, and has another allocator.
+    """
+    return tuple(one for one in settings if facts.system == "linux" or not one.name.startswith(_ONLY_LINUX))
 
 
 def script_settings(np: int, independent: bool) -> tuple[Setting, ...]:
@@ -167,7 +177,7 @@ def host_settings(
             Setting("CPUFT_PIN", "rank", "cpuft.rank pins each rank to its CPUFT_CORES"),
         )
     )
-    return (
+    settings = (
         Setting("CPUFT_HOSTNAME", facts.hostname, "every rank checks that it runs on the planned host"),
         Setting("CPUFT_CORES", cores, "hardware threads of each rank on this host, in the order of local ranks"),
         Setting("OMP_NUM_THREADS", str(threads), f"one OpenMP thread per core: a rank has {counted(threads, 'core')}"),
@@ -178,6 +188,7 @@ def host_settings(
         Setting("CCL_KVS_IFACE", interface.name, interface.reason),
         *memory_settings(facts.libraries),
     )
+    return _keep_usable(settings, facts)
 
 
 def _comm_settings(ranks: tuple[RankCores, ...], reason: str) -> tuple[Setting, ...]:

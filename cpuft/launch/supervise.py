@@ -29,10 +29,9 @@ from cpuft.launch.run_monitor import RunMonitor, StuckError
 from cpuft.launch.run_state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
 from cpuft.launch.stop_request import StopRequest
 from cpuft.plans import RunPlan, Step
-from cpuft.rank.diagnostics import SUPERVISED_VARIABLE
 from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes
-from cpuft.rank.process import OWNER_VARIABLE
+from cpuft.rank.process import OWNER_VARIABLE, SUPERVISED_VARIABLE
 from cpuft.record import FILE_NAME
 from cpuft.terminal import print_message
 
@@ -127,7 +126,8 @@ def _run_stage(plan: RunPlan, stage: Sequence[Step]) -> None:
 def _run_ranks(step: Step, monitor: RunMonitor, writer: StateWriter, time_limit: float) -> int:
     """Start mpirun, and wait for its end; return the exit code of the run."""
     logs, hosts, was_stuck = monitor.logs, monitor.hosts, False
-    environ = os.environ | _mark_processes(step, logs.parent, writer.state.owner) | {SUPERVISED_VARIABLE: "1"}
+    marks = _mark_processes(step, logs.parent, writer.state.owner)
+    environ = os.environ | marks | {SUPERVISED_VARIABLE: str(os.getpid())}
     tails = [LogTail(logs / "rank-0.out", sys.stdout), LogTail(logs / "rank-0.err", sys.stderr)]
 
     def watch() -> None:

@@ -20,12 +20,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cpuft.rank.dump_stacks import REPORT_FILE, SIGNAL, STACK_FILE
-from cpuft.rank.process import FAILED_MARK, WAITS_MARK
+from cpuft.rank.process import FAILED_MARK, SUPERVISED_VARIABLE, WAITS_MARK
 
 HANG_MARK = f"{FAILED_MARK} hangs"
 """The line with which a rank asks the supervisor to dump the stacks of all ranks before it ends any of them."""
-SUPERVISED_VARIABLE = "CPUFT_SUPERVISED"
-"""Environment variable that is set, to any text, if there is a supervisor that reads this line."""
 MAX_WAIT_SECONDS = 25.0
 """How long a rank waits for the stack dump: a lost host delays it by ten seconds."""
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "64")
@@ -77,9 +75,12 @@ _reporter: _Reporter | None = None
 
 def start_reporting(source: OperationSource | None = None, reports_waits: bool = False) -> None:
     """Let this process's stacks and operations be dumped from now on; later calls may change the `source` (None: no
-    change). With `reports_waits`, this process asks a supervisor for a diagnosis when it has waited for 20 s.
+    change). With `reports_waits`, this process asks a supervisor for a diagnosis when it has waited for 20 s. On
+    macOS, which has no memfd, nothing is reported.
     """
     global _reporter
+    if sys.platform != "linux":
+        return
     _reporter = _reporter or _Reporter()
     _reporter.source = source or _reporter.source
     if reports_waits and os.environ.get(SUPERVISED_VARIABLE):

@@ -55,6 +55,21 @@ def handle_interruption(is_script: bool = False) -> None:
     signal.siginterrupt(SIGNAL, False)  # system calls of libraries are restarted
     if os.path.exists(_find(os.environ, REQUEST_FILE)):
         _is_requested.set()
+    if sys.platform != "linux":
+        threading.Thread(target=_watch_alone, args=(os.getppid(),), daemon=True).start()
+
+
+def _watch_alone(parent: int) -> None:
+    """Do on macOS what the kernel and `start_host_watch` do on Linux: send this process SIGKILL when its parent,
+    `cpuft.rank`, has ended, and SIGUSR1 once when there is a request.
+    """
+    is_sent = False
+    while os.getppid() == parent:
+        if not is_sent and os.path.exists(_find(os.environ, REQUEST_FILE)):
+            is_sent = True
+            os.kill(os.getpid(), SIGNAL)
+        time.sleep(_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_interrupted() -> bool:
@@ -88,18 +103,18 @@ def _find(environ: Mapping[str, str], name: str) -> str:
     return os.path.join(environ.get("CPUFT_RUN_DIR") or "/nowhere", name)
 
 
-def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
+def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> threading.Event:
     """Start a thread that looks for a request every second and for a notice every 5 s, and then sends SIGUSR1 to the
     child process once, when the child catches it. Only a host's first rank looks for notices and gives heartbeats.
+    The caller sets the event when the child has ended.
     """
+    ended = threading.Event()
     is_first = world.local_rank == 0
     notice = InterruptionNotice(environ.get(NOTICE_VARIABLE, "") if is_first else "")
 
     def watch() -> None:
         must_stop = is_sent = False
         for poll in itertools.count():
-            if not os.path.exists(f"/proc/{child}"):
-                return
             is_fifth = is_first and poll % _FEWER_POLLS == 0
             if is_fifth:
                 with suppress(OSError):
@@ -109,9 +124,11 @@ def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> No
                 is_sent = True
                 with suppress(ProcessLookupError):
                     os.kill(child, SIGNAL)
-            time.sleep(_POLL_SECONDS)
+            if ended.wait(_POLL_SECONDS):
+                return
 
     threading.Thread(target=watch, daemon=True).start()
+    return ended
 
 
 def catches_signal(process: int) -> bool:

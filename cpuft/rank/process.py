@@ -18,6 +18,7 @@ import socket
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
@@ -39,6 +40,8 @@ OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
 KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: the kernel has killed no process because memory ran out"
 FOREIGN_STORE_ENTRY = "an entry in torch's store was not written by this run"
 """Text of a rank that ended because another program wrote to the store through which ranks find each other."""
+SUPERVISED_VARIABLE = "CPUFT_SUPERVISED"
+"""Environment variable with the process number of the supervisor on the head host, which reads what ranks print."""
 OWNER_VARIABLE = "CPUFT_OWNER"
 """Environment variable with the number of the start of the run, which all of its processes have."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -48,8 +51,22 @@ _LATE_FINALIZE = (4, 2)
 
 
 def end_with_parent(signal_number: int = 9) -> None:
-    """Let the kernel send this process a signal, SIGKILL, when its parent dies. This survives exec, but not fork."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    """Let the kernel send this process a signal, SIGKILL, when its parent dies. This survives exec, but not fork. On
+    macOS a thread does, which looks every second, also whether the launcher lives, and does not survive exec.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    else:
+        threading.Thread(target=_follow, args=(os.getppid(), signal_number), daemon=True).start()
+
+
+def _follow(parent: int, signal_number: int) -> None:
+    launcher = int(os.environ.get(SUPERVISED_VARIABLE) or parent)
+    with contextlib.suppress(ProcessLookupError):
+        while os.getppid() == parent:
+            os.kill(launcher, 0)
+            time.sleep(1.0)
+    os.kill(os.getpid(), signal_number)
 
 
 def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
@@ -156,8 +173,9 @@ def _run_worker(command: list[str], environ: Mapping[str, str], world: World) ->
     if not child:
         end_with_parent()
         _start_program(command, environ)
-    start_host_watch(child, world, environ)
+    ended = start_host_watch(child, world, environ)
     status = os.waitpid(child, 0)[1]
+    ended.set()
     remove_shared_memory(child)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and kills >= 0:
         reason = OUT_OF_MEMORY if _count_memory_kills() > kills else KILLED_BY_SOMEBODY

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
@@ -21,6 +23,11 @@ class World:
     local_rank: int
     """Rank among the ranks on the same host, of which there are `local_size`."""
     local_size: int
+
+
+def list_allowed_cpus() -> list[int]:
+    """Return the hardware threads on which this process may run, in ascending order; on macOS all."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,11 @@ written, and speeds are measured with noise."""
 
 
 def read_cpu() -> Cpu:
-    """Return this host's CPU, without the flags that ONEDNN_MAX_CPU_ISA hides from oneDNN."""
-    cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
+    """Return this host's CPU, without the flags that ONEDNN_MAX_CPU_ISA hides from oneDNN. On macOS its name is its
+    architecture, and it has no flags.
+    """
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if sys.platform == "linux" else ""
+    cpu = parse_cpuinfo(text, platform.machine())
     return cpu._replace(flags=effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", "")))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from cpuft.comm.backend_choice import Choice, select_backend
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.rank.script import keep_forever
-from cpuft.rank.world import World
+from cpuft.rank.world import World, list_allowed_cpus
 from cpuft.record import RecordedRank
 
 
@@ -114,8 +115,10 @@ def check_ranks(world: World) -> list[RecordedRank]:
     """Return where each rank is. Raises CpuftError on all ranks if CPUFT_CORES is set and a rank is not on the hardware
     threads in it, to which `cpuft.rank` has pinned it. Collective.
     """
-    own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
-    planned = [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or own.cpus
+    allowed = list_allowed_cpus()
+    planned = [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or allowed
+    # macOS pins nothing: the rank has as many threads as it has planned cores.
+    own = RecordedRank(world.rank, socket.gethostname(), allowed if sys.platform == "linux" else planned)
     found: list[tuple[RecordedRank, list[int]]] = gather((own, planned))
     for rank, cpus in found:
         if rank.cpus != cpus:

@@ -32,6 +32,7 @@ from cpuft.embedding_files import name_embeddings
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import write_atomically
 from cpuft.rank.process import end_with_parent
+from cpuft.rank.world import list_allowed_cpus
 from cpuft.train.data.sources import get_text
 from cpuft.train.data.tables import Table, choose_column, find_column, read_tables
 from cpuft.train.data.write_tables import check_pyarrow
@@ -220,7 +221,8 @@ def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
 def _pin_process(places: Any) -> None:
     end_with_parent()
     cores = places.get()
-    os.sched_setaffinity(0, cores)
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))  # torch reads it when it is imported
 
 
@@ -275,7 +277,7 @@ def compute_here(
 def list_cores() -> list[int]:
     """Return the CPU numbers that this process may use; with OMP_NUM_THREADS only as many, the first ones."""
     # The launcher sets OMP_NUM_THREADS to the number of cores, whose second hardware threads have the last numbers.
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = list_allowed_cpus()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return cpus[: int(threads)] if threads.isdecimal() and int(threads) else cpus
 

@@ -73,6 +73,14 @@ def test_a_launch_on_hosts_of_both_architectures_is_refused(monkeypatch: pytest.
         gather_cluster(LaunchConfig(np=2), tuple(map(Host, kinds)), Access())
 
 
+def test_a_mac_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "127.0.0.2", "127.0.0.3"
+    facts = [make_facts(1), replace(make_facts(2), system="darwin")]
+    monkeypatch.setattr("cpuft.hosts.cluster.gather_facts", lambda hosts, access: facts)
+    with pytest.raises(CpuftError, match=r"^host 127\.0\.0\.3 has macOS, which trains alone for a try: name the other"):
+        gather_cluster(LaunchConfig(np=2), tuple(map(Host, names)), Access())
+
+
 @pytest.mark.parametrize(
     "text, np, ppn, message",
     [

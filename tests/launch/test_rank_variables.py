@@ -118,6 +118,20 @@ def test_allocators_are_set_to_keep_freed_memory(libraries: dict[str, str], expe
     assert [s.name for s in settings if s.name.startswith(("GLIBC_", "LD_", "MALLOC_"))] == expected
 
 
+def test_macos_gets_the_settings_that_it_can_use() -> None:
+    facts = dataclasses.replace(make_facts(1), system="darwin", libraries={"jemalloc": "/j.so"})
+    loopback = Interface("lo0", "127.0.0.1", "")
+    settings = host_settings(facts, loopback, (RankCores((0, 1)), RankCores((2, 3))), False, "")
+    assert {one.name: one.value for one in settings} == {
+        "CPUFT_HOSTNAME": facts.hostname,
+        "CPUFT_CORES": "0,1;2,3",
+        "OMP_NUM_THREADS": "2",
+        "GLOO_SOCKET_IFNAME": "lo0",
+    }
+    shared = {one.name for one in shared_settings(loopback, 4000, (facts,), 2)}
+    assert shared == {"MASTER_ADDR", "MASTER_PORT", "CPUFT_WORLD_SIZE", "CPUFT_VERSION", "TOKENIZERS_PARALLELISM"}
+
+
 def test_the_recipes_settings_on_its_machine() -> None:
     """Of 32 cores, four are for communication and 28 for OpenMP, as in the published recipe."""
     (first, _) = settings_of(make_cluster((1, 1)), LaunchConfig(np=2), "ccl")

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -71,10 +73,17 @@ def start(text: str) -> subprocess.Popen[str]:
     return process
 
 
+@contextmanager
+def watched(text: str, world: World, environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    with start(text) as process:
+        ended = start_host_watch(process.pid, world, environ)
+        yield process
+    ended.set()
+
+
 def test_a_process_gets_the_signal_once_it_catches_it(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    with start(HANDLES_LATER) as process:
-        start_host_watch(process.pid, World(1, 2, 1, 2), {"CPUFT_RUN_DIR": str(tmp_path)})
+    with watched(HANDLES_LATER, World(1, 2, 1, 2), {"CPUFT_RUN_DIR": str(tmp_path)}) as process:
         (tmp_path / "logs/interrupt").write_text("SIGUSR1\n")
         assert not catches_signal(process.pid)
         assert process.communicate("go on\n", timeout=60)[0] == "handles it\ninterrupted\n"
@@ -82,16 +91,17 @@ def test_a_process_gets_the_signal_once_it_catches_it(tmp_path: Path) -> None:
 
 def test_a_process_that_never_catches_the_signal_continues(tmp_path: Path) -> None:
     (tmp_path / "notice").touch()
-    with start(SLEEPS) as process:
-        start_host_watch(process.pid, World(0, 1, 0, 1), {NOTICE_VARIABLE: str(tmp_path / "notice")})
+    with watched(SLEEPS, World(0, 1, 0, 1), {NOTICE_VARIABLE: str(tmp_path / "notice")}) as process:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(2.5)
         process.kill()
 
 
 def test_only_the_first_rank_of_a_host_checks_for_a_notice() -> None:
-    with serve_metadata(404) as metadata, start(SLEEPS) as process:
-        start_host_watch(process.pid, World(3, 4, 1, 2), {NOTICE_VARIABLE: metadata.url})
+    with (
+        serve_metadata(404) as metadata,
+        watched(SLEEPS, World(3, 4, 1, 2), {NOTICE_VARIABLE: metadata.url}) as process,
+    ):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1.5)
         process.kill()
@@ -104,8 +114,7 @@ def test_the_first_rank_of_a_host_touches_the_heartbeat_file(local_rank: int, to
     heartbeat.parent.mkdir()
     heartbeat.touch()
     os.utime(heartbeat, (1.0, 1.0))
-    with start(SLEEPS) as process:
-        start_host_watch(process.pid, World(2, 4, local_rank, 2), {"CPUFT_RUN_DIR": str(tmp_path)})
+    with watched(SLEEPS, World(2, 4, local_rank, 2), {"CPUFT_RUN_DIR": str(tmp_path)}) as process:
         time.sleep(0.5)
         process.kill()
     assert (heartbeat.stat().st_mtime > 1.0) == touches

@@ -7,6 +7,7 @@ imports and for files alone: paths stay those of this machine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -139,6 +140,8 @@ def _hide_calls() -> None:
 
 
 sysconfig.get_config_vars()  # which it finds by the name of the system
+with contextlib.suppress(ImportError):
+    importlib.import_module("psutil")  # which chooses by the system when it is imported
 _remove(LINUX)
 if SYSTEM == "darwin":
     _hide_calls()
@@ -146,6 +149,8 @@ if SYSTEM == "darwin":
     proxies._get_proxy_settings = proxies._get_proxies = dict
     sys.modules["_scproxy"] = proxies
     os.environ["PATH"] = f"{Path(__file__).parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    os.environ["REAL_PYTHON"] = sys.executable
+    sys.executable = str(Path(__file__).parent / "bin/python")
 else:
     # These choose by the system when they are imported, and would look for Windows itself.
     for name in ("click", "click.shell_completion", "paramiko", "rich.console", "rich.table", "numpy", "subprocess"):
