@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shlex
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 WITHOUT_WORKING_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)"
 """Makes a program for `python -c` not import from the working folder, where other users may be able to write."""
@@ -25,8 +29,28 @@ def module_command(python: str, module: str) -> tuple[str, ...]:
 
 
 def run_module() -> None:
-    """Run the module that `sys.argv[1]` names as `__main__`, and take that word out of `sys.argv`."""
+    """Run the module that `sys.argv[1]` names as `__main__`, and take that word out of `sys.argv`. On macOS, whose
+    kernel does not end processes with their parents, this one ends with its parent.
+    """
+    if sys.platform == "darwin":
+        follow_parent()
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+
+
+def follow_parent(signal_number: int = 9, other: int = 0) -> None:
+    """Start a thread that sends this process a signal, SIGKILL, when its parent has ended, or the process with the
+    number `other`. It looks every second, and a process whose parent has not yet asked for its exit code has not ended.
+    """
+    parent = os.getppid()
+
+    def follow() -> None:
+        with suppress(OSError):
+            while 1 != parent == os.getppid():
+                os.kill(other or parent, 0)
+                time.sleep(1.0)
+        os.kill(os.getpid(), signal_number)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def make_shell_line(argv: Sequence[str]) -> str:

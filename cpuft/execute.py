@@ -379,8 +379,8 @@ def _signal(process: Process, name: str) -> bool:
         return True
     try:
         os.killpg(process.pid, getattr(signal, name))
-    except ProcessLookupError:
-        return False
+    except (ProcessLookupError, PermissionError):  # the latter on macOS if only a zombie is left in the group
+        return process.poll() is None
     return True
 
 

@@ -1,4 +1,4 @@
-"""Heads with macOS or Windows, which `tests.system` imitates: what they do without a rank on their own machine."""
+"""Heads with macOS or Windows, which `tests.system` imitates: what they do and refuse without ranks of their own."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ranks_on_windows_are_refused_in_one_line(words: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize(
     "words",
     [
-        ("launch", "--np", "2", "--task", "demo", "--detach", "--no-check", f"--mpirun={MPIRUN}"),
+        ("launch", "--np", "2", "--task", "demo", "--detach", f"--mpirun={MPIRUN}"),
         ("provision", "local", "--name", "lab"),
         ("doctor",),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,15 @@ def _complete_detached(ctx: click.Context, param: click.Parameter, incomplete: s
 
 
 def refuse_detaching(config: LaunchConfig, resume: str = "") -> None:
-    """Raise CpuftError for --detach on the hosts of a scheduler's job, with --copy-checkpoints, or with `resume`."""
+    """Raise CpuftError for --detach on the hosts of a scheduler's job or on this machine if it is a Mac, with
+    --copy-checkpoints, or with `resume`.
+    """
+    from cpuft.hosts.cluster import find_access, read_hosts
     from cpuft.launch.detached import refuse_jobs
 
     refuse_jobs(config, os.environ)
+    if sys.platform != "linux":
+        find_access(config).transport.refuse_here(read_hosts(config)[0], "--detach on this machine")
     if resume:
         raise CpuftError("--detach is for new runs: leave it out with --resume, which continues the run from here")
     if config.copy_checkpoints:
@@ -95,7 +101,6 @@ def move(
     from cpuft.plans import format_comment, format_plan
     from cpuft.secret_variables import secrets_for_ranks
 
-    cluster.access.transport.refuse_here(cluster.assignments[0].host, f"cpuft {verb} --detach on this machine")
     config = pick(LaunchConfig, values)
     given = {name: values[name] for name in ("np", *given_options()) if name in values}
     head = Head(cluster.assignments[0].host, cluster.access, list_place_options(config))

@@ -25,6 +25,7 @@ def stacks(run: str) -> None:
     from cpuft.launch.stack_dumps import diagnose, gather_dumps, write_dumps
 
     active_run = find_active_run(run, os.environ)
+    active_run.access.transport.refuse_here(active_run.hosts[0], "cpuft stacks of a run on this machine")
     dumps, silent = gather_dumps(active_run)
     click.echo(format_dumps(dumps), nl=False)
     click.echo(f"cpuft: {diagnose(dumps)}")

@@ -303,7 +303,8 @@ def gather_cluster(
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
     _refuse_twins(wanted, [(one.boot_id, one.hostname, sorted(one.interfaces.items())) for one in found.values()])
     refuse_both_architectures({name: one.machine for name, one in found.items()})
-    _refuse_macos(found)
+    if any(one.system != "linux" for one in found.values()):
+        _check_macos(wanted, config, access)
     assignments = choose_ranks(wanted, config.np, config.ppn, found)
     used = tuple(found[assignment.host.name] for assignment in assignments)
     head_is_here = access.transport.is_here(hosts[0])
@@ -347,10 +348,14 @@ def refuse_both_architectures(machines: Mapping[str, str]) -> None:
             )
 
 
-def _refuse_macos(found: Mapping[str, HostFacts]) -> None:
-    name = next((name for name, one in found.items() if one.system != "linux"), "")
-    if name and len(found) > 1:
-        raise CpuftError(f"host {name} has macOS, which trains alone for a try: name the other hosts with --only-hosts")
+def _check_macos(hosts: Sequence[Host], config: LaunchConfig, access: Access) -> None:
+    """Raise CpuftError for hosts of which at least one has macOS, if they are not this machine alone, or if the run has
+    an option for which macOS lacks something.
+    """
+    if len(hosts) > 1 or not access.transport.is_here(hosts[0]):
+        raise CpuftError("one of the hosts has macOS, which trains only alone and for a try: name Linux hosts")
+    if config.interruption_notice:
+        raise CpuftError("--interruption-notice does not work on macOS: leave it out, because nobody takes a Mac away")
 
 
 def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ...]:

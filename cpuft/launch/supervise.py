@@ -12,7 +12,6 @@ from pathlib import Path
 
 from cpuft import execute
 from cpuft.errors import RESUMABLE, CpuftError, DiskFullError, Interrupted
-from cpuft.files import remove_command
 from cpuft.hosts.cluster import STATE_FILE
 from cpuft.hosts.transport import Transport
 from cpuft.launch.failures import (
@@ -40,7 +39,6 @@ _START_LIMIT = 45.0
 _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
 _BOOTSTRAP = "I_MPI_HYDRA_BOOTSTRAP"
-_REMOVE_SECONDS = 60.0
 
 
 def run_as_head_host(
@@ -108,7 +106,7 @@ def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, transport: Transp
             writer.note(unreachable=tuple(sorted(unreachable)))
             return lines[0]
         if not plan.resumed:
-            execute.run_command(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
+            shutil.rmtree(run_dir, ignore_errors=True)
         raise
     return ""
 

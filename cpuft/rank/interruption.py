@@ -55,21 +55,14 @@ def handle_interruption(is_script: bool = False) -> None:
     signal.siginterrupt(SIGNAL, False)  # system calls of libraries are restarted
     if os.path.exists(_find(os.environ, REQUEST_FILE)):
         _is_requested.set()
-    if sys.platform != "linux":
-        threading.Thread(target=_watch_alone, args=(os.getppid(),), daemon=True).start()
+    if sys.platform != "linux":  # `catches_signal` does not know there whether this process does
+        threading.Thread(target=_wait_for_request, daemon=True).start()
 
 
-def _watch_alone(parent: int) -> None:
-    """Do on macOS what the kernel and `start_host_watch` do on Linux: send this process SIGKILL when its parent,
-    `cpuft.rank`, has ended, and SIGUSR1 once when there is a request.
-    """
-    is_sent = False
-    while os.getppid() == parent:
-        if not is_sent and os.path.exists(_find(os.environ, REQUEST_FILE)):
-            is_sent = True
-            os.kill(os.getpid(), SIGNAL)
+def _wait_for_request() -> None:
+    while not os.path.exists(_find(os.environ, REQUEST_FILE)):
         time.sleep(_POLL_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), SIGNAL)
 
 
 def is_interrupted() -> bool:

@@ -24,7 +24,7 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: "int | No
     These are processes with exactly `CPUFT_RUN_DIR=run_dir`, mpirun's processes above them, those whose command line
     names the ssh program of the run's mpirun, and the run's detached command, but none of starts with a number above
     `owner`, nor this process and its own parents. [] if `run_dir` is "", and on macOS, which has no procfs: there,
-    ranks end with their parents (`cpuft.rank.interruption`). `proc` is where procfs is mounted.
+    processes of cpuft end with their parents by themselves. `proc` is where procfs is mounted.
     """
     if not run_dir or not os.path.isdir(proc):
         return []

@@ -18,13 +18,12 @@ import socket
 import stat
 import struct
 import sys
-import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from cpuft import __version__
-from cpuft.argv import unpack_argv
+from cpuft.argv import follow_parent, unpack_argv
 from cpuft.errors import CpuftError
 from cpuft.rank.interruption import start_host_watch
 from cpuft.rank.world import World, is_started_by_srun, parse_world, world_variables
@@ -52,21 +51,12 @@ _LATE_FINALIZE = (4, 2)
 
 def end_with_parent(signal_number: int = 9) -> None:
     """Let the kernel send this process a signal, SIGKILL, when its parent dies. This survives exec, but not fork. On
-    macOS a thread does, which looks every second, also whether the launcher lives, and does not survive exec.
+    macOS a thread of this process does, also when the launcher dies.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
     else:
-        threading.Thread(target=_follow, args=(os.getppid(), signal_number), daemon=True).start()
-
-
-def _follow(parent: int, signal_number: int) -> None:
-    launcher = int(os.environ.get(SUPERVISED_VARIABLE) or parent)
-    with contextlib.suppress(ProcessLookupError):
-        while os.getppid() == parent:
-            os.kill(launcher, 0)
-            time.sleep(1.0)
-    os.kill(os.getpid(), signal_number)
+        follow_parent(signal_number, int(os.environ.get(SUPERVISED_VARIABLE) or 0))
 
 
 def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
@@ -165,13 +155,14 @@ def _count_unread(descriptor: int) -> int:
 
 
 def _run_worker(command: list[str], environ: Mapping[str, str], world: World) -> int:
-    """Run the worker as a child process, which the kernel kills with this one, and return its exit code as a shell
+    """Run the worker as a child process, which is killed with this one, and return its exit code as a shell
     would. After SIGKILL, a line on standard error says whether memory had run out, if a counter tells.
     """
     kills = _count_memory_kills()
     child = os.fork()
     if not child:
-        end_with_parent()
+        if sys.platform == "linux":  # on macOS the worker does it, see `cpuft.argv.run_module`
+            end_with_parent()
         _start_program(command, environ)
     ended = start_host_watch(child, world, environ)
     status = os.waitpid(child, 0)[1]
@@ -226,11 +217,14 @@ def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> 
 
 
 def raise_open_files_limit(most: int = 65536) -> None:
-    """Raise the soft limit of open files to `most`, or to the hard limit if that is lower; a higher one stays."""
+    """Raise the soft limit of open files to `most`, or to the hard limit if that is lower; a higher one stays. It stays
+    as it is where the system refuses the new one, as macOS may.
+    """
     import resource  # as above
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if 0 <= hard < most else max(soft, most), hard))
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if 0 <= hard < most else max(soft, most), hard))
 
 
 def format_failure(world: World, hostname: str, code: int, missing: Collection[int] = ()) -> str:

@@ -26,8 +26,13 @@ class World:
 
 
 def list_allowed_cpus() -> list[int]:
-    """Return the hardware threads on which this process may run, in ascending order; on macOS all."""
-    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+    """Return the hardware threads on which this process may run, in ascending order. On macOS, which pins nothing, they
+    are those that the launcher planned for this rank, or all.
+    """
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    planned = os.environ.get("CPUFT_CORES", "")
+    return [int(cpu) for cpu in planned.split(",")] if planned else list(range(os.cpu_count() or 1))
 
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -74,8 +75,10 @@ def divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float
     for begin, end in pairwise(number * len(cores) // parallel for number in range(parallel + 1)):
         name = ",".join(map(str, sorted(cpu for core in cores[begin:end] for cpu in core)))
         # A run that took the whole quota for its own would record a wrong number of cores.
-        share = ("env", f"CPUFT_CPU_QUOTA={quota * (end - begin) / len(cores)!r}") if quota else ()
-        places.append(Place(f"CPUs {name}", prefix=(*share, "taskset", "--cpu-list", name)))
+        part = quota * (end - begin) / len(cores) if sys.platform == "linux" else end - begin
+        share = ("env", f"CPUFT_CPU_QUOTA={part!r}") if part else ()
+        pinned = ("taskset", "--cpu-list", name) if sys.platform == "linux" else ()
+        places.append(Place(f"CPUs {name}", prefix=(*share, *pinned)))
     return places
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -115,10 +114,8 @@ def check_ranks(world: World) -> list[RecordedRank]:
     """Return where each rank is. Raises CpuftError on all ranks if CPUFT_CORES is set and a rank is not on the hardware
     threads in it, to which `cpuft.rank` has pinned it. Collective.
     """
-    allowed = list_allowed_cpus()
-    planned = [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or allowed
-    # macOS pins nothing: the rank has as many threads as it has planned cores.
-    own = RecordedRank(world.rank, socket.gethostname(), allowed if sys.platform == "linux" else planned)
+    own = RecordedRank(world.rank, socket.gethostname(), list_allowed_cpus())
+    planned = [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or own.cpus
     found: list[tuple[RecordedRank, list[int]]] = gather((own, planned))
     for rank, cpus in found:
         if rank.cpus != cpus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def save_results(
     """Save model and predictions, end the record, wait for the baseline, and show how good the model is. Collective."""
     config, prepared, objective, folder = setup.config, setup.prepared, setup.objective, Path(worker.run_dir)
     progress, record, evaluation = reporter.progress, reporter.record, result.evaluation
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, load.measure_share()
+    unit = 1024 if sys.platform == "linux" else 1  # getrusage(2) of macOS counts bytes
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, load.measure_share()
     peak_memory, other_load = map(max, zip(*gather(own)))
     with wait_for_disks():  # the other ranks also wait here until rank 0 has judged the model
         with setup.exchange.full_weights():

@@ -76,9 +76,13 @@ def test_a_launch_on_hosts_of_both_architectures_is_refused(monkeypatch: pytest.
 def test_a_mac_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     names = "127.0.0.2", "127.0.0.3"
     facts = [make_facts(1), replace(make_facts(2), system="darwin")]
-    monkeypatch.setattr("cpuft.hosts.cluster.gather_facts", lambda hosts, access: facts)
-    with pytest.raises(CpuftError, match=r"^host 127\.0\.0\.3 has macOS, which trains alone for a try: name the other"):
-        gather_cluster(LaunchConfig(np=2), tuple(map(Host, names)), Access())
+    monkeypatch.setattr("cpuft.hosts.cluster.gather_facts", lambda hosts, access: facts[-len(hosts) :])
+    for hosts in (names, ("127.0.0.3",)):
+        chosen = tuple(Host(name, port=22) for name in hosts)  # with a port, it is not this machine
+        with pytest.raises(CpuftError, match=r"^one of the hosts has macOS, which trains only alone and for a try: "):
+            gather_cluster(LaunchConfig(np=2), chosen, Access())
+    with pytest.raises(CpuftError, match=r"^--interruption-notice does not work on macOS: leave it out"):
+        gather_cluster(LaunchConfig(np=2, interruption_notice="/gone"), (Host("127.0.0.1"),), Access())
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,11 @@ def test_macos_gets_the_settings_that_it_can_use() -> None:
         "CPUFT_CORES": "0,1;2,3",
         "OMP_NUM_THREADS": "2",
         "GLOO_SOCKET_IFNAME": "lo0",
+        "FI_TCP_IFACE": "lo0",
     }
     shared = {one.name for one in shared_settings(loopback, 4000, (facts,), 2)}
-    assert shared == {"MASTER_ADDR", "MASTER_PORT", "CPUFT_WORLD_SIZE", "CPUFT_VERSION", "TOKENIZERS_PARALLELISM"}
+    of_cpuft = {"CPUFT_WORLD_SIZE", "CPUFT_VERSION"}
+    assert shared == {"MASTER_ADDR", "MASTER_PORT", "TOKENIZERS_PARALLELISM", "FI_PROVIDER", *of_cpuft}
 
 
 def test_the_recipes_settings_on_its_machine() -> None:

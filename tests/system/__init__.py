@@ -1,4 +1,4 @@
-"""Imitations of macOS and Windows, on which cpuft is a head that needs no rank on its own machine."""
+"""Imitations of macOS and Windows, on which cpuft is a head; a Mac also trains for a try."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _has_products(kernels: Kernels) -> bool:
     if not _is_done(kernels, left[:1], right[:1], scales, None, None, y):
         return False
     return is_faster(
-        lambda: _is_done(kernels, left, right, scales, None, None, y),
+        lambda: _is_done(kernels, left, right.t().contiguous(), scales, None, None, y),  # as in backward
         lambda: torch._int_mm(left, right.t(), out=y.view(torch.int32)),
     )
 
