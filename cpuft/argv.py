@@ -45,7 +45,7 @@ def follow_parent(signal_number: int = 9, other: int = 0) -> None:
 
     def follow() -> None:
         with suppress(OSError):
-            while 1 != parent == os.getppid():
+            while parent == os.getppid() != 1:  # which gets the processes whose parents have ended
                 os.kill(other or parent, 0)
                 time.sleep(1.0)
         os.kill(os.getpid(), signal_number)
