@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -15,6 +16,9 @@ from contextlib import suppress
 
 WITHOUT_WORKING_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)"
 """Makes a program for `python -c` not import from the working folder, where other users may be able to write."""
+
+SUPERVISED_VARIABLE = "CPUFT_SUPERVISED"
+"""Environment variable of ranks with the process number of their supervisor on the head host."""
 
 _RUN = f"{WITHOUT_WORKING_FOLDER}; from cpuft.argv import run_module; run_module()"
 _MARK = "json:"
@@ -30,23 +34,25 @@ def module_command(python: str, module: str) -> tuple[str, ...]:
 
 def run_module() -> None:
     """Run the module that `sys.argv[1]` names as `__main__`, and take that word out of `sys.argv`. On macOS, whose
-    kernel does not end processes with their parents, this one ends with its parent.
+    kernel does not end processes with their parents, this one ends with its parent: by SIGTERM, ranks by SIGKILL.
     """
     if sys.platform == "darwin":
-        follow_parent()
+        follow_parent(signal.SIGKILL if SUPERVISED_VARIABLE in os.environ else signal.SIGTERM)  # it is set for ranks
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
-def follow_parent(signal_number: int = 9, other: int = 0) -> None:
-    """Start a thread that sends this process a signal, SIGKILL, when its parent has ended, or the process with the
-    number `other`. It looks every second, and a process whose parent has not yet asked for its exit code has not ended.
+def follow_parent(signal_number: int, other: int = 0) -> None:
+    """Start a thread that sends this process a signal when its parent has ended, or the process with the number
+    `other`, whose own parent has asked for its exit code. It looks every second.
     """
-    parent = os.getppid()
+    followed = {os.getppid(), other or os.getppid()}
 
     def follow() -> None:
-        with suppress(OSError):
-            while parent == os.getppid() != 1:  # which gets the processes whose parents have ended
-                os.kill(other or parent, 0)
+        with suppress(ProcessLookupError):
+            # Process 1 takes over those whose parents have ended; a debugger takes over the process that it looks at.
+            while os.getppid() != 1:
+                for process in followed:
+                    os.kill(process, 0)
                 time.sleep(1.0)
         os.kill(os.getpid(), signal_number)
 

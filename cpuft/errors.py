@@ -126,7 +126,7 @@ def refuse_other_systems(what: str, advice: str, allows_macos: bool = False) -> 
     """Raise CpuftError on any system but Linux, or with `allows_macos` on any but these: `what` needs Linux, and
     `advice` helps.
     """
-    if sys.platform not in ("linux", *["darwin"] * allows_macos):
+    if sys.platform != "linux" and not (allows_macos and sys.platform == "darwin"):
         name = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
         raise CpuftError(f"{what} needs Linux, and this machine has {name}: {advice}")
 

@@ -34,7 +34,7 @@ _ALONE = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-03
 """Checks that a single host needs, too: those whose findings can differ from run to run (also memory, disk, load,
 stolen CPU time, leftovers, NUMA nodes), and that of pages, for which cpuft was not tried."""
 _MACOS = (
-    "cpuft: this machine has macOS, which trains for a try: without pinned cores, cpuft's kernels, bf16, stack dumps "
+    "cpuft: this machine has macOS, which is for trying out: without pinned cores, cpuft's kernels, bf16, stack dumps "
     "and checks of the machine, so its speed says nothing about servers"
 )
 _EXAMINE = "{'facts': gather_facts(order), 'health': examine(order)}"

@@ -63,7 +63,7 @@ class HostFacts:
     machine: str = "x86_64"
     """Architecture, as in uname -m."""
     system: str = "linux"
-    """Operating system, as in `sys.platform`; "darwin" for macOS, where a single host trains for a try."""
+    """Operating system, as in `sys.platform`; "darwin" for macOS, where training is only tried out."""
 
     @property
     def seen_cores(self) -> tuple[Core, ...]:

@@ -40,6 +40,7 @@ _SET_BY_OPERATOR = ("I_MPI_HYDRA_", "I_MPI_PERHOST")
 """Prefixes of variables that the operator of an MPIJob sets for an mpirun on the launcher. Ours starts on a worker."""
 _EXPORTED = "CPUFT_EXPORTED"
 _ONLY_LINUX = ("CCL_", "CPUFT_PIN", "GLIBC_", "I_MPI_", "KMP_", "LD_PRELOAD", "MALLOC_", "THP_")
+"""Beginnings of the names of settings that macOS cannot use."""
 
 
 def plan_settings(

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cpuft import execute
+from cpuft.argv import SUPERVISED_VARIABLE
 from cpuft.errors import RESUMABLE, CpuftError, DiskFullError, Interrupted
 from cpuft.hosts.cluster import STATE_FILE
 from cpuft.hosts.transport import Transport
@@ -30,7 +31,7 @@ from cpuft.launch.stop_request import StopRequest
 from cpuft.plans import RunPlan, Step
 from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes
-from cpuft.rank.process import OWNER_VARIABLE, SUPERVISED_VARIABLE
+from cpuft.rank.process import OWNER_VARIABLE
 from cpuft.record import FILE_NAME
 from cpuft.terminal import print_message
 

@@ -19,8 +19,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cpuft.argv import SUPERVISED_VARIABLE
 from cpuft.rank.dump_stacks import REPORT_FILE, SIGNAL, STACK_FILE
-from cpuft.rank.process import FAILED_MARK, SUPERVISED_VARIABLE, WAITS_MARK
+from cpuft.rank.process import FAILED_MARK, WAITS_MARK
 
 HANG_MARK = f"{FAILED_MARK} hangs"
 """The line with which a rank asks the supervisor to dump the stacks of all ranks before it ends any of them."""

@@ -62,7 +62,8 @@ def handle_interruption(is_script: bool = False) -> None:
 def _wait_for_request() -> None:
     while not os.path.exists(_find(os.environ, REQUEST_FILE)):
         time.sleep(_POLL_SECONDS)
-    os.kill(os.getpid(), SIGNAL)
+    if callable(signal.getsignal(SIGNAL)):  # else the script has taken the handler away, and the signal would end it
+        os.kill(os.getpid(), SIGNAL)
 
 
 def is_interrupted() -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from cpuft import __version__
-from cpuft.argv import follow_parent, unpack_argv
+from cpuft.argv import SUPERVISED_VARIABLE, follow_parent, unpack_argv
 from cpuft.errors import CpuftError
 from cpuft.rank.interruption import start_host_watch
 from cpuft.rank.world import World, is_started_by_srun, parse_world, world_variables
@@ -39,8 +39,6 @@ OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
 KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: the kernel has killed no process because memory ran out"
 FOREIGN_STORE_ENTRY = "an entry in torch's store was not written by this run"
 """Text of a rank that ended because another program wrote to the store through which ranks find each other."""
-SUPERVISED_VARIABLE = "CPUFT_SUPERVISED"
-"""Environment variable with the process number of the supervisor on the head host, which reads what ranks print."""
 OWNER_VARIABLE = "CPUFT_OWNER"
 """Environment variable with the number of the start of the run, which all of its processes have."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

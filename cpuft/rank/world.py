@@ -25,16 +25,6 @@ class World:
     local_size: int
 
 
-def list_allowed_cpus() -> list[int]:
-    """Return the hardware threads on which this process may run, in ascending order. On macOS, which pins nothing, they
-    are those that the launcher planned for this rank, or all.
-    """
-    if sys.platform == "linux":
-        return sorted(os.sched_getaffinity(0))
-    planned = os.environ.get("CPUFT_CORES", "")
-    return [int(cpu) for cpu in planned.split(",")] if planned else list(range(os.cpu_count() or 1))
-
-
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _LAUNCHERS = (
@@ -63,6 +53,16 @@ def parse_world(environ: Mapping[str, str]) -> World:
             is_same = all(environ.get(slurm) == environ[name] for slurm, name in zip(_SLURM[:2], names))
             return _parse_variables(environ, _SLURM if is_same and names[2] not in environ else names)
     return World(0, 1, 0, 1)
+
+
+def list_allowed_cpus() -> list[int]:
+    """Return the hardware threads on which this process may run, in ascending order. On macOS, which pins nothing, they
+    are those that the launcher planned for this rank's worker, or all.
+    """
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    planned = os.environ.get("CPUFT_CORES", "")
+    return [int(cpu) for cpu in planned.split(",")] if planned else list(range(os.cpu_count() or 1))
 
 
 def is_started_by_srun(environ: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Imitations of macOS and Windows, on which cpuft is a head; a Mac also trains for a try."""
+"""Imitations of macOS and Windows, on which cpuft is a head; on a Mac, training can be tried out, too."""
 
 from __future__ import annotations
 
