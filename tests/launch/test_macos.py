@@ -61,6 +61,8 @@ def find_left(folder: Path) -> list[int]:
 
 def test_ctrl_c_on_a_mac_saves_a_checkpoint(tmp_path: Path) -> None:
     with training_there(tmp_path) as process:
+        stacks = run_there("darwin", tmp_path, "-m", "cpuft", "stacks", "run")
+        assert stacks.stderr.startswith("cpuft: error: cpuft stacks of a run on this machine needs Linux, and this ")
         process.send_signal(signal.SIGINT)
         text = process.communicate(timeout=60)[0]
         assert process.returncode == RESUMABLE, text

@@ -66,3 +66,9 @@ def test_places_that_do_not_exist(
     with pytest.raises(CpuftError) as told:
         plan_places(config, hosts_per_run, parallel)
     assert problem in str(told.value)
+
+
+def test_macos_limits_the_threads_of_a_part_and_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    parts = divide_machine(2, [(0,), (1,), (2,), (3,), (4,)])
+    assert [place.prefix for place in parts] == [("env", "CPUFT_CPU_QUOTA=2"), ("env", "CPUFT_CPU_QUOTA=3")]
