@@ -34,8 +34,8 @@ _ALONE = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-03
 """Checks that a single host needs, too: those whose findings can differ from run to run (also memory, disk, load,
 stolen CPU time, leftovers, NUMA nodes), and that of pages, for which cpuft was not tried."""
 _MACOS = (
-    "cpuft: this machine has macOS, which is for trying out: without pinned cores, cpuft's kernels, bf16, stack dumps "
-    "and checks of the machine, so its speed says nothing about servers"
+    "cpuft: this machine has macOS, on which you can only try out training: its ranks have no cores of their own, no "
+    "kernels of cpuft, no bf16 and no stack dumps, and it is not checked, so its speed says nothing about servers"
 )
 _EXAMINE = "{'facts': gather_facts(order), 'health': examine(order)}"
 

@@ -353,7 +353,9 @@ def _check_macos(hosts: Sequence[Host], config: LaunchConfig, access: Access) ->
     an option for which macOS lacks something.
     """
     if len(hosts) > 1 or not access.transport.is_here(hosts[0]):
-        raise CpuftError("one of the hosts has macOS, which only trains alone, to try it out: name Linux hosts")
+        raise CpuftError(
+            "one of the hosts has macOS, and a Mac trains only by itself and to try it out: name Linux hosts"
+        )
     if config.interruption_notice:
         raise CpuftError("--interruption-notice does not work on macOS: leave it out, because nobody takes a Mac away")
 

@@ -79,7 +79,9 @@ def test_a_mac_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpuft.hosts.cluster.gather_facts", lambda hosts, access: facts[-len(hosts) :])
     for hosts in (names, ("127.0.0.3",)):
         chosen = tuple(Host(name, port=22) for name in hosts)  # with a port, it is not this machine
-        with pytest.raises(CpuftError, match=r"^one of the hosts has macOS, which only trains alone, to try it out: "):
+        with pytest.raises(
+            CpuftError, match=r"^one of the hosts has macOS, and a Mac trains only by itself and to try it out: "
+        ):
             gather_cluster(LaunchConfig(np=2), chosen, Access())
     with pytest.raises(CpuftError, match=r"^--interruption-notice does not work on macOS: leave it out"):
         gather_cluster(LaunchConfig(np=2, interruption_notice="/gone"), (Host("127.0.0.1"),), Access())

@@ -25,7 +25,9 @@ TRAIN = ("-m", "cpuft", "launch", "--np=2", "--task=demo", "--backend=gloo", "--
 def test_a_mac_trains_and_says_what_it_lacks(tmp_path: Path) -> None:
     done = run_there("darwin", tmp_path, *TRAIN, "--max-steps", "2")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("cpuft: this machine has macOS, which is for trying out: without pinned cores, ")
+    assert done.stderr.startswith(
+        "cpuft: this machine has macOS, on which you can only try out training: its ranks have no cores "
+    )
     assert "the compiled kernels are not used on" in done.stderr
     assert "(cpuft has none for macOS): training without them is 2 to 3 times slower" in done.stderr
     ranks = read_record(f"{tmp_path}/run").header.ranks
