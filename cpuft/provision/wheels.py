@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -166,7 +167,13 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
         folder = str(downloads_folder(python, machine, environ))
         if not Path(folder).exists():
             command = (*module_command(sys.executable, "cpuft.provision.wheels"), "download", python, machine)
-            missing.append(Step(f"download wheels for Python {python} on {machine} into {folder}", command))
+            why = f"download wheels for Python {python} on {machine} into {folder}"
+            if _needs_kernels(machine):
+                try:
+                    _require_compiler(machine, environ)
+                except CpuftError as error:
+                    why += f"; {_explain_missing_kernels(error)}"
+            missing.append(Step(why, command))
             return Supply(tuple(wheels), tuple(missing), complete=False)
         check_private_folder(cache_path(environ))
     if folder:
@@ -257,10 +264,13 @@ def _fill_folder(folder: Path, python: str, machine: str, environ: Mapping[str, 
     hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python, machine)
     sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
     others = [one for one in hashed if one not in sources]
-    listed = ("--require-hashes", "-r", "/dev/stdin")
-    _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), *listed, stdin=_format_requirements(sources))
+    wheel = ("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder))
     download = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), *target)
-    _pip(*download, *listed, stdin=_format_requirements(others))
+    for words, chosen in ((wheel, sources), (download, others)):
+        with tempfile.TemporaryDirectory(prefix="cpuft-") as place:
+            path = Path(place, "requirements.txt")
+            path.write_text(_format_requirements(chosen), encoding="utf-8")
+            _pip(*words, "--require-hashes", "-r", str(path))
     _download_torch(download, python, machine)
     if _needs_kernels(machine):
         _add_kernels(folder, machine, environ)
@@ -311,9 +321,9 @@ def _download_torch(download: Sequence[str], python: str, machine: str) -> None:
         _pip(*download, f"{pin}+cpu", "--index-url", CPU_INDEX)
 
 
-def _pip(*argv: str, stdin: str = "") -> None:
+def _pip(*argv: str) -> None:
     command = (*module_command(sys.executable, "pip"), "--disable-pip-version-check", *argv)
-    answer = execute.run_command(command, _DOWNLOAD_SECONDS, stdin)
+    answer = execute.run_command(command, _DOWNLOAD_SECONDS)
     if answer.exit_code:
         last_lines = " | ".join(answer.text.strip().splitlines()[-4:])
         raise CpuftError(f"pip {argv[0]} failed ({last_lines}): give --wheels a folder that holds the wheels")
@@ -326,19 +336,25 @@ def _find_compiler_for(machine: str, environ: Mapping[str, str]) -> str | None:
     return shutil.which(f"{machine}-linux-gnu-g++", path=environ.get("PATH"))
 
 
+def _require_compiler(machine: str, environ: Mapping[str, str]) -> str:
+    """Return the path of the C++ compiler for an architecture. CpuftError: there is none, or this is not Linux."""
+    refuse_other_systems("compiling them", "install g++ on the hosts, or make the cluster from a Linux machine")
+    if compiler := _find_compiler_for(machine, environ):
+        return compiler
+    package = "g++" if _is_like_here(machine) else f"g++-{machine.replace('_', '-')}-linux-gnu"
+    raise CpuftError(f"this machine has no C++ compiler for {machine} (Debian: apt-get install {package})")
+
+
+def _explain_missing_kernels(error: CpuftError) -> str:
+    slow = "hosts without a C++ compiler (Debian: apt-get install g++) will train more slowly, on x86-64 2 to 3 times"
+    return f"no compiled kernels are sent to the hosts, because {error}; {slow}"
+
+
 def _add_kernels(folder: Path, machine: str, environ: Mapping[str, str]) -> None:
-    compiler = _find_compiler_for(machine, environ)
     try:
-        refuse_other_systems("compiling them", "install g++ on the hosts, or make the cluster from a Linux machine")
-        if compiler is None:
-            package = "g++" if _is_like_here(machine) else f"g++-{machine.replace('_', '-')}-linux-gnu"
-            raise CpuftError(f"this machine has no C++ compiler for {machine} (Debian: apt-get install {package})")
-        write_kernels_wheel(compiler, folder, machine)
+        write_kernels_wheel(_require_compiler(machine, environ), folder, machine)
     except CpuftError as error:
-        slow = (
-            "hosts without a C++ compiler (Debian: apt-get install g++) will train more slowly, on x86-64 2 to 3 times"
-        )
-        print(f"no compiled kernels are sent to the hosts, because {error}; {slow}", file=sys.stderr)
+        print(_explain_missing_kernels(error), file=sys.stderr)
 
 
 def write_kernels_wheel(compiler: str, folder: Path, machine: str) -> Path:

@@ -235,14 +235,16 @@ def make_node_command(options: ContainerOptions, launch: JobLaunch, program: str
     return launch.count_hosts(options.nodes)[0], [*NODE_COMMAND, "sh", "-c", f'{begin}{lines}launch "$@"\n']
 
 
-def run_with_secret(*argv: str, stdin: str = "") -> str:
+def run_with_secret(*argv: str, stdin: str = "", seconds: float = ANSWER_SECONDS) -> str:
     """Run a client as `run_client` does, with a new CPUFT_JOB_TOKEN (64 hexadecimal digits) in this environment."""
-    return run_client(*argv, stdin=stdin, environ={**os.environ, JOB_SECRET: secrets.token_hex(32)})
+    return run_client(*argv, stdin=stdin, environ={**os.environ, JOB_SECRET: secrets.token_hex(32)}, seconds=seconds)
 
 
-def run_client(*argv: str, stdin: str = "", environ: Mapping[str, str] | None = None) -> str:
-    """Run a scheduler's client, and return its standard output. Raises CpuftError: it fails, or takes over 120 s."""
-    answer = run_command(argv, ANSWER_SECONDS, stdin, environ)
+def run_client(
+    *argv: str, stdin: str = "", environ: Mapping[str, str] | None = None, seconds: float = ANSWER_SECONDS
+) -> str:
+    """Run a scheduler's client, and return its standard output. CpuftError: it fails, or takes over `seconds`."""
+    answer = run_command(argv, seconds, stdin, environ)
     if answer.exit_code:
         message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
         raise CpuftError(f"{argv[0]} failed ({message}): correct that and run the command again")

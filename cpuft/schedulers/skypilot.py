@@ -31,6 +31,10 @@ from cpuft.schedulers.base import (
 )
 
 _JOB_ID = re.compile(r"\bJob ID: (\d+)")
+_NAME_PREFIX = "cpuft-"
+"""Beginning of the names of cpuft's jobs: `sky jobs queue` does not show the labels of their hosts."""
+_LAUNCH_SECONDS = 1800.0
+"""Time limit of `sky jobs launch`, which first rents a host for SkyPilot's own controller if there is none."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
         hosts, command = make_node_command(options, launch, program, '"$SKYPILOT_TASK_ID"')
         run = shlex.join(command)
         values: dict[str, Any] = {
+            "job_name": _NAME_PREFIX + options.name,
             "hosts": hosts,
             "infra": options.infra or None,
             "cpus": f"{options.cores}+",
@@ -83,7 +88,8 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
             path = Path(folder, "task.yaml")
             path.write_text(text, encoding="utf-8")
             secret = (f"--secret={JOB_SECRET}",) if JOB_SECRET in text else ()
-            said = run_with_secret("sky", "jobs", "launch", "--yes", "--detach-run", *secret, str(path))
+            words = ("jobs", "launch", "--yes", "--detach-run", *secret, str(path))
+            said = run_with_secret("sky", *words, seconds=_LAUNCH_SECONDS)
         if not (found := _JOB_ID.search(said)):
             raise CpuftError(f"sky did not say the number of the job ({said.strip()[-300:]}): see sky jobs queue")
         return found[1]
@@ -94,8 +100,8 @@ class SkyPilot(Scheduler[SkyPilotOptions]):
 
     @explain_answers("sky")
     def is_ours(self, job: str) -> bool:
-        """Return whether the job has the label of cpuft's tasks, managed-by: cpuft. CpuftError: no such job."""
-        return (self._find(job).get("labels") or {}).get("managed-by") == "cpuft"
+        """Return whether the job's name begins as those of cpuft's jobs do, with cpuft-. CpuftError: no such job."""
+        return str(self._find(job)["job_name"]).startswith(_NAME_PREFIX)
 
     @explain_answers("sky")
     def status(self, job: str) -> JobStatus:

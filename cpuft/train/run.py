@@ -79,15 +79,15 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         group = join_process_group(world, config.backend, config.comm_timeout, wire_type, before)
         choice = stack.enter_context(group)
         ranks = check_ranks(world)
-        products = measure_products(precision.name)
-        if config.precision == "auto":  # rank 0 decides, because ranks do not measure quite the same
-            speeds = products["teraflops"], products["fp32_teraflops"]
-            faster = broadcast_value(drop_slow_bf16(precision, *speeds, earlier.precision))
-            if faster != precision:
-                precision, products = faster, measure_products(faster.name)
         kernels, kernel_warning = _find_kernels(config, ranks, worker.independent)
         if kernels == "absent" and not worker.independent:
             stack.enter_context(plain_torch())  # now, because layers keep the kernels with which they are made
+        is_accelerated = config.uses_fast_path and kernels == "compiled"
+        products = measure_products(precision.name, is_accelerated)
+        if config.precision == "auto":  # rank 0 decides, because ranks do not measure quite the same
+            faster = broadcast_value(drop_slow_bf16(precision, cpu.flags, products, earlier.precision))
+            if faster != precision:
+                precision, products = faster, measure_products(faster.name)
 
         # Load data and model.
         prepared = read_prepared(worker.prepared or str(prepare(config)))

@@ -134,9 +134,10 @@ def answer_downloads(
     """
     calls, requirements = list[tuple[str, ...]](), list[str]()
 
-    def answer(*words: str, stdin: str = "") -> None:
+    def answer(*words: str) -> None:
         calls.append(words)
-        requirements.extend(stdin.splitlines())
+        if "-r" in words:
+            requirements.extend(Path(words[words.index("-r") + 1]).read_text().splitlines())
         if words[-1].startswith("torch==") and words[-1] != f"torch=={version}":
             raise CpuftError("pip download failed")
 
@@ -177,7 +178,10 @@ def test_wheels_for_arm_are_downloaded_on_x86(
     names = {line.partition("==")[0] for line in requirements}
     assert {"impi-rt", "mpich", "oneccl-cpu", "mpi4py"} & names == {"mpich", "mpi4py"}
     missing = "this machine has no C++ compiler for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)"
-    assert f"no compiled kernels are sent to the hosts, because {missing}; hosts without" in capsys.readouterr().err
+    told = f"no compiled kernels are sent to the hosts, because {missing}; hosts without"
+    assert told in capsys.readouterr().err
+    supply = wheels.gather_supply(tmp_path, "", "3.11", {"XDG_CACHE_HOME": str(tmp_path / "other")}, "aarch64")
+    assert told in supply.missing[-1].why
 
 
 def test_wheels_for_x86_are_downloaded_on_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +270,7 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     killed.mkdir(parents=True)
     (killed / "torch.whl").write_text("half")
 
-    def fail(*words: str, stdin: str = "") -> None:
+    def fail(*words: str) -> None:
         (beside,) = folder.parent.glob("*.new")
         (beside / "numpy.whl").write_text("downloaded")
         raise CpuftError("pip download failed")
@@ -295,7 +299,7 @@ def test_without_locks_the_download_of_another_process_stays(tmp_path: Path, mon
 def test_two_first_downloads_at_once_download_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
 
-    def answer(*words: str, stdin: str = "") -> None:
+    def answer(*words: str) -> None:
         time.sleep(0.2)
         if "--dest" in words:
             Path(words[words.index("--dest") + 1], f"{os.getpid()}.whl").write_text("whole")

@@ -59,6 +59,8 @@ else:
     from sky.utils import schemas
     jsonschema.validate(task, schemas.get_task_schema())
     jsonschema.validate(task["resources"], schemas.get_resources_schema())
+    from sky.jobs.constants import DEFAULT_MANAGED_JOB_FIELDS
+    assert {"job_id", "job_name", "status"} <= set(DEFAULT_MANAGED_JOB_FIELDS)  # what sky jobs queue shows
 """
 PACKAGES = {"dstack": "dstack==0.22.5", "skypilot": "skypilot==0.14.1"}
 
@@ -190,8 +192,8 @@ def test_dstacks_client(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_skypilots_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", path_with())
     jobs: list[dict[str, Any]] = [
-        {"job_id": 12, "status": "RUNNING", "labels": {"managed-by": "cpuft"}},
-        {"job_id": 13, "status": "FAILED_SETUP", "labels": None},
+        {"job_id": 12, "job_name": "cpuft-mrpc-np8", "status": "RUNNING"},
+        {"job_id": 13, "job_name": "theirs", "status": "FAILED_SETUP"},
     ]
     Path("queue.json").write_text(json.dumps(jobs))
     say = SAY + KEEP_SECRET

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -144,18 +145,19 @@ def _has_products(kernels: Kernels) -> bool:
     left, right = (torch.ones(size, 384, dtype=torch.bfloat16) for size in (2 * _MIN_ROWS, 384))
     out = torch.empty_like(left)
     arrays, sizes = (left, right, *(None,) * 5, out), (*out.shape, 384, 0, 1, 0)
-    return is_faster(lambda: _is_done(kernels, arrays, sizes), lambda: torch.mm(left, right.t(), out=out))
+    own, other = time_in_turn(lambda: _is_done(kernels, arrays, sizes), lambda: torch.mm(left, right.t(), out=out))
+    return own < other
 
 
-def is_faster(own: Callable[[], object], other: Callable[[], object]) -> bool:
-    """Return whether `own` takes less time than `other`: the shortest of three times each, in turn."""
-    seconds = list[float](), list[float]()
-    for _ in range(3):
-        for times, function in zip(seconds, (own, other)):
+def time_in_turn(*functions: Callable[[], object], rounds: int = 3) -> list[float]:
+    """Return for each function the shortest time in seconds of its `rounds` calls, which are made in turn."""
+    seconds = [math.inf] * len(functions)
+    for _ in range(rounds):
+        for place, function in enumerate(functions):
             start = time.perf_counter()
             function()
-            times.append(time.perf_counter() - start)
-    return min(seconds[0]) < min(seconds[1])
+            seconds[place] = min(seconds[place], time.perf_counter() - start)
+    return seconds
 
 
 def _is_done(kernels: Kernels, arrays: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> bool:

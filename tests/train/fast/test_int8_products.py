@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -65,7 +66,13 @@ def test_sums_of_products_are_exact(rows: int, columns: int, inner: int) -> None
 @pytest.mark.parametrize("is_own", [True, False])
 def test_on_arm_the_faster_library_multiplies(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_products, "_is_done", lambda *given: True)
-    monkeypatch.setattr(int8_products, "is_faster", lambda own, other: own() is True and other() is not None and is_own)
+
+    def times(own: Callable[[], object], other: Callable[[], object]) -> list[float]:
+        assert own() is True
+        assert other() is not None
+        return [1.0, 2.0] if is_own else [2.0, 1.0]
+
+    monkeypatch.setattr(int8_products, "time_in_turn", times)
     assert int8_products._has_products.__wrapped__(None) == is_own
 
 
