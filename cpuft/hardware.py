@@ -133,7 +133,7 @@ def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> 
 
 
 def _describe_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:
-    if bf16_flag:
+    if bf16_flag in ("amx_bf16", "avx512_bf16"):  # not measured on Arm
         return f"warning: bf16, which this CPU multiplies ({bf16_flag}), is as fast or faster"
     flag = next((one for one in ("avx512_vnni", "avx_vnni", "i8mm", "asimddp") if one in cpu_flags), "")
     used = f"this CPU multiplies 8-bit numbers ({flag})" if flag else "torch has no instructions for it on this CPU"

@@ -109,6 +109,7 @@ def test_precision(wanted: str, flags: tuple[str, ...], name: str) -> None:
         (("avx2",), "as you asked; torch has no instructions for it on this CPU"),
         (("asimd",), "as you asked; torch has no instructions for it on this CPU"),
         (("asimd", "asimddp"), "as you asked; this CPU multiplies 8-bit numbers (asimddp)"),
+        (("asimd", "asimddp", "i8mm", "bf16"), "as you asked; this CPU multiplies 8-bit numbers (i8mm)"),
         (("asimd", "asimddp", "i8mm"), "as you asked; this CPU multiplies 8-bit numbers (i8mm)"),
     ],
 )

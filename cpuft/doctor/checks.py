@@ -676,7 +676,7 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
 @_check_each(
     "CPUFT-037",
     "A host has neither compiled kernels nor a C++ compiler to build them.",
-    "All hosts then train in plain PyTorch, because all ranks must round alike. This is 2 to 3 times slower.",
+    "All hosts then train in plain PyTorch, because all ranks must round alike: more slowly, on x86-64 2 to 3 times.",
     "Install cpuft from its wheel, or a compiler (Debian: apt-get install g++), or provision the host again from a "
     "machine that has either.",
 )

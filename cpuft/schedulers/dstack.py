@@ -72,12 +72,18 @@ class Dstack(Scheduler[DstackOptions]):
         }
         return fill_template("dstack.yaml", options, values)
 
+    @explain_answers("dstack")
     def submit(self, text: str) -> str:
-        """Submit a task by `dstack apply`; return the name in the text. CpuftError: dstack fails."""
+        """Submit a task by `dstack apply`; return the name in the text. CpuftError: dstack fails, or a run of this name
+        has not ended, in whose place dstack would put this one.
+        """
         import yaml
 
+        name = str(yaml.safe_load(text)["name"])
+        if any(run["status"] not in _EXIT_CODES for run in self._list(name)):
+            raise CpuftError(f"dstack's run {name} has not ended, and this one would replace it: choose another --name")
         run_with_secret("dstack", "apply", "--yes", "--detach", "--file", "-", stdin=text)
-        return str(yaml.safe_load(text)["name"])
+        return name
 
     def cancel(self, job: str) -> None:
         """Stop a run by `dstack stop`. CpuftError: dstack fails."""
@@ -104,8 +110,10 @@ class Dstack(Scheduler[DstackOptions]):
         return JobStatus(state, code, log)
 
     def _find(self, job: str) -> dict[str, Any]:
-        runs = json.loads(run_client("dstack", "ps", "--all", "--json"))["runs"]
-        for one in runs:
-            if one["run_spec"]["run_name"] == job:
-                return dict(one)
+        if runs := self._list(job):
+            return runs[0]
         raise CpuftError(f"dstack has no run {job}: see dstack ps --all")
+
+    def _list(self, name: str) -> list[dict[str, Any]]:
+        runs = json.loads(run_client("dstack", "ps", "--all", "--json"))["runs"]
+        return [run for run in runs if run["run_spec"]["run_name"] == name]

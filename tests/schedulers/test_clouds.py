@@ -152,7 +152,7 @@ def test_dstacks_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """The secret is in its environment, not among its words, and another one for each job."""
     monkeypatch.setenv("PATH", path_with())
     run: dict[str, Any] = {
-        "status": "running",
+        "status": "done",
         "run_spec": {"run_name": "mrpc-np8", "configuration": {"tags": {"managed-by": "cpuft"}}},
         "jobs": [{"job_submissions": [{"exit_status": None}]}],
     }
@@ -176,6 +176,12 @@ def test_dstacks_client(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first not in text
     Dstack().submit(text)
     assert Path("secret").read_text() != first
+    run["status"] = "provisioning"
+    answer()
+    with pytest.raises(CpuftError, match="dstack's run mrpc-np8 has not ended, and this one would replace it"):
+        Dstack().submit(text)
+    run["status"] = "running"
+    answer()
     status = Dstack().status("mrpc-np8")
     assert (status.state, status.exit_code, status.log) == ("running", None, "a line\n")
     run["status"], run["jobs"][0]["job_submissions"][0]["exit_status"] = "failed", 75
