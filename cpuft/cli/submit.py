@@ -74,7 +74,7 @@ def _parse_launch(argv: tuple[str, ...], nodes: int, sees_files: bool) -> tuple[
         raise CpuftError("no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc")
     end = argv.index("--") if "--" in argv else len(argv)
     script = argv[end:] if argv[end + 1 :] else ()
-    context = _parse("launch", argv[1:])
+    context = _parse("launch", argv[1:], sees_files)
     values = context.params
     if len(values["script"]) != len(script[1:]):
         raise CpuftError("a script comes after a -- of its own, e.g. -- launch --np 8 -- train.py")
@@ -102,7 +102,7 @@ def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
 def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str]:
     from cpuft.sweep.study import import_optuna, read_sweep
 
-    context = _parse("sweep", argv[1:])
+    context = _parse("sweep", argv[1:], sees_files)
     values = context.params
     if values["action"]:
         raise CpuftError("a job runs a sweep, and has no status to show: leave out the words after the options")
@@ -122,7 +122,7 @@ def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str
     return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], resume_options), "sweep"
 
 
-def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
+def _parse(verb: str, argv: tuple[str, ...], sees_files: bool) -> click.Context:
     """Return the context of a verb of cpuft whose parser has accepted these arguments for a job."""
     root = click.get_current_context().find_root()
     command = root.command.get_command(root, verb) if isinstance(root.command, click.Group) else None
@@ -130,6 +130,10 @@ def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
     if any(argument != argument.encode(errors="replace").decode() for argument in argv):
         raise CpuftError(f"the {verb} contains bytes that are not UTF-8, which no job's text can hold: leave them out")
     with command.make_context(verb, list(argv), root) as context:
+        if not sees_files and context.get_parameter_source("config") is _COMMANDLINE:
+            raise CpuftError(
+                f"the job's containers lack the file of --config: write its options after -- {verb}"
+            )
         if context.params["dry_run"]:
             raise CpuftError(f"--dry-run is an option of cpuft submit: write it before -- {verb}")
         if context.params.get("detach"):

@@ -281,6 +281,10 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
             ("kubernetes", *IMAGE, "--name", "a_b", *LAUNCH),
             "--name 'a_b': use at most 54 small letters, digits",
         ),
+        (
+            ("kubernetes", *IMAGE, *LAUNCH, "--config", "options.yaml"),
+            "the job's containers lack the file of --config: write its options after -- launch",
+        ),
         (("batch", *IMAGE, *LAUNCH), "no job queue is given: add --queue NAME"),
         (("status", "12"), "'12' is not a job: write what cpuft submit printed, e.g. slurm:1234"),
         (("cancel", "slurm:-1"), "'slurm:-1' is not a job: write what cpuft submit printed, e.g. slurm:1234"),
@@ -291,6 +295,7 @@ def test_bad_input_gets_one_line_and_submits_nothing(
 ) -> None:
     for program in ("sbatch", "kubectl", "scontrol", "scancel"):
         add_program(program, SAY)
+    Path("options.yaml").write_text("batch-size: 8\n")
     code, output, errors = run(capsys, *words)
     assert (code, output) == (2, "")
     assert errors.startswith(f"cpuft: error: {said}")
