@@ -22,8 +22,9 @@ from tests.test_systems import MPIRUN, run_there
 TRAIN = ("-m", "cpuft", "launch", "--np=2", "--task=demo", "--backend=gloo", "--run-dir=run", f"--mpirun={MPIRUN}")
 
 
-def test_a_mac_trains_and_says_what_it_lacks(tmp_path: Path) -> None:
-    done = run_there("darwin", tmp_path, *TRAIN, "--max-steps", "2")
+def test_a_mac_trains_and_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPI4PY_LIBMPI", f"{sys.prefix}/lib/libmpi.so.12")  # else mpi4py looks for that of macOS
+    done = run_there("darwin", tmp_path, *TRAIN, "--max-steps", "2", "--backend=mpi")  # gloo in the other tests
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(
         "cpuft: this machine has macOS, on which you can only try out training: its ranks have no cores "
@@ -32,6 +33,9 @@ def test_a_mac_trains_and_says_what_it_lacks(tmp_path: Path) -> None:
     assert "(cpuft has none for macOS): training without them is slower, on x86-64 2 to 3 times" in done.stderr
     ranks = read_record(f"{tmp_path}/run").header.ranks
     assert [len(rank.cpus) for rank in ranks] == [max(1, (os.cpu_count() or 1) // 2)] * 2
+    monkeypatch.setenv("PATH", f"{Path(MPIRUN).parent}:{os.environ['PATH']}")
+    plan = run_there("darwin", tmp_path, "-m", "cpuft", "quickstart", "--dry-run")
+    assert (plan.returncode, "-n 2" in plan.stdout) == (0, True), plan.stdout
     (tmp_path / "rows.csv").write_text("text\nhello\nworld\n")
     words = ("predict", "--model", "minilm", "--file", "rows.csv", "--output", "vectors.npy", "--np", "2")
     embedded = run_there("darwin", tmp_path, "-m", "cpuft", *words)
