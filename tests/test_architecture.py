@@ -241,7 +241,6 @@ TESTED_ELSEWHERE = {
     "model_files.py": "cli/test_push.py",
     "network_speed.py": "provision/test_simulated.py",
     "provision/aws/options.py": "provision/aws/test_plan.py",
-    "provision/aws/prices.py": "provision/aws/test_plan.py",
     "provision/options.py": "provision/test_simulated.py",
     "rank/describe_run.py": "launch/test_resume.py",
     "rank/dump_stacks.py": "rank/test_diagnostics.py",

@@ -16,11 +16,11 @@ from click.core import ParameterSource
 
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.cli.sweep import list_options_for_resume
+from cpuft.config.fields import format_options
 from cpuft.errors import CpuftError, refuse_other_systems
 from cpuft.schedulers import SCHEDULERS, parse_job
 from cpuft.schedulers.base import JobLaunch, JobSweep, follow_job
 from cpuft.serialization import is_count
-from cpuft.sweep.search_space import format_assignment
 
 _COMMANDLINE, _DEFAULT_MAP = ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP
 _WAIT = click.Option(["--wait"], is_flag=True, help="Show the job's log until it ends, then exit with its exit code")
@@ -107,9 +107,7 @@ def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str
     if values["action"]:
         raise CpuftError("a job runs a sweep, and has no status to show: leave out the words after the options")
     given = {name for name in values if context.get_parameter_source(name) in (_COMMANDLINE, _DEFAULT_MAP)}
-    resume_options = tuple(
-        format_assignment({name: values[name] for name in list_options_for_resume() if name in given})
-    )
+    resume_options = tuple(format_options({name: values[name] for name in list_options_for_resume() if name in given}))
     hosts, ppn = values["hosts_per_run"], values["ranks_per_host"]
     if sees_files:
         import_optuna()  # without it, the job would end when it has waited in the queue
@@ -131,9 +129,7 @@ def _parse(verb: str, argv: tuple[str, ...], sees_files: bool) -> click.Context:
         raise CpuftError(f"the {verb} contains bytes that are not UTF-8, which no job's text can hold: leave them out")
     with command.make_context(verb, list(argv), root) as context:
         if not sees_files and context.get_parameter_source("config") is _COMMANDLINE:
-            raise CpuftError(
-                f"the job's containers lack the file of --config: write its options after -- {verb}"
-            )
+            raise CpuftError(f"the job's containers lack the file of --config: write its options after -- {verb}")
         if context.params["dry_run"]:
             raise CpuftError(f"--dry-run is an option of cpuft submit: write it before -- {verb}")
         if context.params.get("detach"):

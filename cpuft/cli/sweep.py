@@ -15,12 +15,12 @@ import click
 from cpuft.cli.common import say
 from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick
-from cpuft.config.fields import format_flag, option_names
+from cpuft.config.fields import format_flag, format_options, option_names
 from cpuft.config.launch import DetachConfig, LaunchConfig
 from cpuft.config.sweep import SweepConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted
-from cpuft.sweep.search_space import format_assignment, list_variable_options
+from cpuft.sweep.search_space import list_variable_options
 
 if TYPE_CHECKING:
     from cpuft.sweep.places import Place
@@ -163,7 +163,7 @@ def _list_launch_options() -> list[str]:
     own = [name for name in option_names(LaunchConfig) if name != "run_dir"]
     context, given = click.get_current_context(), given_options()
     values = {name: context.params[name] for name in own if name in given}
-    return [_make_path_absolute(option) for option in format_assignment(values)]
+    return [_make_path_absolute(option) for option in format_options(values)]
 
 
 def _make_path_absolute(option: str) -> str:

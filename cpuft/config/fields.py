@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
@@ -72,6 +72,14 @@ def option_names(config: type) -> list[str]:
 def format_flag(name: str, value: object = True) -> str:
     """Return the command-line flag of an option: `--batch-size`, or `--no-fast-path` if `value` is False."""
     return ("--no-" if value is False else "--") + name.replace("_", "-")
+
+
+def format_options(values: Mapping[str, Any]) -> list[str]:
+    """Return values or texts of options as arguments, such as "--learning-rate=2e-05"; "--no-save-model" for False."""
+    return [
+        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
+        for name, value in values.items()
+    ]
 
 
 def format_arguments(config: Any) -> list[str]:

@@ -13,9 +13,9 @@ from cpuft.execute import Say
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.topology import plan_placement
 from cpuft.launch.attempt import run_attempt
-from cpuft.launch.inputs import gather_missing, pack_training
+from cpuft.launch.inputs import gather_missing, pack_files
 from cpuft.launch.lease_renewal import renew_leases
-from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
+from cpuft.launch.plan import add_transfers, check_training, plan_training
 from cpuft.launch.progress_bar import show_progress
 from cpuft.plans import RunPlan
 
@@ -76,7 +76,7 @@ def refuse_different_precisions(
     """Raise CpuftError if the runs of a comparison would train in different precisions, which happens without
     --precision if only some of the hosts have bf16 instructions. Raises as `check_training`, too.
     """
-    precisions = {ranks: find_run_precision(cluster, train, environ) for ranks, cluster in clusters.items()}
+    precisions = {ranks: check_training(cluster, train, environ)[1] for ranks, cluster in clusters.items()}
     if len(set(precisions.values())) > 1:
         listed = ", ".join(f"np {ranks} in {precision}" for ranks, precision in precisions.items())
         raise CpuftError(
@@ -131,7 +131,7 @@ def plan_comparison(
             label, name = f"{label}, seed {seed} ({number} of {comparison.seeds})", f"{name}-seed-{seed}"
             options = replace(options, seed=seed)
         folder = f"{run_dir}/{name}"
-        options, bundles = pack_training(cluster, options)
+        options, bundles = pack_files(cluster, options)
         work = cluster.work_dir(folder)
         plan = plan_training(cluster, launch, options, work, progress, environ, independent, is_measured=True)
         # Bundles that an earlier run of the comparison sends will be there.

@@ -23,7 +23,7 @@ from typing import Any
 import cpuft
 from cpuft import execute
 from cpuft.argv import make_shell_line, module_command
-from cpuft.config.fields import format_flag
+from cpuft.config.fields import format_flag, format_options
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TRAINING_INPUTS, TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, format_command, last_line
@@ -55,8 +55,8 @@ from cpuft.launch.inputs import (
     LaunchNote,
     gather_missing,
     make_bundle,
+    pack_files,
     pack_script,
-    pack_training,
     plan_sending,
     save_note,
 )
@@ -204,7 +204,7 @@ def plan_move(
         script = ("python", *command[1:]) if command[0] in (sys.executable, cluster.python) else command
     else:
         files = {name: value for name, value in values.items() if name in TRAINING_INPUTS}
-        packed, bundles = pack_training(head, TrainConfig(**files))
+        packed, bundles = pack_files(head, TrainConfig(**files))
         values = {name: getattr(packed, name) if name in files else value for name, value in values.items()}
     if (path := values.get("conditions")) and cluster.has_own_disks:
         bundles += (make_bundle((Path(path).absolute(),), cluster.inputs),)
@@ -221,11 +221,7 @@ def plan_move(
         folder = os.getcwd() if cluster.access.entry.shares_files else ""
         order = replace(order, cluster=name, files=files, work_folder=folder)
     left_out = (*_STAYS_HERE, *(_PLACE if cluster.works_remotely else ()))
-    options = [
-        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
-        for name, value in values.items()
-        if name not in left_out
-    ]
+    options = format_options({name: value for name, value in values.items() if name not in left_out})
     arguments = (verb, *options, "--no-check", f"--run-dir={order.run_dir}", *(("--", *script) if script else ()))
     return replace(order, arguments=arguments), bundles
 

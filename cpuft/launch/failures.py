@@ -222,7 +222,8 @@ def explain_exit(code: int, text: str = "") -> tuple[str, str]:
     """Return how a rank ended, such as "exit code 1", "killed by signal 11" or "out of memory", and what to do, or ""
     if that is not known. `code` is 128 + N for signal N, and `text` is the rank's standard error.
     """
-    ended = f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}"
+    is_signal = 128 < code <= 128 + _LAST_SIGNAL  # a program may end itself with a code above, such as 255
+    ended = f"killed by signal {code - 128}" if is_signal else f"exit code {code}"
     different, error = f"{ended}, because ranks passed different sizes to a collective operation", _last_error(text)
     causes = (
         (code == 137 and OUT_OF_MEMORY in text, "killed by the kernel because memory ran out", _LESS_MEMORY),
@@ -233,10 +234,6 @@ def explain_exit(code: int, text: str = "") -> tuple[str, str]:
         (True, *_SIGNAL_CAUSES.get(code, (ended, ""))),
     )
     return next((what, advice) for applies, what, advice in causes if applies)
-
-
-def _is_signal(code: int) -> bool:
-    return 128 < code <= 128 + _LAST_SIGNAL  # a program may end itself with a code above, such as 255
 
 
 def _last_error(text: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
@@ -37,6 +38,7 @@ _SENT_AT_ONCE = 16
 _NOTES = ".named"
 """Folder beside the registry of clusters with a note of what the user named when each run was started."""
 _MODEL = "model"
+_Config = TypeVar("_Config", TrainConfig, PredictConfig)
 
 
 @dataclass(frozen=True)
@@ -128,22 +130,25 @@ def _note_file(run_dir: str, environ: Mapping[str, str]) -> Path:
     return state_root(environ) / _NOTES / f"{hash_text(run_dir, 24)}.json"
 
 
-def pack_training(
-    cluster: Cluster, train: TrainConfig, allowed: Collection[str] | None = None
-) -> tuple[TrainConfig, tuple[Bundle, ...]]:
-    """Return the training options with the hosts' paths of local files, and the bundles to send; `train` and () if the
-    hosts share this machine's files.
+def pack_files(
+    cluster: Cluster,
+    config: _Config,
+    options: Collection[str] = TRAINING_INPUTS,
+    allowed: Collection[str] | None = None,
+) -> tuple[_Config, tuple[Bundle, ...]]:
+    """Return the configuration with the hosts' paths of the local files that `options` of it name, and the bundles to
+    send; `config` and () if the hosts share this machine's files.
 
     Names without a local file, such as those of the hub, stay. A file that an earlier launch of the run sent has a
     bundle without sources. Some options may come from a record, which a host may have written: then only paths in
     `allowed` may be sent. Raises CpuftError: a path is not allowed; else as `make_bundle`.
     """
     if not cluster.has_own_disks:
-        return train, ()
+        return config, ()
     bundles, changes = [], dict[str, str]()
-    for option in TRAINING_INPUTS:
+    for option in options:
         remote_names = []
-        for name in split_paths(getattr(train, option)):
+        for name in split_paths(getattr(config, option)):
             path = Path(name or "/nowhere").absolute()
             # A resumed run, whose files were sent when it was started. On the head host, they are files like others.
             if path.is_relative_to(cluster.inputs) and not path.exists():
@@ -159,7 +164,7 @@ def pack_training(
                 name = f"{bundles[-1].remote_folder}/{path.name}"
             remote_names.append(name)
         changes[option] = ",".join(remote_names)
-    return replace(train, **changes), tuple(bundles)  # type: ignore[arg-type]  # all of them are texts
+    return replace(config, **changes), tuple(bundles)  # type: ignore[arg-type]  # all of them are texts
 
 
 def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictConfig, tuple[Bundle, ...]]:
@@ -168,19 +173,9 @@ def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictCon
     share this machine's files. Raises as `make_bundle`.
     """
     request = replace(request, model=request.model or f"{request.run}/{_MODEL}", run="")
-    if not cluster.has_own_disks:
-        return request, ()
-    bundles: list[Bundle] = []
-
-    def pack(name: str, is_for_head: bool) -> str:
-        path = Path(name or "/nowhere").absolute()
-        if not path.exists():
-            return name
-        bundles.append(replace(make_bundle((path,), cluster.inputs), is_for_head=is_for_head))
-        return f"{bundles[-1].remote_folder}/{path.name}"
-
-    files = ",".join(pack(name, True) for name in split_paths(request.file))
-    return replace(request, model=pack(request.model, False), file=files), tuple(bundles)
+    request, files = pack_files(cluster, request, ("file",))
+    request, model = pack_files(cluster, request, ("model",))
+    return request, (*(replace(one, is_for_head=True) for one in files), *model)
 
 
 def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Bundle, ...]]:

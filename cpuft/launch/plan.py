@@ -27,8 +27,8 @@ from cpuft.launch.inputs import (
     Bundle,
     gather_missing,
     pack_embedding,
+    pack_files,
     pack_script,
-    pack_training,
     plan_data_copies,
     plan_sending,
 )
@@ -91,7 +91,7 @@ def plan_run(job: Job, cluster: Cluster, resumed: ResumedRun | None = None) -> R
         words = ("python", *job.script[1:]) if job.script[0] == sys.executable else job.script
         plan = replace(plan, script_words=(*flags, "--", *words))
     else:
-        train, bundles = pack_training(cluster, job.train, job.allowed_paths)
+        train, bundles = pack_files(cluster, job.train, allowed=job.allowed_paths)
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)
     missing = gather_missing(bundles, cluster)
     copies, prepared = (resumed.host_copies, find_prepared_hosts(resumed, cluster)) if resumed else ((), set[str]())
@@ -188,7 +188,7 @@ def plan_training(
     `independent` means that each rank trains by itself, to measure what the hosts can do without communication, and
     `is_measured` that nothing may run beside it. Raises CpuftError: options exclude each other or do not fit the hosts.
     """
-    train = check_training(cluster, train, environ)
+    train, precision = check_training(cluster, train, environ)
     check_engine_for_launch(train.engine, bool(config.interruption_notice), independent)
     prepared = f"{work}/{PREPARED_DATA}"
     worker = WorkerConfig(
@@ -210,7 +210,7 @@ def plan_training(
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     # In an automatic restart, ranks of the last attempt may not be gone yet, and the model is known to fit.
     is_restart = resumed and resumed.restart_reason
-    memory = () if is_restart else _describe_host_memory(cluster, train, environ, independent)
+    memory = () if is_restart else _describe_host_memory(cluster, precision, independent)
     prepare = Step(
         "check and tokenize the examples once, before any rank starts",
         (*module_command(cluster.python, "cpuft.train.data.prepare"), prepared, *memory, *format_arguments(train)),
@@ -221,36 +221,25 @@ def plan_training(
     return replace(plan, prepare=((prepare,),))
 
 
-def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
+def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> tuple[TrainConfig, str]:
     """Return the training options, with "fp32" for "auto" if only some hosts have bf16 instructions, which
-    ONEDNN_MAX_CPU_ISA in `environ` can hide. Raises CpuftError: options exclude each other or have no effect, or a host
-    lacks bf16 for --precision bf16.
+    ONEDNN_MAX_CPU_ISA in `environ` can hide, and the precision in which all ranks train: "bf16", "fp32" or "int8".
+    Raises CpuftError: options exclude each other or have no effect, or a host lacks bf16 for --precision bf16.
     """
     refuse_conflicts(train)
     limit = environ.get("ONEDNN_MAX_CPU_ISA", "")
-    choices = [
-        choose_precision(train.precision, train.emulate_bf16, effective_flags(facts.cpu_flags, limit))
+    first, *others = {
+        choose_precision(train.precision, train.emulate_bf16, effective_flags(facts.cpu_flags, limit)).name
         for facts in cluster.facts
-    ]
-    agree = len({choice.name for choice in choices}) == 1
-    return train if agree else replace(train, precision="fp32")
+    }
+    return (replace(train, precision="fp32"), "fp32") if others else (train, first)
 
 
-def find_run_precision(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> str:
-    """Return the precision in which all ranks train: "bf16", "fp32" or "int8". Raises as `check_training`."""
-    train = check_training(cluster, train, environ)
-    flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
-    return choose_precision(train.precision, train.emulate_bf16, flags).name
-
-
-def _describe_host_memory(
-    cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], independent: bool
-) -> tuple[str, ...]:
+def _describe_host_memory(cluster: Cluster, precision: str, independent: bool) -> tuple[str, ...]:
     hosts = []
     for assignment, facts in zip(cluster.assignments, cluster.facts):
         free = min(facts.memory_free, facts.memory_left) if facts.memory_left >= 0 else facts.memory_free
         hosts.append(HostMemory(assignment.host.name, assignment.ranks, free, facts.boot_id, facts.memory_free))
-    precision = find_run_precision(cluster, train, environ)
     return format_run_memory(RunMemory(tuple(hosts), precision, independent))
 
 

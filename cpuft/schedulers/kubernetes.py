@@ -116,7 +116,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         Complete, the pod's (1 if there is none) for Failed, else None. CpuftError: kubectl fails.
         """
         launcher = f"--selector={self._launcher.format(name=job)}"
-        true = self._get(self._kind, job, '{.status.conditions[?(@.status=="True")].type}')
+        true = self._get(self._kinds.partition(",")[0], job, '{.status.conditions[?(@.status=="True")].type}')
         codes = self._get("pods", launcher, "{.items[*].status.containerStatuses[0].state.terminated.exitCode}")
         state = next((condition for condition in _CONDITIONS if condition in true), "")
         if not state:  # a TrainJob has no condition while it runs
@@ -124,10 +124,6 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         log = fetch_log("kubectl", "logs", launcher, "--tail=-1", *self._namespace)
         exit_code = {"Succeeded": 0, "Complete": 0, "Failed": int(codes[-1]) if codes else 1}.get(state)
         return JobStatus(state, exit_code, log)
-
-    @property
-    def _kind(self) -> str:
-        return self._kinds.partition(",")[0]
 
     @property
     def _namespace(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cpuft.config.fields import format_flag
+from cpuft.config.fields import format_flag, format_options
 from cpuft.config.sweep import SweepConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
@@ -18,7 +18,6 @@ from cpuft.sweep.search_space import (
     apply_assignment,
     check_assignments,
     count_configurations,
-    format_assignment,
     list_variable_options,
     make_key,
     parse_values,
@@ -58,7 +57,7 @@ def plan_sweep(config: SweepConfig, given: Mapping[str, Any]) -> tuple[SweepSett
     metric = config.metric or find_task(configs[0].task, configs[0].causal).metrics[0]
     is_maximized = is_larger_better(metric) if config.direction == "auto" else config.direction == "maximize"
     ranks = config.hosts_per_run * config.ranks_per_host
-    options = format_assignment(fixed)
+    options = format_options(fixed)
     options += [f"--np={ranks}", *([f"--ppn={config.ranks_per_host}"] if ranks > 1 else [])]
     return (
         SweepSettings(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config.fields import format_flag
+from cpuft.config.fields import format_flag, format_options
 from cpuft.config.train import TRAINING_INPUTS
 from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, Interrupted, counted
 from cpuft.launch.fetched_checkpoints import check_copy
@@ -27,7 +27,7 @@ from cpuft.record import read_record
 from cpuft.sweep.places import REFUSES, Place, find_lost_hosts
 from cpuft.sweep.pruning import MedianPruner
 from cpuft.sweep.results import list_results
-from cpuft.sweep.search_space import describe_values, format_assignment
+from cpuft.sweep.search_space import describe_values
 from cpuft.sweep.study import DONE, FAILED, LOST, PRUNED, RUNNING, STOPPED, Attempt, Configuration, Run, Sweep
 
 _FILE_OPTIONS = tuple(map(format_flag, TRAINING_INPUTS))
@@ -371,7 +371,7 @@ def plan_trial(sweep: Sweep, run: Run, place: str) -> tuple[str, list[str], str]
     otherwise "".
     """
     earlier, number, reason = run.last, len(run.attempts) + 1, ""
-    training = [*sweep.settings.options, *format_assignment(run.values)]
+    training = [*sweep.settings.options, *format_options(run.values)]
     if earlier and run.status in (STOPPED, RUNNING):
         path = str(Path(sweep.folder, earlier.folder))
         resumes = has_begun(path)

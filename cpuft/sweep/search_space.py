@@ -240,14 +240,6 @@ def describe_values(values: Mapping[str, str]) -> str:
     return ", ".join(f"{format_flag(name)[2:]} {text}" for name, text in values.items()) or "the only configuration"
 
 
-def format_assignment(values: Mapping[str, Any]) -> list[str]:
-    """Return values or texts of options as arguments, such as "--learning-rate=2e-05"; "--no-save-model" for False."""
-    return [
-        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
-        for name, value in values.items()
-    ]
-
-
 def estimate_length(config: TrainConfig) -> float:
     """Return the examples of `max_steps` updates on one rank, else of all epochs, at least 1; unlimited data count as a
     million.

@@ -42,8 +42,8 @@ from cpuft.launch.inputs import (
     make_bundle,
     make_note,
     pack_embedding,
+    pack_files,
     pack_script,
-    pack_training,
     plan_sending,
     save_note,
 )
@@ -95,7 +95,7 @@ def test_nothing_is_sent_to_hosts_that_share_files(work: Path) -> None:
     assert pack_script(SHARED, command) == (command, ())
     assert pack_script(replace(AWAY, works_remotely=False), command) == (command, ())
     train = TrainConfig(model="model")
-    assert pack_training(SHARED, train) == (train, ())
+    assert pack_files(SHARED, train) == (train, ())
 
 
 def test_embeddings_need_the_model_on_all_hosts_and_the_files_on_the_head_host(work: Path) -> None:
@@ -161,16 +161,16 @@ def test_a_program_is_sent_if_it_is_a_path_and_looked_up_on_the_host_if_it_is_a_
 
 def test_the_inputs_of_a_training_are_sent(work: Path) -> None:
     train = TrainConfig(task="files", model="model", train_file="rows.csv", validation_file="rows.csv")
-    changed, bundles = pack_training(AWAY, train)
+    changed, bundles = pack_files(AWAY, train)
     assert changed.model == f"{bundles[0].remote_folder}/model"
     assert changed.train_file == changed.validation_file == f"{bundles[1].remote_folder}/rows.csv"
     assert changed.data_dir == ""
-    assert pack_training(AWAY, TrainConfig())[1] == ()
+    assert pack_files(AWAY, TrainConfig())[1] == ()
 
 
 def test_each_of_several_files_is_sent(work: Path) -> None:
     train = TrainConfig(task="text", train_file="rows.csv,code/notes.txt,missing", model="model")
-    changed, bundles = pack_training(AWAY, train)
+    changed, bundles = pack_files(AWAY, train)
     model, rows, notes = (bundle.remote_folder for bundle in bundles)
     assert changed.train_file == f"{rows}/rows.csv,{notes}/notes.txt,missing"
     assert (changed.model, changed.validation_file) == (f"{model}/model", "")
@@ -183,15 +183,15 @@ def test_a_record_sends_no_file_that_the_user_did_not_name(work: Path, option: s
     train = TrainConfig(task="files", **options)
     told = f"the run's record says --{option.replace('_', '-')} {work}/rows.csv, which was not named for this run"
     with pytest.raises(CpuftError, match=re.escape(told)):
-        pack_training(AWAY, train, set())
+        pack_files(AWAY, train, allowed=set())
     for named in (None, list_input_paths(train), list_input_paths(train, {option: "command line"})):
-        assert len(pack_training(AWAY, train, named)[1]) == 1
+        assert len(pack_files(AWAY, train, allowed=named)[1]) == 1
     assert list_input_paths(train, {"task"}) == set()
 
 
 def test_files_sent_before_and_hub_names_need_no_permission(work: Path) -> None:
     sent = f"{AWAY.inputs}/0123/rows.csv"
-    changed, bundles = pack_training(AWAY, TrainConfig(task="files", train_file=sent, model="some/name"), set())
+    changed, bundles = pack_files(AWAY, TrainConfig(task="files", train_file=sent, model="some/name"), allowed=set())
     assert (changed.train_file, [bundle.sources for bundle in bundles]) == (sent, [()])
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from cpuft.instance_types import read_instance_types
 from cpuft.provision.aws.client import AwsClient
-from cpuft.provision.aws.facts import BILLED, LIVE, Instance, Resources
+from cpuft.provision.aws.facts import BILLED, LIVE, Instance, Resources, find_spot_prices
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.prices import find_spot_prices
 
 LISTED = "us-east-1"
 """The region whose list prices cpuft has."""

@@ -13,7 +13,6 @@ from cpuft.errors import CpuftError, suggest_names
 from cpuft.instance_types import read_instance_types
 from cpuft.provision.aws.client import SPOT_ROLE, AwsClient, Tag, read_tags
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.prices import find_spot_prices
 from cpuft.provision.image import read_recipe
 from cpuft.serialization import is_count
 
@@ -346,3 +345,12 @@ def find_images(client: AwsClient, name: str, value: str) -> list[Image]:
     filters = [{"Name": name, "Values": [value]}]
     found = client.query("describe_images", Owners=["self"], Filters=filters)["Images"]
     return sorted(found, key=lambda one: (one["CreationDate"], one["ImageId"]))
+
+
+def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
+    """Return the present price of a spot instance in dollars per hour, by name of the zone."""
+    products = ["Linux/UNIX", "Linux/UNIX (Amazon VPC)"]
+    asked = {"InstanceTypes": [instance_type], "ProductDescriptions": products, "MaxResults": 100}
+    # The newest price comes first; the last one that is written into the dictionary stays.
+    history: Sequence[dict[str, Any]] = client.query("describe_spot_price_history", **asked)["SpotPriceHistory"]
+    return {one["AvailabilityZone"]: float(one["SpotPrice"]) for one in reversed(history)}
