@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 
 from cpuft.config.fields import parse_arguments, split_arguments
 from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import RESUMABLE
 from cpuft.rank.diagnostics import start_reporting
 from cpuft.terminal import protect_streams
-from cpuft.train.startup import describe_exit, pause_garbage_collection
+from cpuft.train.startup import pause_garbage_collection, report_error
 
 
 def main() -> None:
     """Train as the command line says, and end the process without the cleanup of C libraries; this never returns.
 
-    The exit code is 0 after a whole run, 75 after an interruption with a checkpoint, else that of `describe_exit`.
+    The exit code is 0 after a whole run, 75 after an interruption with a checkpoint, else that of `report_error`.
     """
     started = time.perf_counter()
     protect_streams()
@@ -34,11 +33,7 @@ def main() -> None:
         except TrainingInterrupted:
             code = RESUMABLE
     except Exception as error:
-        problem, code = describe_exit(error)
-        if problem:
-            print(f"cpuft: error: {problem}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
+        code = report_error(error)
     from cpuft.comm.registration import exit_process  # imports torch, so not before garbage collection is paused
 
     exit_process(code)  # at once: other ranks may hang in a collective, and a normal exit would wait for them

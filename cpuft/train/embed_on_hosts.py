@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -160,9 +159,6 @@ def main() -> None:
         run_as_process(lambda: _embed_as_rank(parse_arguments(PredictConfig, sys.argv[1:]), parse_world(os.environ)))
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
-    except Exception:
-        traceback.print_exc()
-        code = 1
     from cpuft.comm.registration import exit_process  # imports torch, so not before garbage collection is paused
 
     # Other ranks may hang in an operation, and a normal exit would wait for them.

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,8 +39,8 @@ def resume_garbage_collection() -> None:
 def run_as_process(work: Callable[[], None]) -> None:
     """Do the work of a process that a verb has started; garbage collection is paused until the work resumes it.
 
-    An error ends the process with the line (on standard error) and the code of `describe_exit`, or passes through if it
-    needs a traceback. SIGTERM, an exception so that half-written files are removed, ends it with code 143.
+    An error ends the process as `report_error` says. SIGTERM, an exception so that half-written files are removed, ends
+    it with code 143.
     """
     protect_streams()
     pause_garbage_collection()
@@ -47,13 +48,17 @@ def run_as_process(work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:
-        problem, exit_code = describe_exit(error)
-        if not problem:
-            raise
+        sys.exit(report_error(error))
+
+
+def report_error(error: Exception) -> int:
+    """Print the line of `describe_exit` for an error, or its traceback if there is none; return the exit code."""
+    problem, exit_code = describe_exit(error)
+    if problem:
+        print(f"cpuft: error: {problem}", file=sys.stderr, flush=True)
     else:
-        return
-    print(f"cpuft: error: {problem}", file=sys.stderr, flush=True)
-    sys.exit(exit_code)
+        traceback.print_exception(error)
+    return exit_code
 
 
 def describe_exit(error: Exception) -> tuple[str, int]:

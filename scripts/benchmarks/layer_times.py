@@ -10,7 +10,6 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,8 +38,6 @@ class _UpdateTimes:
 
     ready: dict[str, float]
     """Of each gradient by its parameter's name, from the start of the last backward pass."""
-    needed: dict[str, float]
-    """Of each parameter by its name, from the start of the last forward pass."""
     phases: dict[str, float]
     """By names of fields of StepTimes, such as data_seconds."""
 
@@ -58,8 +55,6 @@ class LayerTimes:
         """Handles of the registered hooks; empty while no update is measured."""
         self._ready_at: dict[str, float] = {}
         """When each parameter's latest gradient was accumulated, as perf_counter counts."""
-        self._called_at = defaultdict[str, list[float]](list)
-        """When the modules that own each parameter were called in this update, as perf_counter counts."""
 
     def begin_update(self, setup: TrainingSetup) -> None:
         """Register the hooks if the update that follows is the first one to measure."""
@@ -73,13 +68,8 @@ class LayerTimes:
         if not self._hooks:
             return
         seconds = clock.seconds
-        (forward_start, forward_end), (start, end) = clock.last_laps["forward"], clock.last_laps["backward"]
+        start, end = clock.last_laps["backward"]
         ready = {name: at - start for name, at in self._ready_at.items() if at >= start}
-        needed: dict[str, float] = {}
-        for name, calls in self._called_at.items():
-            # Gradient checkpointing calls modules again in the backward pass.
-            if in_pass := [at for at in calls if forward_start <= at <= forward_end]:
-                needed[name] = in_pass[0] - forward_start
         # An exchange may have waited before the last gradient was ready: then all later times include that.
         last_backward = max(0.0, end - start - waited, *ready.values())
         phases = {
@@ -89,33 +79,23 @@ class LayerTimes:
             "last_backward_seconds": last_backward,
             "update_seconds": seconds["update"],
         }
-        self._measured.append(_UpdateTimes(ready, needed, phases))
+        self._measured.append(_UpdateTimes(ready, phases))
         self._ready_at.clear()
-        self._called_at.clear()
         if len(self._measured) == MEASURED_UPDATES:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
 
     def _register_hooks(self) -> None:
-        names = {parameter: name for name, parameter in self._list_trained()}
-        for parameter, name in names.items():
+        for name, parameter in self._list_trained():
             untyped: Any = parameter  # torch has no types for its hooks
             self._hooks.append(untyped.register_post_accumulate_grad_hook(partial(self._note_ready, name)))
-        for module in self._model.modules():
-            if owned := [names[one] for one in module.parameters(recurse=False) if one in names]:
-                self._hooks.append(module.register_forward_pre_hook(partial(self._note_call, owned)))
 
     def _list_trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return (item for item in self._model.named_parameters() if item[1].requires_grad)
 
     def _note_ready(self, name: str, _: torch.Tensor) -> None:
         self._ready_at[name] = time.perf_counter()
-
-    def _note_call(self, names: list[str], *_: object) -> None:
-        now = time.perf_counter()
-        for name in names:
-            self._called_at[name].append(now)
 
     def make_times(self) -> StepTimes:
         """Return the medians of all measured updates. Parameters that never had a gradient are left out.
@@ -128,7 +108,6 @@ class LayerTimes:
         gradients: list[GradientTime] = []
         for name, parameter in self._list_trained():
             ready = [update.ready[name] for update in self._measured if name in update.ready]
-            needed = [update.needed[name] for update in self._measured if name in update.needed]
             if ready:
                 gradients.append(
                     GradientTime(
@@ -136,7 +115,6 @@ class LayerTimes:
                         shape=list(parameter.shape),
                         dtype=str(parameter.dtype).removeprefix("torch."),
                         ready_seconds=statistics.median(ready),
-                        needed_seconds=statistics.median(needed) if needed else -1.0,
                         by_rows=embedding is not None and parameter is embedding.weight,
                     )
                 )

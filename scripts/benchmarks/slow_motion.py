@@ -147,8 +147,6 @@ class Result:
     """CPU seconds of communication in a step of one rank, not divided by `slowdown`."""
     bytes_per_step: float
     """Mean bytes that a rank gave to collectives in a step."""
-    machine_busy: float
-    """Share of the CPU time of this machine that the measurement used."""
 
     @property
     def total_seconds(self) -> float:
@@ -219,10 +217,7 @@ class Replay:
 
 def scale_times(times: StepTimes, factor: float) -> StepTimes:
     """Return the times of a step on hosts that need `factor` times as long for it."""
-    gradients = [
-        replace(one, ready_seconds=one.ready_seconds * factor, needed_seconds=one.needed_seconds * factor)
-        for one in times.gradients
-    ]
+    gradients = [replace(one, ready_seconds=one.ready_seconds * factor) for one in times.gradients]
     return replace(
         times,
         gradients=gradients,
@@ -404,7 +399,6 @@ def replay(
     seconds, messages = list[float](), list[tuple[float, float]]()
     take_traffic()
     dist.barrier()
-    cpu = time.process_time()
     # Whole periods are measured, after one that is not: an average of parameters is waited for one period after it has
     # been sent, and so are late embedding rows.
     count = sent_updates = -(-updates // period) * period
@@ -832,7 +826,6 @@ def summarise(case: Case, replayed: Replay, slowdown: float, found: Sequence[Ran
         taken_seconds=(coding + hidden * (cpu - coding)) / case.cores,
         cpu_seconds=cpu,
         bytes_per_step=statistics.fmean(rank.nbytes for rank in found),
-        machine_busy=busy,
     )
 
 

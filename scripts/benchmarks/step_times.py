@@ -14,7 +14,7 @@ FILE_NAME = "layer-times.json"
 
 @dataclass(frozen=True)
 class GradientTime:
-    """When one gradient becomes ready in the backward pass, and when its parameter is needed in the forward pass."""
+    """When one gradient becomes ready in the backward pass."""
 
     name: str
     """Name of the parameter, as `named_parameters` of the model returns it."""
@@ -22,9 +22,6 @@ class GradientTime:
     dtype: str
     ready_seconds: float
     """Seconds from the start of an update's last backward pass until the gradient is accumulated."""
-    needed_seconds: float
-    """Seconds from the start of the update's last forward pass until the module that owns the parameter is called; -1
-    if that module is never called by itself, because a layer of the fast path computes with its parameters."""
     by_rows: bool
     """Whether several ranks send only the rows of the update's tokens, as for the word embedding."""
 

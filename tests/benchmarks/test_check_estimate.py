@@ -15,9 +15,9 @@ from tests.report.test_estimate import JOB, recorded
 
 def test_recorded_times_say_when_gradients_are_ready() -> None:
     gradients = [
-        GradientTime("head", [100], "float32", 0.1, -1.0, False),
-        GradientTime("layer", [30, 10], "float32", 0.9, -1.0, False),
-        GradientTime("words", [1000, 8], "float32", 1.0, -1.0, True),
+        GradientTime("head", [100], "float32", 0.1, False),
+        GradientTime("layer", [30, 10], "float32", 0.9, False),
+        GradientTime("words", [1000, 8], "float32", 1.0, True),
     ]
     assert list_ready_shares(gradients, 2.0) == ((0.25, 0.05), (1.0, 0.45))
     job = replace(JOB, ready=((0.25, 0.05), (1.0, 0.45)))

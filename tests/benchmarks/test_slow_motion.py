@@ -49,8 +49,7 @@ RECORD = time_record(
 def make_times(ready: list[float]) -> StepTimes:
     """A step of 0.3 s, whose gradients of 256 KiB become ready at these seconds of its backward pass of 0.2 s."""
     gradients = [
-        GradientTime(f"layer{number}", [64, 1024], "float32", seconds, -1.0, False)
-        for number, seconds in enumerate(ready)
+        GradientTime(f"layer{number}", [64, 1024], "float32", seconds, False) for number, seconds in enumerate(ready)
     ]
     return StepTimes(gradients, 16, 0.0, 0.1, 0.2, 0.2, 0.0)
 
@@ -241,7 +240,7 @@ def test_a_case_that_fails_says_why_and_ends_the_measurement(tmp_path: Path) -> 
 
 def test_a_row_tells_what_is_left_of_the_ideal_and_where_the_rest_went() -> None:
     case = Case(4, 3 * 10**8, "int8", sync_every=8)
-    result = Result(case, 6.0, 0.76, 0.90, 0.10, 0.05, 11.98e6, 0.1)
+    result = Result(case, 6.0, 0.76, 0.90, 0.10, 0.05, 11.98e6)
     assert format_row(result) == [
         *("4", "300", "int8, every 8", "11.98", "50.0", "760.0", "1000.0", "14.0%", "10.0%", "76.0%"),
     ]

@@ -7,9 +7,9 @@ from scripts.benchmarks.step_times import GradientTime, StepTimes, TimedRecord
 
 LAYER_TIMES = StepTimes(
     [
-        GradientTime("classifier.weight", [2, 384], "bfloat16", 0.001, 0.1, False),
-        GradientTime("bert.encoder.layer.0.output.dense.weight", [384, 1536], "bfloat16", 0.15, -1.0, False),
-        GradientTime("bert.embeddings.word_embeddings.weight", [30522, 384], "bfloat16", 0.2, 0.0, True),
+        GradientTime("classifier.weight", [2, 384], "bfloat16", 0.001, False),
+        GradientTime("bert.encoder.layer.0.output.dense.weight", [384, 1536], "bfloat16", 0.15, False),
+        GradientTime("bert.embeddings.word_embeddings.weight", [30522, 384], "bfloat16", 0.2, True),
     ],
     *(16, 0.001, 0.1, 0.2, 0.2, 0.02),
 )
