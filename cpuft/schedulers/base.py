@@ -247,7 +247,9 @@ def run_client(
     answer = run_command(argv, seconds, stdin, environ)
     if answer.exit_code:
         message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
-        raise CpuftError(f"{argv[0]} failed ({message}): correct that and run the command again")
+        is_late = "timed out after" in message
+        first = "see whether it was done all the same, before you" if is_late else "correct that and"
+        raise CpuftError(f"{argv[0]} failed ({message}): {first} run the command again")
     return answer.output
 
 

@@ -110,10 +110,11 @@ class Dstack(Scheduler[DstackOptions]):
         return JobStatus(state, code, log)
 
     def _find(self, job: str) -> dict[str, Any]:
-        if runs := self._list(job):
+        if runs := self._list(job, "--all"):
             return runs[0]
         raise CpuftError(f"dstack has no run {job}: see dstack ps --all")
 
-    def _list(self, name: str) -> list[dict[str, Any]]:
-        runs = json.loads(run_client("dstack", "ps", "--all", "--json"))["runs"]
+    def _list(self, name: str, *words: str) -> list[dict[str, Any]]:
+        # Without --all, dstack shows those that have not ended, or if there are none the last one.
+        runs = json.loads(run_client("dstack", "ps", *words, "--json"))["runs"]
         return [run for run in runs if run["run_spec"]["run_name"] == name]

@@ -13,7 +13,7 @@ import torch
 
 from cpuft.hardware import Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.train.fast import int8_products
-from cpuft.train.fast.products import matrix_product, time_in_turn
+from cpuft.train.fast.products import time_in_turn
 
 # A square product of this size takes some milliseconds on two cores, and is large enough to occupy some dozens.
 _SIZE = 1024
@@ -36,19 +36,17 @@ def autocast(precision: str) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
-def measure_products(precision: str, is_accelerated: bool = False) -> dict[str, float]:
+def measure_products(precision: str) -> dict[str, float]:
     """Measure how fast matrix products in bf16, int8 or fp32 (any other value) are here, in about 0.1 s: those of
-    torch, or if `is_accelerated` those of the fast path, by cpuft's kernels where they are faster.
+    torch, in int8 those of the fast path.
 
     `teraflops` and `fp32_teraflops`, rounded to 3 digits, are 10**12 operations per second of a product of two 1024 x
     1024 matrices, in the precision and in fp32.
     """
-    dtype = {"bf16": torch.bfloat16, "int8": torch.int8}.get(precision, torch.float32)
-    products = [_make_product(torch.float32, False)]
-    if dtype != torch.float32:
-        products.append(_make_product(dtype, is_accelerated))
+    dtypes = [torch.float32, *{"bf16": [torch.bfloat16], "int8": [torch.int8]}.get(precision, [])]
+    products = [_make_product(dtype) for dtype in dtypes]
     for multiply in products:
-        multiply()  # the first call also chooses and packs
+        multiply()  # the first call takes longer
     seconds = time_in_turn(*products, rounds=5)
     fp32, rate = (float(f"{2 * _SIZE**3 / one / 1e12:.3g}") for one in (seconds[0], seconds[-1]))  # never 0
     return {"teraflops": rate, "fp32_teraflops": fp32}
@@ -58,25 +56,25 @@ def drop_slow_bf16(
     chosen: Precision, cpu_flags: Collection[str], products: Mapping[str, float], earlier: str = ""
 ) -> Precision:
     """Return `chosen`, or fp32 for a bf16 that on an Arm CPU was measured (`products`, as `measure_products` returns)
-    to have less than 0.8 of fp32's speed: some builds of torch for Arm do not use the CPU's bf16, and cpuft's kernels
-    may be missing. With `earlier`, the precision in which a resumed run began, measurements do not count: bf16 stays if
-    that was bf16, else it is fp32.
+    to have less than 0.8 of fp32's speed: some builds of torch for Arm do not use the CPU's bf16, and not all products
+    are made by cpuft's kernels. With `earlier`, the precision in which a resumed run began, measurements do not count:
+    bf16 stays if that was bf16, else it is fp32.
     """
     is_fast = "asimd" not in cpu_flags or products["teraflops"] >= _WORTH * products["fp32_teraflops"]
     if chosen.name != "bf16" or earlier == "bf16" or (not earlier and is_fast):
         return chosen
-    why = f"bf16 is slower here ({products['teraflops']:.2f} TFLOP/s measured)"
+    why = f"bf16 is slower with this torch ({products['teraflops']:.2f} TFLOP/s measured)"
     return Precision("fp32", "as when the run began" if earlier else why)
 
 
 def find_precision(wanted: str) -> str:
     """Return the name of what `choose_precision` chooses on this host without emulation, and raise the same. On Arm,
-    where bf16 may be slow, "auto" measures that once in a process. Ranks may measure differently.
+    where some builds of torch are slow in bf16, "auto" measures that once in a process. Ranks may measure differently.
     """
     flags = read_cpu().flags
     chosen = choose_precision(wanted, False, flags)
     if wanted == "auto" and "asimd" in flags and chosen.name == "bf16":
-        chosen = drop_slow_bf16(chosen, flags, _measure_once(chosen.name, True))
+        chosen = drop_slow_bf16(chosen, flags, _measure_once(chosen.name))
     return chosen.name
 
 
@@ -90,11 +88,8 @@ def format_products(products: dict[str, float]) -> str:
     return line if is_fp32 else f"{line}, fp32 {products['fp32_teraflops']:.2f}"
 
 
-def _make_product(dtype: torch.dtype, is_accelerated: bool) -> Callable[[], torch.Tensor]:
+def _make_product(dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     left, right = torch.randn(2, _SIZE, _SIZE).to(dtype)
-    if is_accelerated:
-        if dtype == torch.int8:
-            return functools.partial(int8_products.multiply, (left, torch.ones(_SIZE)), right)
-        return functools.partial(matrix_product, left, right, place=torch.empty_like(left))
-    multiply: Callable[..., torch.Tensor] = torch._int_mm if dtype == torch.int8 else torch.mm
-    return functools.partial(multiply, left, right, out=multiply(left, right))
+    if dtype == torch.int8:
+        return functools.partial(int8_products.multiply, (left, torch.ones(_SIZE)), right)
+    return functools.partial(torch.mm, left, right, out=torch.empty_like(left))

@@ -82,8 +82,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
         kernels, kernel_warning = _find_kernels(config, ranks, worker.independent)
         if kernels == "absent" and not worker.independent:
             stack.enter_context(plain_torch())  # now, because layers keep the kernels with which they are made
-        is_accelerated = config.uses_fast_path and kernels == "compiled"
-        products = measure_products(precision.name, is_accelerated)
+        products = measure_products(precision.name)
         if config.precision == "auto":  # rank 0 decides, because ranks do not measure quite the same
             faster = broadcast_value(drop_slow_bf16(precision, cpu.flags, products, earlier.precision))
             if faster != precision:

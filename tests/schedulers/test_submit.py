@@ -17,7 +17,7 @@ from cpuft.cli import main
 from cpuft.errors import CpuftError
 from cpuft.record import Writer
 from cpuft.schedulers import base, parse_job
-from cpuft.schedulers.base import SWEEP_FILE_NAME, follow_job, read_template
+from cpuft.schedulers.base import SWEEP_FILE_NAME, follow_job, read_template, run_client
 from cpuft.sweep.study import FILE_NAME, SweepSettings, create_sweep
 from tests.records import make_record
 from tests.schedulers.programs import SAY, add_program, run_script, words_said
@@ -525,3 +525,8 @@ def test_a_plain_launch_imports_nothing_of_it() -> None:
     loaded = set(done.stdout.splitlines()[-1].split())
     assert not {*SCHEDULERS.split(), "yaml", "boto3", "paramiko"} & loaded
     assert {"cpuft.launch.plan", "cpuft.launch.supervise", "cpuft.hosts.cluster"} <= loaded
+
+
+def test_a_client_that_takes_too_long_may_have_made_the_job() -> None:
+    with pytest.raises(CpuftError, match=r"timed out after 0.1 seconds\): see whether it was done all the same"):
+        run_client(sys.executable, "-c", "import time; time.sleep(60)", seconds=0.1)

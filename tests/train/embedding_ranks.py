@@ -30,7 +30,7 @@ if os.environ["PMI_RANK"] == os.environ.get("FAILING_RANK"):
 if "SLOW_RANK" in os.environ:
     patch, is_slow = pytest.MonkeyPatch(), os.environ["PMI_RANK"] == os.environ["SLOW_RANK"]
     patch.setattr(precision, "read_cpu", lambda: Cpu("Arm", ("asimd", "bf16")))
-    patch.setattr(precision, "_measure_once", lambda *_: {"teraflops": 0.02 if is_slow else 2, "fp32_teraflops": 0.2})
+    patch.setattr(precision, "_measure_once", lambda _: {"teraflops": 0.02 if is_slow else 2, "fp32_teraflops": 0.2})
 if os.environ["PMI_RANK"] != "0":
     sys.argv.append("--file=none")
 embed_on_hosts.main()

@@ -62,7 +62,7 @@ patch.setattr(evaluate, "join_batches", join)
 if "doubt" in words:
     patch.setattr("cpuft.train.run.read_cpu", lambda: Cpu("Arm", ("asimd", "bf16")))
     speeds = {"kernel": "", "teraflops": 0.4 if rank else 0.1, "fp32_teraflops": 0.2}
-    patch.setattr("cpuft.train.run.measure_products", lambda *_: speeds)
+    patch.setattr("cpuft.train.run.measure_products", lambda precision: speeds)
 if "damage" in words:
     patch.setattr(Checkpoints, "write_final", damage)
 code = 0

@@ -129,4 +129,4 @@ def test_ranks_that_measure_different_speeds_train_in_the_precision_of_rank_0(tm
     done = train(tmp_path, {"auto": {"precision": "auto", "max_steps": 3}}, "doubt")
     assert done.returncode == 0, done.stdout
     assert read(tmp_path / "auto").header.precision == "fp32"
-    assert "fp32: bf16 is slower here (0.10 TFLOP/s measured)" in done.stdout
+    assert "fp32: bf16 is slower with this torch (0.10 TFLOP/s measured)" in done.stdout

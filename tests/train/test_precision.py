@@ -20,10 +20,17 @@ from tests.train.tiny import save_tiny
     "precision", [pytest.param("bf16", marks=pytest.mark.proof), "fp32", pytest.param("int8", marks=pytest.mark.proof)]
 )
 def test_products_are_measured_and_nothing_is_printed(precision: str, capfd: pytest.CaptureFixture[str]) -> None:
-    found = measure_products(precision, is_accelerated=True)
+    found = measure_products(precision)
     assert capfd.readouterr().out == ""
     assert found["teraflops"] > 0
     assert found["fp32_teraflops"] > 0
+
+
+def test_in_int8_the_products_of_the_fast_path_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+    monkeypatch.setattr("cpuft.train.fast.int8_products.multiply", lambda x, right: made.append(len(right)))
+    assert measure_products("int8")["teraflops"] > 0
+    assert len(made) == 6  # the first one is not timed
 
 
 @pytest.mark.parametrize(
@@ -53,7 +60,7 @@ def test_a_bf16_that_torch_multiplies_slowly_is_dropped() -> None:
         return drop_slow_bf16(chosen, flags, {"teraflops": teraflops, "fp32_teraflops": 0.2}, earlier)
 
     assert drop(0.5) == drop(0.17) == bf16
-    slow = Precision("fp32", "bf16 is slower here (0.02 TFLOP/s measured)")
+    slow = Precision("fp32", "bf16 is slower with this torch (0.02 TFLOP/s measured)")
     assert drop(0.02) == slow
     assert drop(0.2, slow) == slow
     assert drop(0.02, earlier="bf16") == bf16
@@ -80,6 +87,6 @@ def test_embeddings_are_not_computed_in_a_slow_bf16_on_arm(
 ) -> None:
     speeds = {"teraflops": 0.02, "fp32_teraflops": 0.2}
     monkeypatch.setattr("cpuft.train.precision.read_cpu", lambda: Cpu("one", flags))
-    monkeypatch.setattr("cpuft.train.precision._measure_once", lambda *_: speeds)
+    monkeypatch.setattr("cpuft.train.precision._measure_once", lambda precision: speeds)
     write_form(Path(save_tiny(tmp_path / "tiny")), EmbeddingForm(), 32)
     assert Embedder(str(tmp_path / "tiny"), wanted).precision == chosen
