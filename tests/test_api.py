@@ -35,7 +35,7 @@ from cpuft.config.compare import CompareConfig
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from tests.conftest import list_children
+from tests.conftest import list_children, wait_until
 from tests.records import make_record, make_steps
 from tests.report.test_comparison import write_record
 
@@ -234,11 +234,11 @@ def test_ctrl_c_ends_all_ranks() -> None:
         begun = time.monotonic()
         assert process.stdout.read() == "caught\n"
         assert process.wait(30) == 0
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 120
     finally:
         process.kill()
         process.wait()
-    assert list_children() == set()
+    wait_until(lambda: not list_children())
     assert not Path("run/function").exists()
 
 

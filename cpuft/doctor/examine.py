@@ -21,8 +21,8 @@ from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.serialization import load, parse_json
 
-PORT_SECONDS, _PORT_SECONDS_PER_HOST = 3.0, 0.1
-"""How long hosts try to connect to each other's port. Their probes start within a shorter time of each other."""
+PORT_SECONDS, _PORT_SECONDS_PER_HOST = 10.0, 0.1
+"""How long hosts try to connect to each other's port. Their probes start within a shorter time, also on busy hosts."""
 _PROBE_SECONDS = 30.0
 _ALL_PAIRS = 16
 """Most hosts of which each tries to connect to all others."""
@@ -136,7 +136,7 @@ def choose_peers(addresses: Sequence[str], own: str, full: bool) -> list[str]:
 
 def choose_port() -> int:
     """Return a random TCP port from 20000 to 31999, probably a free one: the kernel assigns higher ones to clients."""
-    return random.SystemRandom().randrange(20000, 32000)
+    return random.SystemRandom().choice(facts.PORTS)
 
 
 def _examine_host(

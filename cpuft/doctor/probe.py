@@ -42,7 +42,7 @@ _ROUND_TRIPS = 200
 _LINK_TIMEOUT_SECONDS = 8.0
 LOGINS = 16
 """Most hosts to which this one logs in at the same time."""
-LOGIN_SECONDS = 8.0
+LOGIN_SECONDS = 20.0
 """Time limit of a login to another host."""
 
 
@@ -266,11 +266,11 @@ def _can_connect(peer: str, port: int, end: float) -> bool:
 def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
     """Log in to all peers by ssh without a password; return the error by peer, ssh's last line; "" if it worked.
 
-    A login may take 8 s. At most 16 run at the same time, because each takes more than a tenth of a second of a core.
+    A login may take 20 s. At most 16 run at the same time, because each takes more than a tenth of a second of a core.
     """
 
     def attempt(peer: str) -> str:
-        command = ["ssh", *options, "-o", "BatchMode=yes", "-o", "ConnectTimeout=4", peer, "true"]
+        command = ["ssh", *options, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", peer, "true"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=LOGIN_SECONDS, stdin=subprocess.DEVNULL

@@ -6,10 +6,12 @@ Its arguments are addresses of other hosts.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
 import platform
+import random
 import shutil
 import socket
 import struct
@@ -17,6 +19,8 @@ import subprocess
 import sys
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: get an interface's IPv4 address
+PORTS = range(20000, 32000)
+"""TCP ports for what cpuft listens on: the kernel gives higher ones to clients."""
 _PRELOADS = ("tcmalloc", "tcmalloc_minimal", "jemalloc", "iomp5")
 
 
@@ -123,8 +127,12 @@ def _read_numbers(path: str) -> dict[str, int]:
 
 
 def find_free_port() -> int:
-    """Return a TCP port of the ephemeral range on which nothing listens now. It is not reserved."""
+    """Return a random one of PORTS that nothing uses now, or if they are in use, any such port. It is not reserved."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        for port in random.SystemRandom().sample(PORTS, 100):
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                return port
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 

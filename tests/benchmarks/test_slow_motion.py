@@ -64,6 +64,7 @@ def replay(folder: Path, times: StepTimes, case: Case) -> Result:
     return result
 
 
+@pytest.mark.alone
 def test_messages_hide_behind_the_backward_pass_unless_all_gradients_come_at_its_end(tmp_path: Path) -> None:
     # 2 MiB by a ring of three take 0.1 s at 224 Mbit/s: half of the backward pass.
     config = Case(ranks=3, bits_per_second=224_000_000, updates=3, slowdown=6.0)
@@ -76,6 +77,7 @@ def test_messages_hide_behind_the_backward_pass_unless_all_gradients_come_at_its
     assert not list(Path("/sys/class/net").glob("rank*")), "the simulated links have ended with their processes"
 
 
+@pytest.mark.alone
 def test_int8_is_sent_during_the_backward_pass_as_well(tmp_path: Path) -> None:
     # An eighth of a quarter of the bytes at a quarter of the rate: each of two stages of the last bucket takes 0.006 s.
     config = Case(ranks=3, bits_per_second=56_000_000, grad_compression="int8", updates=3, slowdown=6.0)

@@ -291,7 +291,7 @@ if __name__ == "__main__":
     # Variables that pretend another placement of the ranks.
     os.environ.update(dict(word.split("=") for word in sys.argv[3:]))
     torch.set_num_threads(1)
-    comm.start(sys.argv[1], timeout_seconds=20)
+    comm.start(sys.argv[1], timeout_seconds=60)
     found = run(sys.argv[1])
     if dist.get_world_size() == 2 and len(sys.argv) == 3:
         found["crowd"] = "; ".join(crowd.find_faults(5)) or "ok"

@@ -27,7 +27,7 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     backend, ranks, place = request.param
     folder = tmp_path_factory.mktemp("grid")
     start_ranks = fork_ranks if backend == "gloo" else mpirun
-    run = start_ranks(ranks, "tests.comm.grid", backend, str(folder), *place, seconds=120)
+    run = start_ranks(ranks, "tests.comm.grid", backend, str(folder), *place, seconds=300)
     assert run.returncode == 0, run.stdout[-3000:]
     return backend, ranks, folder
 

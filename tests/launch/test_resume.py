@@ -274,7 +274,7 @@ def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk of one host, e, does not answer."""
-    monkeypatch.setattr("cpuft.launch.results._PARTIAL_REMOVE_SECONDS", 1.0)
+    monkeypatch.setattr("cpuft.launch.results._PARTIAL_REMOVE_SECONDS", 6.0)
     said = {"a": "echo 000000008.0", "b": "echo Warning: b >&2; echo 000000010.1", "c": "exit 255", "d": "true"}
     said["e"] = "exec sleep 60"
     plan = RunPlan(

@@ -54,7 +54,7 @@ class Simulated:
     def accept_own_keys(self, index: int, files: str = ".ssh/authorized_keys") -> None:
         """Let a host's sshd read these files of keys beside the cluster's own; by default that of a real server."""
         edit = f"sed -i 's#^AuthorizedKeysFile.*#AuthorizedKeysFile /run/cpuft/authorized_keys {files}#'"
-        self.on(index, f"{edit} /run/cpuft/sshd_config; kill -HUP 1; sleep 0.5")
+        self.on(index, f"{edit} /run/cpuft/sshd_config; kill -HUP 1; sleep 2")
 
 
 @contextmanager

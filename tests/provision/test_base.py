@@ -63,11 +63,16 @@ def test_every_step_that_failed_is_named_with_its_last_words() -> None:
 def test_whoever_waits_is_told_which_hosts_have_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "_REMIND_SECONDS", 0.3)
     steps = tuple(Step("install", ("install",), host=host) for host in ("a", "b", "c"))
-    says = {"a": "sleep 1.5", "b": "true", "c": "sleep 1.5"}
+    waits = "until [ -e told ]; do sleep 0.1; done"
+    says = {"a": waits, "b": "true", "c": waits}
     told: list[str] = []
-    run_plan(
-        Plan((steps,), command_prefixes={host: ("sh", "-c", script) for host, script in says.items()}), told.append
-    )
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if "not finished on a, c " in line:
+            Path("told").touch()
+
+    run_plan(Plan((steps,), command_prefixes={host: ("sh", "-c", script) for host, script in says.items()}), tell)
     assert told[0] == "install (3 hosts)"
     # On a busy machine b takes a while, too.
     assert {re.sub(r"[0-9]+ s$", "N s", line) for line in told[1:]} >= {"install: not finished on a, c after N s"}

@@ -32,6 +32,7 @@ async def main():
 
 asyncio.run(main())
 """
+LISTENS = "timeout 60 sh -c 'until grep -q :089A /proc/net/tcp; do sleep 0.1; done'"  # port 2202
 
 
 @needs_root
@@ -43,7 +44,7 @@ def test_a_launch_reaches_hosts_through_ports_of_one_address(tmp_path_factory: p
         *hosts, gate = cluster.hosts
         names, addresses = [f"{cluster.name}-{number}" for number in (1, 2)], [host.name for host in hosts]
         (image / "relay.py").write_text(RELAY)
-        cluster.on(3, f"setsid {sys.executable} /relay.py {' '.join(addresses)} </dev/null >/dev/null 2>&1 & sleep 1")
+        cluster.on(3, f"setsid {sys.executable} /relay.py {' '.join(addresses)} </dev/null >/dev/null 2>&1 & {LISTENS}")
         state = cluster.folder / "state" / cluster.name
         own = json.loads((state / "cluster.json").read_text())["ssh_config_there"]
         # The head host has a file of the same path, with the ways among the hosts.

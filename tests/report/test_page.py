@@ -37,7 +37,7 @@ def test_a_page_of_sixteen_runs_is_small_and_quick(tmp_path: Path) -> None:
         before = time.process_time()
         write_page(runs, path)
         seconds.append(time.process_time() - before)
-    assert min(seconds) < 3
+    assert min(seconds) < 10
     assert path.stat().st_size < 1_000_000
 
 
@@ -332,10 +332,10 @@ def test_a_browser_shows_it(width: int, dark: bool, ink: str, paper: str, tmp_pa
         "--allow-file-access-from-files",
         "--enable-logging=stderr",
     ]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1000", "--timeout=20000"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1000", "--timeout=100000"]
     flags += ["--blink-settings=preferredColorScheme=0"] if dark else []
     command = ["chromium", *flags, "--dump-dom", f"file://{tmp_path}/measure.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     # Chromium's own line, where the machine is busy.
     own = "Slow network is detected"
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line and own not in line]

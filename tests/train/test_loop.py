@@ -119,11 +119,11 @@ def test_the_first_timed_step_does_not_pay_for_what_the_first_pass_takes() -> No
 
         def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
             self.passes += 1
-            time.sleep(0.5 if self.passes == 1 else 0.0)
+            time.sleep(3.0 if self.passes == 1 else 0.0)
             return super().losses(model, batch)
 
     loop = make_loop(CONFIG, objective=Compiling)
-    assert next(iter(train(loop))).step_seconds < 0.4
+    assert next(iter(train(loop))).step_seconds < 2.5
 
 
 def test_ranks_are_compared_after_the_first_updates_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
