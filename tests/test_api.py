@@ -213,7 +213,8 @@ def test_a_backend_that_is_not_formed_is_refused() -> None:
 
 
 INTERRUPTED = """
-import time, cpuft
+import time, cpuft, cpuft.launch.run
+cpuft.launch.run.SCRIPT_STOP_SECONDS = 300
 def wait():
     print("waits", flush=True)
     time.sleep(600)
@@ -238,7 +239,7 @@ def test_ctrl_c_ends_all_ranks() -> None:
     finally:
         process.kill()
         process.wait()
-    wait_until(lambda: not list_children())
+    wait_until(lambda: not list_children(), seconds=5)
     assert not Path("run/function").exists()
 
 

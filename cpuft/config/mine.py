@@ -75,7 +75,8 @@ class MineConfig:
     )
     precision: str = option(
         "auto",
-        "Number format; auto is bf16 where the CPU multiplies it (on Arm, unless fp32 is clearly faster), else fp32",
+        "Number format; auto is bf16 where the CPU multiplies it (on Arm, unless torch's fp32 is clearly faster), "
+        "else fp32",
         choices=("auto", "bf16", "fp32"),
     )
     np: int = option(1, "Number of processes of this host that compute embeddings; they share its cores", least=1)

@@ -105,6 +105,6 @@ class PredictConfig:
     precision: str = option(
         "auto",
         "Number format; auto is that of the run, or fp32 if it is int8; for embeddings, bf16 where the CPU "
-        "multiplies it (on Arm, unless fp32 is clearly faster), else fp32",
+        "multiplies it (on Arm, unless torch's fp32 is clearly faster), else fp32",
         choices=("auto", "bf16", "fp32"),
     )

@@ -329,7 +329,7 @@ class TrainConfig:
     precision: str = speed_option(
         "auto",
         "Number format of matrix products: auto is bf16 if the CPUs of all hosts have AMX, AVX512_BF16 or bf16 of "
-        "Arm (there unless fp32 is clearly faster), otherwise fp32. int8 (encoders only) multiplies in 8 bits, "
+        "Arm (there unless torch's fp32 is clearly faster), otherwise fp32. int8 (encoders only) multiplies in 8 bits, "
         "except for the gradients of weights; it is faster than fp32 on CPUs with VNNI and without bf16, and may "
         "change the metric slightly",
         choices=PRECISIONS,

@@ -22,7 +22,7 @@ from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.serialization import load, parse_json
 
 PORT_SECONDS, _PORT_SECONDS_PER_HOST = 10.0, 0.1
-"""How long hosts try to connect to each other's port. Their probes start within a shorter time, also on busy hosts."""
+"""How long hosts try to connect to each other's port. Their probes start within less time, also on busy hosts."""
 _PROBE_SECONDS = 30.0
 _ALL_PAIRS = 16
 """Most hosts of which each tries to connect to all others."""
@@ -49,8 +49,8 @@ def examine_hosts(
 ) -> ClusterState:
     """Examine all hosts of a hostfile at the same time, and return their states in the order of `hosts`.
 
-    A program that needs only Python 3 runs on each host for up to 33 s, and 0.1 s more for each host; on a host that
-    logs in to others, for up to 8 s more for each 16 of them. It changes nothing there, but the hosts connect to each
+    A program that needs only Python 3 runs on each host for up to 40 s, and 0.1 s more for each host; on a host that
+    logs in to others, for up to 20 s more for each 16 of them. It changes nothing there, but the hosts connect to each
     other on a random TCP port, and the head host logs in to the others by ssh; with `full`, every host to every other.
     With `known` facts of all hosts, in their order, neither facts nor the build of the kernels are gathered. The state
     of a host that could not be examined has the reason as `failure`; no error is raised. `ranks` has the planned ranks
@@ -160,7 +160,7 @@ def _examine_host(
 
 def _count_seconds(order: dict[str, Any]) -> float:
     """Return the time limit of an examination; if no host answers, each round of logins takes as long as it may."""
-    logins: int = len(order["ssh_peers"]) // probe.LOGINS
+    logins: int = -(-len(order["ssh_peers"]) // probe.LOGINS)
     return _PROBE_SECONDS + float(order["seconds"]) + probe.LOGIN_SECONDS * logins
 
 

@@ -40,6 +40,8 @@ _CPU_SAMPLE_SECONDS = 0.25
 _BLOCK = 1 << 20
 _ROUND_TRIPS = 200
 _LINK_TIMEOUT_SECONDS = 8.0
+_CALL_SECONDS = 3.0
+"""How long a host waits for peers that it has reached itself: those with several addresses call from another one."""
 LOGINS = 16
 """Most hosts to which this one logs in at the same time."""
 LOGIN_SECONDS = 20.0
@@ -244,7 +246,12 @@ def try_ports(port: int, peers: list[str], seconds: float) -> dict[str, Any]:
         return {"listens": False, "tried": peers, "connected": []}
     with server, ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
         tries = {peer: pool.submit(_can_connect, peer, port, end) for peer in peers}
-        while time.monotonic() < end and not (all(t.done() for t in tries.values()) and callers >= set(peers)):
+        until = end
+        while time.monotonic() < until:
+            if all(trial.done() for trial in tries.values()):  # all peers listen, so their calls come soon
+                if callers >= set(peers):
+                    break
+                until = min(until, time.monotonic() + _CALL_SECONDS)
             if select.select([server], [], [], 0.05)[0]:
                 connection, (address, _) = server.accept()
                 callers.add(address)

@@ -20,7 +20,7 @@ import sys
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: get an interface's IPv4 address
 PORTS = range(20000, 32000)
-"""TCP ports for what cpuft listens on: the kernel gives higher ones to clients."""
+"""TCP ports for torch's store and the doctor; the kernel usually gives clients higher ones."""
 _PRELOADS = ("tcmalloc", "tcmalloc_minimal", "jemalloc", "iomp5")
 
 

@@ -247,9 +247,10 @@ def run_client(
     answer = run_command(argv, seconds, stdin, environ)
     if answer.exit_code:
         message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
-        is_late = "timed out after" in message
-        first = "see whether it was done all the same, before you" if is_late else "correct that and"
-        raise CpuftError(f"{argv[0]} failed ({message}): {first} run the command again")
+        advice = "correct that and run the command again"
+        if "timed out after" in message:
+            advice = "what was asked may have been done all the same, so look before you run the command again"
+        raise CpuftError(f"{argv[0]} failed ({message}): {advice}")
     return answer.output
 
 

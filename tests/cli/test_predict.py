@@ -226,7 +226,7 @@ def test_a_rank_that_is_killed_ends_the_command(texts: tuple[str, ...]) -> None:
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (137, ""), errors
     assert "cpuft: rank 1 on localhost failed (killed by signal 9). Last lines of rank 1:" in errors
-    wait_until(lambda: not list_children())
+    wait_until(lambda: not list_children(), seconds=5)
     assert sorted(os.listdir("run")) == ["logs", "plan.sh", "state.json"]
     assert not Path("x.npy").exists()
 
@@ -357,5 +357,5 @@ def test_a_stopped_prediction_leaves_no_process_and_no_file(tmp_path: Path) -> N
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (130, "")
     assert errors == "cpuft: stopped by SIGINT: run the same command again to continue\n"
-    wait_until(lambda: not list_children())
+    wait_until(lambda: not list_children(), seconds=5)
     assert sorted(path.name for path in Path("run").iterdir()) == ["model", "record.jsonl"]

@@ -6,7 +6,6 @@ import atexit
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import cpuft
+from cpuft.hosts.facts import find_free_port
 from cpuft.rank.process import remove_abandoned_memory
 from cpuft.train.startup import resume_garbage_collection
 
@@ -21,12 +21,6 @@ MPIRUN = Path(sys.prefix, "bin", "mpiexec.hydra")
 ROOT = Path(cpuft.__file__).parents[1]
 _START = "import gc, runpy; gc.disable(); runpy.run_module('cpuft.rank.script', run_name='__main__', alter_sys=True)"
 """Runs a script without collecting garbage, which is a fifth of the time in which torch is imported."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def settings(**more: str) -> dict[str, str]:
@@ -40,7 +34,7 @@ def settings(**more: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(find_free_port()),
         **more,
     }
 

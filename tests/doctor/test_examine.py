@@ -158,7 +158,7 @@ def test_the_head_host_may_log_in_to_many_hosts_that_do_not_answer() -> None:
     state = examine_hosts(hosts, Access(ManyTransport()))
     assert all("no Python here" in one.failure for one in state.hosts)
     limits = dict(ManyTransport.limits)
-    assert limits.pop("n1") == pytest.approx(40 + 6.4 + 3 * 20)
+    assert limits.pop("n1") == pytest.approx(40 + 6.4 + 4 * 20)
     assert list(limits.values()) == [pytest.approx(46.4)] * 63
 
 

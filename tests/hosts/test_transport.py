@@ -23,6 +23,7 @@ from cpuft.execute import Answer, run_stage
 from cpuft.hosts import ssh_config
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import Access, gather_cluster
+from cpuft.hosts.facts import find_free_port
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_config import parse_jumps
 from cpuft.hosts.transport import HostError, SshTransport, Transport, map_hosts
@@ -48,12 +49,6 @@ def make_key(path: Path) -> str:
     return " ".join(path.with_name(f"{path.name}.pub").read_text().split()[:2])
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def serve(folder: Path, forwards: bool, shell: str = "", *options: str) -> Iterator[Server]:
     """Start a server that accepts the client's key; with `forwards` it is a bastion.
@@ -61,7 +56,7 @@ def serve(folder: Path, forwards: bool, shell: str = "", *options: str) -> Itera
     With a login shell, the user's home there is `folder`.
     """
     folder.mkdir()
-    port, key = free_port(), make_key(folder / "host_key")
+    port, key = find_free_port(), make_key(folder / "host_key")
     lines = [f"ListenAddress 127.0.0.1:{port}", f"HostKey {folder}/host_key", "PidFile none", "UsePAM no"]
     lines += [f"AuthorizedKeysFile {folder.parent}/client.pub", "StrictModes no", "PasswordAuthentication no"]
     lines += [f"AllowTcpForwarding {'yes' if forwards else 'no'}", *options]
@@ -179,7 +174,7 @@ def test_a_start_up_file_that_prints_or_ends_the_shell_is_named(tmp_path: Path, 
 @needs_root
 def test_options_for_people_at_a_terminal_do_not_break_commands(tmp_path: Path) -> None:
     lines = "RemoteCommand tmux\nRequestTTY force\nExitOnForwardFailure yes\nLocalForward 127.0.0.1:{} localhost:1"
-    with foreign(tmp_path, "bash", config=lines.format(free_port())) as transport:
+    with foreign(tmp_path, "bash", config=lines.format(find_free_port())) as transport:
         assert run_step(transport, "cat", stdin="a\n", count=3) == [Answer(0, "a\n")] * 3
         assert transport.run(HOST, ("cat",), "a\n").output == "a\n"
 
@@ -578,13 +573,13 @@ def test_hosts_that_are_off_or_frozen_are_unreachable(config: Path, monkeypatch:
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         others = f"Host off\n  Port 9\nHost frozen\n  Port {frozen.getsockname()[1]}\n"
         transport = change(config, "Host far\n", f"{others}Host far\n")
-        # One that would not let us in is there all the same.
         change(config, "IdentityFile", "IdentityFile /dev/null\n  CertificateFile")
         assert transport.find_unreachable(("off", "frozen")) == {"off", "frozen"}
         monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 60.0)
         start = time.monotonic()
         assert transport.find_unreachable(("frozen",), 0.5) == {"frozen"}
         assert time.monotonic() - start < 5
+        # One that would not let us in is there all the same.
         assert transport.find_unreachable(("localhost", "far")) == set()
         assert transport.unreachable == {"off", "frozen"}
 

@@ -180,6 +180,7 @@ def test_dstacks_client(monkeypatch: pytest.MonkeyPatch) -> None:
     answer()
     with pytest.raises(CpuftError, match="dstack's run mrpc-np8 has not ended, and this one would replace it"):
         Dstack().submit(text)
+    assert words_said() == ["ps", "--json"]  # with --all, it shows only the last hundred
     run["status"] = "running"
     answer()
     status = Dstack().status("mrpc-np8")
@@ -189,6 +190,7 @@ def test_dstacks_client(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Dstack().status("mrpc-np8").exit_code == 75
     assert Dstack().status("theirs").exit_code == 0
     assert [Dstack().is_ours(name) for name in ("mrpc-np8", "theirs")] == [True, False]
+    assert words_said() == ["ps", "--all", "--json"]
     Dstack().cancel("mrpc-np8")
     assert words_said() == ["stop", "--yes", "mrpc-np8"]
     with pytest.raises(CpuftError, match="dstack has no run other"):

@@ -12,8 +12,9 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from cpuft.config.train import TrainConfig
+from cpuft.hosts.facts import find_free_port
 from cpuft.record import Record, read_record
-from tests.comm.ranks import fork_ranks, free_port, mpirun
+from tests.comm.ranks import fork_ranks, mpirun
 from tests.train.fast.test_kernels import build_for
 from tests.train.tiny import make_config, save_tiny
 
@@ -41,7 +42,7 @@ def train(folder: Path, jobs: Jobs, *words: str) -> subprocess.CompletedProcess[
 def start(
     folder: Path, configs: dict[str, TrainConfig], *words: str, ranks: int = 2
 ) -> subprocess.CompletedProcess[str]:
-    jobs = [(vars(config), str(folder / name), free_port()) for name, config in configs.items()]
+    jobs = [(vars(config), str(folder / name), find_free_port()) for name, config in configs.items()]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     start_ranks = mpirun if TORCH in words else fork_ranks
     return start_ranks(ranks, "tests.train.mixed_ranks", str(folder / "jobs.json"), *words)
