@@ -201,7 +201,7 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     # that were sent to it are still there (launch/sent.sh).
     began = time.monotonic()
     while left := list_children():
-        if time.monotonic() - began > (5.0 if all("sleep 2 " in line for line in left) else 2.5):
+        if time.monotonic() - began > (4.0 if all("sleep 2 " in line for line in left) else 1.0):
             break
         time.sleep(0.1)
     for line in left:

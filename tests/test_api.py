@@ -35,7 +35,7 @@ from cpuft.config.compare import CompareConfig
 from cpuft.config.launch import LaunchConfig
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from tests.conftest import list_children, wait_until
+from tests.conftest import list_children
 from tests.records import make_record, make_steps
 from tests.report.test_comparison import write_record
 
@@ -213,8 +213,7 @@ def test_a_backend_that_is_not_formed_is_refused() -> None:
 
 
 INTERRUPTED = """
-import time, cpuft, cpuft.launch.run
-cpuft.launch.run.SCRIPT_STOP_SECONDS = 300
+import time, cpuft
 def wait():
     print("waits", flush=True)
     time.sleep(600)
@@ -235,11 +234,11 @@ def test_ctrl_c_ends_all_ranks() -> None:
         begun = time.monotonic()
         assert process.stdout.read() == "caught\n"
         assert process.wait(30) == 0
-        assert time.monotonic() - begun < 120
+        assert time.monotonic() - begun < 20
     finally:
         process.kill()
         process.wait()
-    wait_until(lambda: not list_children(), seconds=5)
+    assert list_children() == set()
     assert not Path("run/function").exists()
 
 

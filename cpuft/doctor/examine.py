@@ -135,7 +135,7 @@ def choose_peers(addresses: Sequence[str], own: str, full: bool) -> list[str]:
 
 
 def choose_port() -> int:
-    """Return a random TCP port from 20000 to 31999, probably a free one: the kernel assigns higher ones to clients."""
+    """Return a random one of `facts.PORTS`, which is probably free on all hosts."""
     return random.SystemRandom().choice(facts.PORTS)
 
 

@@ -24,7 +24,7 @@ from cpuft.errors import CpuftError
 from cpuft.launch import attempt
 from cpuft.launch.results import NotStoredError
 from cpuft.record import read_record
-from tests.conftest import GLUE, list_children, needs_glue, run_cpuft, wait_until
+from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 from tests.records import make_record
 from tests.report.test_comparison import write_record
 from tests.train.tiny import save_tiny, write_rows
@@ -226,7 +226,7 @@ def test_a_rank_that_is_killed_ends_the_command(texts: tuple[str, ...]) -> None:
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (137, ""), errors
     assert "cpuft: rank 1 on localhost failed (killed by signal 9). Last lines of rank 1:" in errors
-    wait_until(lambda: not list_children(), seconds=5)
+    assert list_children() == set()
     assert sorted(os.listdir("run")) == ["logs", "plan.sh", "state.json"]
     assert not Path("x.npy").exists()
 
@@ -357,5 +357,5 @@ def test_a_stopped_prediction_leaves_no_process_and_no_file(tmp_path: Path) -> N
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (130, "")
     assert errors == "cpuft: stopped by SIGINT: run the same command again to continue\n"
-    wait_until(lambda: not list_children(), seconds=5)
+    assert list_children() == set()
     assert sorted(path.name for path in Path("run").iterdir()) == ["model", "record.jsonl"]

@@ -13,6 +13,6 @@ from tests.comm.ranks import become_rank
 if __name__ == "__main__":
     become_rank()
     time.sleep(5 * int(os.environ["RANK"]))
-    comm.start("mpi", timeout_seconds=60)
+    comm.start("mpi", timeout_seconds=20)
     dist.barrier()
     print("passed", flush=True)

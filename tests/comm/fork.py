@@ -22,7 +22,7 @@ from cpuft.rank.diagnostics import RECORDER, start_reporting
 from cpuft.rank.interruption import handle_interruption
 
 _MODULES = ("transformers.models.bert.modeling_bert", "cpuft.train.run", "cpuft.train.embed_on_hosts")
-_GRACE_SECONDS = 20.0
+_GRACE_SECONDS = 6.0
 """How long ranks may take to notice that one of them has failed."""
 
 

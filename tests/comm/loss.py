@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.comm.ranks import become_rank, start_late
 
-DEADLINE_SECONDS = 6.0
+DEADLINE_SECONDS = 3.0
 
 
 def lose(how: str) -> None:

@@ -271,6 +271,6 @@ def test_reading_the_store_does_not_suffice_to_end_a_run() -> None:
 
 
 def test_a_delayed_rank_can_still_join_the_hub() -> None:
-    run = mpirun(2, "tests.comm.delayed_rank")
+    run = mpirun(2, "tests.comm.delayed_rank", seconds=45)
     assert run.returncode == 0, run.stdout
     assert run.stdout.count("passed") == 2

@@ -11,7 +11,7 @@ from cpuft.rank.process import FAILED_MARK, parse_missing_ranks
 from tests.comm.loss import DEADLINE_SECONDS
 from tests.comm.ranks import fork_ranks, mpirun
 
-LIMIT_SECONDS = 24.0
+LIMIT_SECONDS = 10.0
 
 
 OTHERS = tuple(

@@ -33,7 +33,7 @@ from tests.provision.simulated import Simulated, needs_root, simulate, take_snap
 
 pytestmark = needs_root
 ROOT = Path(__file__).parents[2]
-SECONDS_TO_MAKE = 60.0
+SECONDS_TO_MAKE = 15.0
 SCRIPT = "import os, socket\nprint(os.environ['RANK'], socket.gethostname(), os.environ['MASTER_ADDR'])\n"
 
 

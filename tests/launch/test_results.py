@@ -195,7 +195,7 @@ def test_a_fetch_that_takes_long_says_so(tmp_path: Path, run: Path, monkeypatch:
     cluster, plan, _ = planned(tmp_path, run)
     told = list[str]()
     fetch_results(plan, str(run), cluster, told.append)
-    assert re.fullmatch(r"cpuft: fetch the run from a: not finished after \d+ s", told[0])
+    assert told[0] == "cpuft: fetch the run from a: not finished after 0 s"
     assert tree(run) == {"out/answer": "42"}
 
 

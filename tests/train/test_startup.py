@@ -79,13 +79,13 @@ def test_a_name_server_that_does_not_answer_costs_three_seconds(monkeypatch: pyt
     answered = threading.Event()
 
     def wait(*_: object, **__: object) -> None:
-        answered.wait(300)
+        answered.wait(20)
         raise OSError
 
     monkeypatch.setattr(socket, "create_connection", wait)
     start = time.monotonic()
     find_hub_problem()
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 5
     answered.set()
     with pytest.raises(CpuftError) as error:
         load_tokenizer("someone/some-encoder")

@@ -122,7 +122,7 @@ if __name__ == "__main__":
     become_rank()
     simulate_hosts(2)
     torch.set_num_threads(1)
-    comm.start(sys.argv[1], timeout_seconds=60)
+    comm.start(sys.argv[1], timeout_seconds=20)
     torch.manual_seed(dist.get_rank())
     result: dict[str, object] = {"places": try_places()}
     for name in ("int8", "powersgd"):
